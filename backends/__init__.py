@@ -1,0 +1,1 @@
+"""Engines that run models, one file each. Installed as `edgespec.backends`."""

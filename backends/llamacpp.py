@@ -1,0 +1,419 @@
+"""GGUF models on llama.cpp, through llama-cpp-python's low-level API.
+
+Trees need no kernel of their own. llama.cpp tags every cell of its key-value cache with the ids of
+the sequences it belongs to, and a token attends to the cells that carry its own id at smaller
+positions. So:
+
+    one sequence id     one path from the start of the text to a leaf of the tree
+    a node              one cell, tagged with the ids of all leaves below it
+    growing a tree      a first child takes over its parent's id; every further child gets a free id,
+                        after the cells of its ancestors were tagged with it (no copy, no recompute)
+    commit              the ids of one path stay, all others are removed: nothing moves
+
+All ids of a session carry the committed text, so starting a tree costs nothing.
+"""
+
+import ctypes
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.backend import Capabilities, Logits, Work
+from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
+from edgespec.sampling import Float32Array, IdArray, Scores, top_log_probs
+
+try:
+    import llama_cpp
+except ImportError as error:
+    raise MissingPackage("llama-cpp-python", "llamacpp", "running GGUF models") from error
+
+LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
+MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
+
+# Most a logit moves with the shape of its pass and with the order of cells in the cache. Kernels for quantised
+# weights quantise the activations too, so one flipped bit of rounding grows from layer to layer. Measured as the
+# largest difference over a vocabulary: SmolLM2 Q4_1 1.2, Qwen2.5-Coder 1.5B Q4_K_M 0.5, SmolLM2 F32 0.023.
+TOLERANCE_QUANTISED = 1.25
+TOLERANCE_FLOAT = 0.05
+FLOAT_FILE_TYPES = {b"0": "F32", b"1": "F16", b"32": "BF16"}  # general.file_type, llama_ftype in llama.h
+
+_log_lines: list[str] = []
+
+
+@llama_cpp.llama_log_callback
+def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+    if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
+        _log_lines.append(text.decode("utf-8", "replace").strip())
+        del _log_lines[:-20]
+
+
+class LlamaVocab:
+    """See `edgespec.backend.Vocab`."""
+
+    def __init__(self, model: Any) -> None:
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        bos = llama_cpp.llama_vocab_bos(self._vocab)
+        self.bos_id: int | None = bos if bos >= 0 else None
+        self.eog_ids = frozenset(i for i in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, i))
+        template = llama_cpp.llama_model_chat_template(model, None)
+        self.chat_template: str | None = template.decode("utf-8") if template else None
+        self._pieces: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
+        data = text.encode("utf-8")
+        room = len(data) + 8
+        buffer = (llama_cpp.llama_token * room)()
+        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), buffer, room, add_bos, parse_special)
+        if count < 0:
+            raise ModelError(f"the tokenizer cannot encode a text of {len(data)} bytes")
+        return buffer[:count]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            buffer = ctypes.create_string_buffer(64)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, False)
+            if count < 0:
+                buffer = ctypes.create_string_buffer(-count)
+                count = llama_cpp.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, False)
+            piece = self._pieces[token_id] = buffer.raw[:count]
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token_id)
+        return text.decode("utf-8", "replace")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        texts = (llama_cpp.llama_vocab_get_text(self._vocab, i) for i in range(self.size))
+        return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+class LlamaSession:
+    """See `edgespec.backend.Session`."""
+
+    def __init__(self, backend: "LlamaBackend", ids: list[int]) -> None:
+        self.token_ids: list[int] = []
+        self._backend = backend
+        self._memory = backend.memory
+        self._ids = ids  # this session's sequence ids
+        self._tagged = 1  # how many of them carry the committed text; the rest are tagged when first needed
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self._tokens: list[int] = []  # by node, since the last commit
+        self._positions: list[int] = []
+        self._seqs: list[int] = []  # one id whose path runs through the node
+        self._tips: dict[int, int] = {}  # id -> the last node on its path
+
+    @property
+    def node_count(self) -> int:
+        """Nodes evaluated since the last commit."""
+        return len(self._tokens)
+
+    def add(self, work: Work) -> tuple[IdArray, list[list[int]]]:
+        """Give new nodes their places: positions [n], and for each node the ids of the leaves below it.
+
+        Raises:
+            ContextFull: a position lies beyond the context.
+            ValueError: more nodes or leaves than the capabilities allow, or a parent that does not exist.
+        """
+        first, count, parents = len(self._tokens), len(work.token_ids), work.parents.tolist()
+        limits = self._backend.capabilities
+        if first + count > limits.max_nodes:
+            raise ValueError(f"{first + count} uncommitted nodes; this backend holds {limits.max_nodes}")
+        if any(not -1 <= parent < first + i for i, parent in enumerate(parents)):
+            raise ValueError(f"parents must come before their children: {parents}")
+        length = len(self.token_ids)
+        positions = self._positions.copy()
+        for parent in parents:
+            positions.append(positions[parent] + 1 if parent >= 0 else length)
+        if max(positions) >= limits.context_length:
+            raise ContextFull(f"position {max(positions)} lies beyond the context of {limits.context_length} tokens")
+        below: list[list[int]] = [[] for _ in range(count)]
+        has_child = {parent - first for parent in parents}
+        leaves = [i for i in range(count) if i not in has_child]
+        tips, sources = dict(self._tips), dict[int, int]()  # sources: id -> the old node it continues
+        free = (seq for seq in self._ids if seq not in tips)
+        for leaf in leaves:
+            path = [leaf]
+            while parents[path[-1]] >= first:
+                path.append(parents[path[-1]] - first)
+            old = parents[path[-1]]  # evaluated earlier, or -1
+            seq = self._seqs[old] if old >= 0 else -1
+            if old < 0 or tips.get(seq) != old:
+                seq = next(free, -1)
+                if seq < 0:
+                    raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
+                if old >= 0:
+                    sources[seq] = old
+            tips[seq] = first + leaf
+            for node in path:
+                below[node].append(seq)
+        self._tag(max(self._ids.index(seq) for seq in tips) + 1)
+        for seq, old in sources.items():
+            llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, length, positions[old] + 1)
+        self._tokens.extend(work.token_ids.tolist())
+        self._positions = positions
+        self._seqs.extend(ids[0] for ids in below)
+        self._tips = tips
+        return np.asarray(positions[first:]), below
+
+    def _tag(self, count: int) -> None:
+        for seq in self._ids[self._tagged : count]:
+            llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], seq, 0, len(self.token_ids))
+        self._tagged = max(self._tagged, count)
+
+    def commit(self, path: Sequence[int]) -> None:
+        length, grown = len(self.token_ids), len(self.token_ids) + len(path)
+        keep = self._seqs[path[-1]] if len(path) else -1
+        for seq in self._tips:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, grown if seq == keep else length, -1)
+        if len(path):
+            for seq in self._ids[: self._tagged]:
+                if seq != keep:
+                    llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, grown)
+        self.token_ids.extend(self._tokens[node] for node in path)
+        self._forget_nodes()
+
+    def rewind(self, length: int) -> None:
+        for seq in self._ids[: self._tagged]:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
+        del self.token_ids[length:]
+        self._forget_nodes()
+
+    def fork(self) -> "LlamaSession":
+        other = self._backend.open()
+        llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], other._ids[0], 0, len(self.token_ids))
+        other.token_ids = self.token_ids.copy()
+        return other
+
+    def close(self) -> None:
+        if self._ids and self._backend.memory is not None:
+            self.rewind(0)
+            self._backend.release(self._ids)
+        self._ids = []
+
+
+class LlamaLogits:
+    """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
+
+    def __init__(self, context: Any, size: int, batch_index: dict[int, int]) -> None:
+        self._context = context
+        self._size = size
+        self._batch_index = batch_index  # node -> index in the batch
+
+    def _view(self, node: int) -> Float32Array:
+        pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
+        return np.ctypeslib.as_array(pointer, (self._size,))
+
+    def row(self, node: int) -> Float32Array:
+        return self._view(node).copy()
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        ids, values = list[IdArray](), list[Scores]()
+        for node, extra in zip(nodes, noise, strict=True):
+            row = self._view(node)
+            scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
+            best, log_probs = top_log_probs(scores if temperature == 1 else scores / np.float32(temperature), k)
+            ids.append(best)
+            values.append(log_probs)
+        return ids, values
+
+
+class LlamaBackend:
+    """See `edgespec.backend.Backend`. One model with one context; make it with `load`."""
+
+    def __init__(self, model: Any, context: Any, capabilities: Capabilities, sessions: int) -> None:
+        self.vocab = LlamaVocab(model)
+        self.capabilities = capabilities
+        self.memory: Any = llama_cpp.llama_get_memory(context)
+        self._model = model
+        self._context = context
+        share = capabilities.max_leaves
+        self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
+        # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
+        nodes = capabilities.max_nodes
+        self._tokens = np.zeros(nodes, np.int32)
+        self._positions = np.zeros(nodes, np.int32)
+        self._id_counts = np.zeros(nodes, np.int32)
+        self._id_pointers = np.zeros(nodes, np.uintp)
+        self._wanted = np.zeros(nodes, np.int8)
+        self._batch = llama_cpp.llama_batch()
+        for name, array, kind in [
+            ("token", self._tokens, llama_cpp.llama_token),
+            ("pos", self._positions, llama_cpp.llama_pos),
+            ("n_seq_id", self._id_counts, ctypes.c_int32),
+            ("seq_id", self._id_pointers, ctypes.POINTER(llama_cpp.llama_seq_id)),
+            ("logits", self._wanted, ctypes.c_int8),
+        ]:
+            setattr(self._batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
+
+    def open(self) -> LlamaSession:
+        if not self._free_ids:
+            raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
+        return LlamaSession(self, self._free_ids.pop(0))
+
+    def release(self, ids: list[int]) -> None:
+        """A session has given its sequence ids back."""
+        self._free_ids.append(ids)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        sizes = [len(work.token_ids) for work in batch]
+        limits, total = self.capabilities, sum(sizes)
+        if total > limits.max_nodes:
+            raise ValueError(f"{total} nodes in one forward; this backend takes {limits.max_nodes}")
+        if sum(len(work.wanted) for work in batch) > limits.max_wanted:
+            raise ValueError(f"more than {limits.max_wanted} wanted nodes in one forward")
+        logits: list[Logits] = []
+        ids: list[list[int]] = []
+        self._wanted[:total] = 0
+        start = 0
+        for work, size in zip(batch, sizes, strict=True):
+            assert isinstance(work.session, LlamaSession)
+            first = work.session.node_count
+            positions, below = work.session.add(work)
+            ids.extend(below)
+            self._tokens[start : start + size] = work.token_ids
+            self._positions[start : start + size] = positions
+            self._wanted[work.wanted - first + start] = 1
+            places = {node: node - first + start for node in work.wanted.tolist()}
+            logits.append(LlamaLogits(self._context, self.vocab.size, places))
+            start += size
+        counts = np.fromiter(map(len, ids), np.int32, total)
+        flat = np.fromiter((seq for seqs in ids for seq in seqs), np.int32, int(counts.sum()))
+        self._id_counts[:total] = counts
+        self._id_pointers[:total] = flat.ctypes.data + 4 * (np.cumsum(counts, dtype=np.uintp) - counts)
+        self._batch.n_tokens = total
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {_last_log()}")
+        llama_cpp.llama_synchronize(self._context)
+        return logits
+
+    def close(self) -> None:
+        if self._context is not None:
+            self.memory = None
+            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_model_free(self._model)
+            self._context = self._model = None
+
+
+def load(
+    path: str,
+    *,
+    context_length: int = 4096,
+    budget: int = 64,
+    sessions: int = 1,
+    threads: int | None = None,
+    gpu_layers: int = 0,
+) -> LlamaBackend:
+    """Load a GGUF file.
+
+    Args:
+        path: the file; for a split model its first part.
+        context_length: most tokens of text in one session; 0 = what the model was trained for.
+        budget: largest tree that will be asked for, in nodes without the root.
+        sessions: how many sessions may be open at once.
+        threads: compute threads; default: one per core (performance cores on a Mac).
+        gpu_layers: layers to keep on the GPU; -1 = all.
+
+    Raises:
+        ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
+        UsageError: an option is out of range.
+    """
+    _check_options(context_length, budget, sessions, threads)
+    _check_file(path)
+    _log_lines.clear()
+    llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.n_gpu_layers = gpu_layers
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+    if not model:
+        raise ModelError(f"{path}: cannot be loaded: {_last_log()}")
+    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+        llama_cpp.llama_model_free(model)
+        raise ModelError(f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model")
+    context_length = context_length or llama_cpp.llama_model_n_ctx_train(model)
+    max_nodes = max(MIN_NODES, budget + 1)
+    max_leaves = min(max(budget, 32), LLAMA_MAX_SEQ // sessions)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = sessions * (context_length + max_nodes)
+    params.n_batch = params.n_ubatch = max_nodes
+    params.n_seq_max = max_leaves * sessions
+    params.n_outputs_max = max(budget + 1, params.n_seq_max)
+    params.n_threads = params.n_threads_batch = threads or compute_cores()
+    params.kv_unified = True
+    params.swa_full = True  # a sliding window that forgets could not be rewound
+    params.no_perf = True
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        llama_cpp.llama_model_free(model)
+        raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {_last_log()}")
+    capabilities = Capabilities(
+        context_length=context_length,
+        max_nodes=max_nodes,
+        max_wanted=params.n_outputs_max,
+        max_leaves=max_leaves,
+        logit_tolerance=TOLERANCE_FLOAT
+        if _metadata(model, "general.file_type") in FLOAT_FILE_TYPES
+        else TOLERANCE_QUANTISED,
+    )
+    return LlamaBackend(model, context, capabilities, sessions)
+
+
+def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
+    for name, value, low, high in [
+        ("context length", context_length, 0, 2**24),
+        ("budget", budget, 1, 2**15),
+        ("sessions", sessions, 1, LLAMA_MAX_SEQ),
+        ("threads", threads or 1, 1, 1024),
+    ]:
+        if not low <= value <= high:
+            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
+
+
+def _check_file(path: str) -> None:
+    file = Path(path)
+    if not file.exists():
+        raise ModelError(f"{path}: there is no such file")
+    if not file.is_file():
+        raise ModelError(f"{path}: is a folder, not a GGUF file")
+    with file.open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
+
+
+def _metadata(model: Any, key: str) -> bytes:
+    """A value from the GGUF's header as text; empty if it is not there."""
+    buffer = ctypes.create_string_buffer(64)
+    llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value
+
+
+def _last_log() -> str:
+    """What llama.cpp last complained about: the first line is the cause, later ones only pass it on."""
+    return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
+
+
+def compute_cores() -> int:
+    """Cores worth a compute thread: those this process may use; on a Mac the performance cores."""
+    if sys.platform == "darwin":
+        size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
+        libc = ctypes.CDLL(None)
+        if libc.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
+            return count.value
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,206 @@
+"""The contract between the program and the engines that run models.
+
+One verb, `Backend.forward`, does prefill, draft expansion, verification and several sequences at
+once. Every backend passes `tests/contract.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+
+from edgespec.errors import ContextFull, UsageError
+from edgespec.sampling import Float32Array, IdArray, Scores
+from edgespec.tree import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a loaded model can do."""
+
+    context_length: int  # most committed tokens of one session
+    max_nodes: int  # most nodes of one forward, and most uncommitted nodes of one session
+    max_wanted: int  # most wanted nodes of one forward
+    max_leaves: int  # most leaves among one session's uncommitted nodes
+    logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
+
+
+class Vocab(Protocol):
+    """A model's tokenizer."""
+
+    size: int
+    bos_id: int | None
+    eog_ids: frozenset[int]  # end of text, end of turn, …: generation stops here
+    chat_template: str | None  # Jinja source
+    fingerprint: str  # equal for two tokenizers exactly when all token texts are equal
+
+    def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+            text: any text.
+            add_bos: put the start token first, if this model wants one.
+            parse_special: read the names of control tokens in the text as those tokens.
+        """
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text; empty for control tokens."""
+
+    def token_text(self, token_id: int) -> str:
+        """The token's name, for messages."""
+
+
+class Session(Protocol):
+    """One sequence's cache in a loaded model.
+
+    Nodes evaluated since the last `commit` are numbered 0, 1, … in the order they were given.
+    """
+
+    token_ids: list[int]  # committed tokens whose keys and values are held
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes."""
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` committed tokens; drop all others and all nodes."""
+
+    def fork(self) -> "Session":
+        """A new session that shares the committed tokens; uncommitted nodes stay behind."""
+
+    def close(self) -> None:
+        """Free the cache. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Nodes to evaluate in one session."""
+
+    session: Session
+    token_ids: IntArray  # [n]
+    parents: IntArray  # [n]: a node's number (this work's nodes follow those evaluated before), or -1: last committed
+    wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
+
+
+class Logits(Protocol):
+    """Next-token logits of a work's wanted nodes. Valid until the backend's next forward."""
+
+    def row(self, node: int) -> Float32Array:
+        """One node's logits, shape [V], the caller's to keep."""
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        """Per node, the k best of log-softmax((logits + noise) / temperature): ids [k] and values [k].
+
+        `noise` has an array or None for each node; where it is shorter than the vocabulary, the ids beyond its end
+        do not exist. The normaliser runs over all ids that do.
+        """
+
+
+class Backend(Protocol):
+    """A loaded model."""
+
+    vocab: Vocab
+    capabilities: Capabilities
+
+    def open(self) -> Session:
+        """A new, empty session.
+
+        Raises:
+            UsageError: all sessions this backend was loaded for are open.
+        """
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        """One pass over all works' nodes. A node sees the committed tokens, its ancestors and itself.
+
+        Raises:
+            ContextFull: the nodes do not fit into the cache. Nothing has changed then.
+            ValueError: a work breaks the contract (more nodes, leaves or wanted nodes than the capabilities say).
+        """
+
+    def close(self) -> None:
+        """Free the model and every session. Safe to call twice."""
+
+
+# name -> "module:function"; the function is called as load(path, **options) and returns a Backend.
+BUILT_IN = {
+    "llamacpp": "edgespec.backends.llamacpp:load",
+    "reference": "edgespec.backends.reference:load",
+}
+
+
+def load_backend(name: str, path: str, **options: Any) -> Backend:
+    """Load the model at `path` with a built-in backend, or one from the entry-point group edgespec.backends.
+
+    Raises:
+        UsageError: there is no such backend.
+        ModelError: the model cannot be loaded.
+        MissingPackage: the backend's engine is not installed.
+    """
+    others = {point.name: point.value for point in entry_points(group="edgespec.backends")}
+    known = others | BUILT_IN
+    if name not in known:
+        raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
+    module, function = known[name].split(":")
+    backend: Backend = getattr(import_module(module), function)(path, **options)
+    return backend
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    for i, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return i
+    return min(len(left), len(right))
+
+
+def prefill(
+    backend: Backend,
+    session: Session,
+    token_ids: Sequence[int],
+    *,
+    want_last: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Logits, int] | None:
+    """Make `token_ids` the session's committed tokens, keeping the prefix it already holds.
+
+    Args:
+        backend: the session's backend.
+        session: any session, committed tokens, uncommitted nodes and all.
+        token_ids: the tokens wanted.
+        want_last: return the logits that follow the last token, and the node they belong to.
+        progress: called with (tokens done, tokens in all) after every pass.
+
+    Raises:
+        ContextFull: the tokens do not fit.
+    """
+    held = common_prefix(session.token_ids, token_ids)
+    session.rewind(min(held, len(token_ids) - 1) if want_last else held)
+    last = None
+    while (start := len(session.token_ids)) < len(token_ids):
+        piece = token_ids[start : start + backend.capabilities.max_nodes]
+        nodes = np.arange(len(piece), dtype=np.int32)
+        wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
+        work = Work(session, np.asarray(piece, np.int32), nodes - 1, wanted)
+        last = backend.forward([work])[0], len(piece) - 1
+        session.commit(nodes.tolist())
+        if progress:
+            progress(len(session.token_ids), len(token_ids))
+    return last if want_last else None
+
+
+def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:
+    """Refuse a prompt that leaves no room for a single new token, before any work is done.
+
+    Raises:
+        ContextFull: with the numbers.
+    """
+    limit = backend.capabilities.context_length
+    if prompt_length >= limit:
+        raise ContextFull(
+            f"the prompt has {prompt_length} tokens, but {what} holds {limit}: "
+            f"shorten the prompt or use a larger context (--ctx)"
+        )

@@ -1,0 +1,43 @@
+"""What can go wrong, as types. Messages are whole sentences a user can act on.
+
+Nothing here prints: `cli.py` (and the server) turn these into one line and an exit code.
+"""
+
+
+class EdgespecError(Exception):
+    """Something went wrong outside the user's command line: exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(EdgespecError):
+    """An argument or option is wrong: exit code 2."""
+
+    exit_code = 2
+
+
+class ModelError(EdgespecError):
+    """A model file is missing, damaged, or of a kind that cannot be run."""
+
+
+class VocabMismatch(EdgespecError):
+    """Two models, or a model and a datastore, do not share one vocabulary."""
+
+
+class ContextFull(EdgespecError):
+    """The text does not fit into the context."""
+
+
+class DatastoreError(EdgespecError):
+    """A datastore is missing, damaged, or built with another tokenizer."""
+
+
+class RegistryError(EdgespecError):
+    """models.yaml is missing, broken, or does not have the name asked for."""
+
+
+class MissingPackage(EdgespecError):
+    """An optional package is not installed; the message carries the pip command."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'edgespec[{extra}]'")

@@ -1,0 +1,123 @@
+"""The loop: plan a tree, evaluate it in one pass, walk it, keep what the target would have written.
+
+Everything that decides the text is in `verify.walk` and `sampling.sample`; planners only decide how
+many passes it takes. Plain decoding is the same loop with the planner `none`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
+from edgespec.planners import Context, Planner
+from edgespec.sampling import Noise, SamplingParams, sample
+from edgespec.stats import GenerationStats
+from edgespec.tree import Source, best_nodes
+from edgespec.verify import walk
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one pass of the target gained."""
+
+    tokens: list[int]
+    sources: list[Source]  # who guessed each token; TARGET for the bonus
+    finished: str  # "" while the text goes on, else the finish reason
+
+
+def generate_tokens(
+    target: Backend,
+    session: Session,
+    planner: Planner,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    budget: int,
+    stats: GenerationStats,
+    stop_ids: frozenset[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Round]:
+    """Generate token by token groups; `stats` is filled in as the rounds go by.
+
+    Args:
+        target: the model whose text is wanted.
+        session: one of its sessions; what it holds of the prompt is not computed again.
+        planner: where the guesses come from.
+        prompt_ids: at least one token.
+        sampling: how the target's tokens are chosen.
+        max_tokens: most tokens to generate; at least 1.
+        budget: most draft nodes per pass.
+        stats: filled in.
+        stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
+        progress: see `backend.prefill`.
+
+    Raises:
+        ContextFull: the prompt leaves no room for a token.
+    """
+    check_room(target, len(prompt_ids))
+    capabilities = target.capabilities
+    stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
+    noise = Noise(sampling.seed, target.vocab.size)
+    token_ids = list(prompt_ids)
+    limit = min(len(prompt_ids) + max_tokens, capabilities.context_length)
+    budget = min(budget, capabilities.max_nodes - 1, capabilities.max_wanted - 1)
+    stats.planner, stats.seed, stats.prompt_tokens = planner.name, sampling.seed, len(prompt_ids)
+
+    started = perf_counter()
+    stats.cached_tokens = common_prefix(session.token_ids, token_ids[:-1])
+    prefill(target, session, token_ids[:-1], progress=progress)
+    planner.begin(prompt_ids)
+    stats.prefill_seconds = perf_counter() - started
+
+    def sample_after(logits: Logits, node: int, accepted: Sequence[int]) -> int:
+        position = len(token_ids) + len(accepted)
+        output = token_ids[len(prompt_ids) :] + list(accepted)
+        return sample(logits.row(node), position, sampling, noise, prompt_ids, output)
+
+    finished = ""
+    while not finished:
+        # Plan. A node at depth d is worth a token only while d more tokens and a bonus still fit.
+        started, model_seconds = perf_counter(), planner.model_seconds
+        room = limit - len(token_ids) - 1
+        context = Context(token_ids, len(prompt_ids), sampling, noise, room, capabilities.max_leaves)
+        tree = best_nodes(planner.plan(context, budget), budget, capabilities.max_leaves)
+        model_seconds = planner.model_seconds - model_seconds
+
+        # One pass over the whole tree.
+        pass_started = perf_counter()
+        everything = np.arange(len(tree), dtype=np.int32)
+        logits = target.forward([Work(session, tree.token_ids, tree.parents, everything)])[0]
+        pass_seconds = perf_counter() - pass_started
+
+        # Walk it with the target's own samples.
+        result = walk(tree, partial(sample_after, logits))
+
+        # Keep it.
+        output, finished = _cut(result.output, stop_ids, limit - len(token_ids))
+        sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
+        del sources[len(output) :]
+        session.commit(result.path[: len(output)])  # the last token of the output is the next root
+        planner.accept(output)
+        token_ids.extend(output)
+        stats.passes += 1
+        stats.tokens += len(output)
+        stats.drafted += len(tree) - 1
+        for source in sources:
+            stats.tokens_by_source[source.name.lower()] += 1
+        stats.finish_reason = finished
+        stats.draft_seconds += model_seconds
+        stats.target_seconds += pass_seconds
+        stats.plan_seconds += perf_counter() - started - model_seconds - pass_seconds
+        yield Round(output, sources, finished)
+
+
+def _cut(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
+    """The part of the walk's output that is text, and why it ends there ("" if it does not)."""
+    for i, token in enumerate(output[:room]):
+        if token in stop_ids:
+            return output[: i + 1], "stop"
+    return output[:room], "length" if len(output) >= room else ""

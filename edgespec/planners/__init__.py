@@ -1,0 +1,39 @@
+"""Planners guess; the target decides. One file a planner, all pure numpy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgespec.sampling import Noise, SamplingParams
+from edgespec.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a planner may look at when it plans one round."""
+
+    token_ids: Sequence[int]  # all committed tokens; the last is the tree's root, at position len - 1
+    prompt_length: int  # how many of them are prompt
+    sampling: SamplingParams
+    noise: Noise  # the noise the target's samples will use
+    max_depth: int  # deeper nodes cannot be used: the output would be too long
+    max_leaves: int  # most leaves the target's backend can hold
+
+
+class Planner(Protocol):
+    """Guesses trees. Never touches the target."""
+
+    name: str
+    model_seconds: float  # time spent in draft-model passes since `begin`
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A generation starts. Raises ContextFull when the prompt does not fit into the draft's context."""
+
+    def plan(self, context: Context, budget: int) -> DraftTree:
+        """A tree rooted at the last committed token with at most `budget` nodes besides the root."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """What the target really wrote: accepted tokens, then the bonus."""
+
+    def close(self) -> None:
+        """Free what `begin` and `plan` took (a session in the draft's cache)."""

@@ -1,0 +1,77 @@
+"""One sequence from the draft model: the classical baseline (Leviathan et al., arXiv 2211.17192).
+
+Each draft pass adds the draft's best next token, coupled to the target's noise as in `specexec.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgespec.backend import Backend
+from edgespec.planners import Context
+from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, Drafter, Guess
+from edgespec.sampling import IdArray
+from edgespec.tree import DraftTree, Source, make_tree, root_only
+
+
+class ChainPlanner:
+    """A tree without branches."""
+
+    name = "chain"
+
+    def __init__(self, draft: Backend, *, depth: int = 16, tau: float = 1.0, coupling: bool = True) -> None:
+        """
+        Args:
+            draft: a loaded draft model with the target's vocabulary.
+            depth: most tokens guessed per round, one draft pass each.
+            tau: see `SpecExecPlanner`.
+            coupling: see `SpecExecPlanner`.
+        """
+        self.depth = depth
+        self.tau = tau
+        self.coupling = coupling
+        self._drafter = Drafter(draft)
+        self._planned: tuple[DraftTree, IdArray] | None = None
+
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in draft passes since `begin`."""
+        return self._drafter.seconds
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Read the prompt with the draft model."""
+        self._planned = None
+        self._drafter.begin(prompt_ids)
+
+    def plan(self, context: Context, budget: int) -> DraftTree:
+        """Best token after best token."""
+        self._planned = None
+        steps = min(self.depth, budget, self._drafter.room(context))
+        if steps <= 0:
+            return root_only(context.token_ids[-1])
+        guess = Guess(context, self.tau, self.coupling)
+        logits, node = self._drafter.read(context.token_ids)
+        token_ids, log_probs, place = [context.token_ids[-1]], [0.0], [COMMITTED]
+        for depth in range(steps):
+            ids, values = guess.children(logits, [node], [depth], 1)
+            token_ids.append(int(ids[0][0]))
+            log_probs.append(log_probs[-1] + min(0.0, float(values[0][0])))
+            if depth + 1 < steps:
+                logits, nodes = self._drafter.evaluate(np.array(token_ids[-1:]), np.array(place[-1:]))
+                node = int(nodes[0])
+                place.append(node)
+        sources = [Source.TARGET] + [Source.DRAFT] * steps
+        tree = make_tree(token_ids, range(-1, steps), log_probs, sources)
+        # The last token is never read by the draft: nothing was to be guessed after it.
+        self._planned = tree, np.array([*place, NOT_EVALUATED])
+        return tree
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Keep the part of the target's text that the draft has already read."""
+        if self._planned:
+            self._drafter.accept(*self._planned, tokens)
+            self._planned = None
+
+    def close(self) -> None:
+        """Free the draft's session."""
+        self._drafter.close()

@@ -1,0 +1,123 @@
+"""A draft model at work: keeps its cache in step with the text, and guesses children of nodes."""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.backend import Backend, Logits, Work, check_room, prefill
+from edgespec.planners import Context
+from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
+from edgespec.tree import DraftTree
+
+COMMITTED = -1  # a tree node's place in the draft's session when it is committed there: the root's
+NOT_EVALUATED = -2  # … when the draft has not read it
+
+
+class Drafter:
+    """One session of a draft model. `seconds` counts the time of its passes."""
+
+    def __init__(self, draft: Backend) -> None:
+        self.draft = draft
+        self.seconds = 0.0
+        self.evaluated = 0  # uncommitted nodes in the session
+        self._session = draft.open()
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Read the prompt but for its last token, keeping what the cache already holds of it.
+
+        Raises:
+            ContextFull: the prompt does not fit into the draft's context.
+        """
+        check_room(self.draft, len(prompt_ids), "the draft model's context")
+        prefill(self.draft, self._session, prompt_ids[:-1])
+        self.evaluated, self.seconds = 0, 0.0
+
+    def room(self, context: Context) -> int:
+        """How deep a tree may be: the text's end and the draft's own context limit it."""
+        return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
+
+    def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
+        """Commit the tokens the session lacks; the last one's logits and node."""
+        started = perf_counter()
+        last = prefill(self.draft, self._session, token_ids, want_last=True)
+        assert last is not None
+        self.evaluated = 0
+        self.seconds += perf_counter() - started
+        return last
+
+    def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
+        """One pass over new nodes, `parents` being nodes or COMMITTED; their logits and nodes [n]."""
+        started = perf_counter()
+        nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
+        int32 = [array.astype(np.int32) for array in (token_ids, parents, nodes)]
+        logits = self.draft.forward([Work(self._session, *int32)])[0]
+        self.evaluated += len(nodes)
+        self.seconds += perf_counter() - started
+        return logits, nodes
+
+    def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
+        """Commit what the draft has already read of the target's `tokens`, and drop the rest of the tree.
+
+        Args:
+            tree: the tree that was planned.
+            nodes: [n] each tree node's node in the session, COMMITTED or NOT_EVALUATED.
+            tokens: what the target wrote.
+        """
+        path, at = list[int](), 0
+        for token in tokens:
+            child = np.flatnonzero((tree.parents == at) & (tree.token_ids == token) & (nodes != NOT_EVALUATED))
+            if len(child) == 0:
+                break
+            at = int(child[0])
+            path.append(int(nodes[at]))
+        self._session.commit(path)
+        self.evaluated = 0
+
+    def close(self) -> None:
+        """Free the session."""
+        self._session.close()
+
+
+class Guess:
+    """How draft logits become guesses in one round: log q of the children of any node.
+
+    Coupled:    q = softmax((z + T * gumbel(seed, position)) / tau), the target's own noise
+    Uncoupled:  q = softmax(z / T), or softmax(z / tau) when T = 0
+    """
+
+    def __init__(self, context: Context, tau: float, coupling: bool) -> None:
+        sampling = context.sampling
+        self._context = context
+        self._coupled = coupling and sampling.temperature > 0
+        self._temperature = tau if coupling or sampling.temperature == 0 else sampling.temperature
+        self._offset = _offset(context)
+        self._noise: dict[int, Float32Array] = {}  # depth -> T * gumbel + offset
+
+    def children(
+        self, logits: Logits, nodes: Sequence[int], depth: Sequence[int], count: int
+    ) -> tuple[list[IdArray], list[Scores]]:
+        """For each of `nodes`, at `depth` in the tree: its best `count` children and their log q."""
+        return logits.top(nodes, count, self._temperature, [self._added(d) for d in depth])
+
+    def _added(self, depth: int) -> Float32Array:
+        if not self._coupled:
+            return self._offset
+        added = self._noise.get(depth)
+        if added is None:
+            position = len(self._context.token_ids) + depth  # of the token that follows a node at this depth
+            gumbel = self._context.noise.row(position)
+            added = self._noise[depth] = gumbel * np.float32(self._context.sampling.temperature) + self._offset
+        return added
+
+
+def _offset(context: Context) -> Float32Array:
+    """What bias and additive penalties do to any logits in this round, shape [target's V]."""
+    sampling = context.sampling
+    additive = SamplingParams(
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+    )
+    zeros = np.zeros(context.noise.size, np.float32)
+    return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])

@@ -1,0 +1,159 @@
+"""SpecExec: the K most probable continuations under a draft model, as one tree.
+
+Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on
+Consumer Devices" (arXiv 2406.02532), a parallel single-source shortest path search. A node's distance
+is its cumulative -log q. Each step expands the nearest `beam` nodes in one draft pass; the search
+ends when the K nearest nodes known are all expanded, or after `depth` steps.
+
+Ours on top: coupling. The noise of future positions is known before drafting, since it belongs to
+the position (`sampling.py`). So the draft is asked what the target will *sample*:
+
+    q = softmax((z + T * gumbel(seed, position)) / tau)
+
+where tau, in logits, says how far draft and target usually disagree. At T = 0 the noise is gone,
+and one formula serves every temperature. The text does not change; the guesses become better.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backend import Backend, Logits
+from edgespec.planners import Context
+from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, Drafter, Guess
+from edgespec.sampling import IdArray
+from edgespec.tree import DraftTree, Source, choose, root_only, select
+
+CHILDREN = 32  # children of a node that are considered
+
+
+class SpecExecPlanner:
+    """Best-first trees from a draft model."""
+
+    name = "specexec"
+
+    def __init__(
+        self, draft: Backend, *, depth: int = 24, beam: int = 16, tau: float = 1.0, coupling: bool = True
+    ) -> None:
+        """
+        Args:
+            draft: a loaded draft model with the target's vocabulary.
+            depth: most draft passes per tree, so also the deepest node.
+            beam: most nodes expanded per draft pass.
+            tau: usual disagreement of draft and target, in logits.
+            coupling: draft with the target's own noise; without it q = softmax(z / T).
+        """
+        self.depth = depth
+        self.tau = tau
+        self.coupling = coupling
+        self._limits = draft.capabilities
+        self._beam = min(beam, self._limits.max_wanted)
+        self._drafter = Drafter(draft)
+        self._planned: tuple[DraftTree, IdArray] | None = None  # the tree, and its nodes in the draft's session
+
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in draft passes since `begin`."""
+        return self._drafter.seconds
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Read the prompt with the draft model."""
+        self._planned = None
+        self._drafter.begin(prompt_ids)
+
+    def plan(self, context: Context, budget: int) -> DraftTree:
+        """Algorithm 2."""
+        self._planned = None
+        steps = min(self.depth, self._drafter.room(context))
+        if steps <= 0:
+            return root_only(context.token_ids[-1])
+        guess = Guess(context, self.tau, self.coupling)
+        search = _Search(context.token_ids[-1], budget)
+        logits, root = self._drafter.read(context.token_ids)
+        search.add_children(logits, guess, np.array([0]), [root])
+        for _ in range(1, steps):
+            batch = search.nearest(self._beam, self._limits.max_leaves, self._limits.max_nodes)
+            if len(batch) == 0:
+                break
+            logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
+            search.place[batch] = nodes
+            search.add_children(logits, guess, batch, nodes.tolist())
+        tree, chosen = search.result(context.max_leaves)
+        self._planned = tree, search.place[chosen]
+        return tree
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Keep the part of the target's text that the draft has already read."""
+        if self._planned:
+            self._drafter.accept(*self._planned, tokens)
+            self._planned = None
+
+    def close(self) -> None:
+        """Free the draft's session."""
+        self._drafter.close()
+
+
+class _Search:
+    """All nodes found so far, as growing arrays of shape [n]; node 0 is the root."""
+
+    def __init__(self, root_token: int, budget: int) -> None:
+        self.budget = budget
+        self.token_ids = np.array([root_token], np.int64)
+        self.parents = np.array([-1], np.int64)
+        self.log_probs = np.zeros(1)
+        self.depth = np.zeros(1, np.int64)
+        self.place = np.array([COMMITTED], np.int64)  # in the draft's session
+        self.parents_expanded: set[int] = set()  # nodes with a child that the draft has read
+        self.leaves = 1
+        self.read = 0
+
+    def cutoff(self) -> float:
+        """The K-th best cumulative log-probability: what lies below cannot come into the tree any more."""
+        if len(self.log_probs) <= self.budget:
+            return -np.inf
+        return float(-np.partition(-self.log_probs[1:], self.budget - 1)[self.budget - 1])
+
+    def add_children(self, logits: Logits, guess: Guess, batch: IdArray, nodes: Sequence[int]) -> None:
+        """Put the best children of the nodes just read (`nodes` in the draft's session) on the map."""
+        depth = self.depth[batch]
+        found = guess.children(logits, nodes, depth.tolist(), min(CHILDREN, self.budget))
+        counts = [len(ids) for ids in found[0]]
+        parents = np.repeat(batch, counts)
+        log_probs = np.concatenate(found[1]) + self.log_probs[parents]
+        # Rounding must not lift a child above its parent: then the best nodes would not be a tree.
+        log_probs = np.minimum(log_probs, self.log_probs[parents])
+        near = log_probs > self.cutoff()
+        self.token_ids = np.concatenate([self.token_ids, np.concatenate(found[0])[near]])
+        self.parents = np.concatenate([self.parents, parents[near]])
+        self.log_probs = np.concatenate([self.log_probs, log_probs[near]])
+        self.depth = np.concatenate([self.depth, np.repeat(depth, counts)[near] + 1])
+        self.place = np.concatenate([self.place, np.full(np.count_nonzero(near), NOT_EVALUATED)])
+
+    def nearest(self, beam: int, max_leaves: int, max_nodes: int) -> IdArray:
+        """The nearest unread nodes that can still matter, as many as a pass and the draft's cache take."""
+        unread: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & (self.log_probs >= self.cutoff()))
+        batch = list[int]()
+        for node in unread[np.argsort(-self.log_probs[unread], kind="stable")].tolist():
+            parent = int(self.parents[node])
+            adds_leaf = parent in self.parents_expanded  # a first child takes over its parent's path
+            if len(batch) == beam or self.read == max_nodes:
+                break
+            if adds_leaf and self.leaves == max_leaves:
+                continue
+            self.parents_expanded.add(parent)
+            self.leaves += adds_leaf
+            self.read += 1
+            batch.append(node)
+        return np.array(batch, np.int64)
+
+    def result(self, max_leaves: int) -> tuple[DraftTree, NDArray[np.bool_]]:
+        """The tree of the K best nodes, and which of the nodes found they are: a mask [n]."""
+        keep = choose(self.parents, self.log_probs, self.budget, max_leaves)
+        source = np.full(len(keep), Source.DRAFT)
+        source[0] = Source.TARGET
+        found = DraftTree(
+            self.token_ids.astype(np.int32), self.parents.astype(np.int32), self.log_probs,
+            self.depth.astype(np.int32), source.astype(np.int32),
+        )  # fmt: skip
+        return select(found, keep), keep

@@ -1,0 +1,52 @@
+"""What a generation cost and gained."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from edgespec.tree import Source
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Counts and seconds of one generation."""
+
+    planner: str = "none"
+    seed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that were still in the cache
+    tokens: int = 0  # output, an end-of-text token included
+    passes: int = 0  # of the target, prefill not counted
+    drafted: int = 0  # nodes guessed, roots not counted
+    tokens_by_source: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in Source})
+    finish_reason: str = ""  # "stop": end of text or a stop string; "length": max_tokens or context; "interrupted"
+    prefill_seconds: float = 0.0  # both models
+    draft_seconds: float = 0.0  # draft model's passes
+    target_seconds: float = 0.0  # target's passes
+    plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a round
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens gained per target pass, bonus included."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time, prefill not counted."""
+        return self.draft_seconds + self.target_seconds + self.plan_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed, prefill not counted."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields and what follows from them."""
+        derived = {name: getattr(self, name) for name in ("acceptance_length", "seconds", "tokens_per_second")}
+        return asdict(self) | derived
+
+    def summary(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, "
+            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes ({self.planner})"
+        )

@@ -1,0 +1,138 @@
+"""The draft tree: flat numpy arrays, nothing else.
+
+Node 0, the root, is the last committed token: already text, not yet in the target's cache. Every
+other node is a guess for the token that follows its parent. `parents[i] < i`, so one loop in index
+order visits parents before children.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float64]
+
+
+class Source(IntEnum):
+    """Where a token came from: its guesser, or the target itself."""
+
+    TARGET = 0  # sampled by the target: the root, and every bonus token
+    DRAFT = 1  # guessed by the draft model
+    INPUT = 2  # copied from the prompt or from the output so far
+    DATASTORE = 3  # copied from a datastore
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A tree of n nodes. All arrays have shape [n]."""
+
+    token_ids: IntArray
+    parents: IntArray  # parents[0] == -1, else 0 <= parents[i] < i
+    log_probs: FloatArray  # natural log of the guesser's estimate that the whole path to the node is right
+    depth: IntArray  # root 0, its children 1, …
+    source: IntArray  # a Source each
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def make_tree(
+    token_ids: ArrayLike, parents: ArrayLike, log_probs: ArrayLike, source: ArrayLike | None = None
+) -> DraftTree:
+    """Build a tree and its depths.
+
+    Raises:
+        ValueError: a parent does not come before its child, or two siblings carry one token.
+    """
+    tokens = np.asarray(token_ids, np.int32)
+    up = np.asarray(parents, np.int32)
+    sources = np.zeros(len(tokens), np.int32) if source is None else np.asarray(source, np.int32)
+    if len(tokens) == 0 or up[0] != -1 or (up[1:] < 0).any() or (up >= np.arange(len(up))).any():
+        raise ValueError(f"not a tree: parents {up.tolist()}")
+    if len(np.unique(np.stack([up, tokens]), axis=1)[0]) != len(tokens):
+        raise ValueError("two siblings carry the same token")
+    return DraftTree(tokens, up, np.asarray(log_probs, np.float64), depths(up), sources)
+
+
+def depths(parents: ArrayLike) -> IntArray:
+    """Depth of every node, from parents alone; a node whose parent is -1 has depth 0."""
+    up = np.asarray(parents, np.int32)
+    depth = np.zeros(len(up), np.int32)
+    for node in range(len(up)):
+        if up[node] >= 0:
+            depth[node] = depth[up[node]] + 1
+    return depth
+
+
+def root_only(token_id: int) -> DraftTree:
+    """The tree that guesses nothing: a pass over it is plain decoding."""
+    return make_tree([token_id], [-1], [0.0])
+
+
+def path_to(parents: Sequence[int] | IntArray, node: int) -> list[int]:
+    """Nodes from the top (parent -1) down to `node`."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(int(parents[path[-1]]))
+    return path[::-1]
+
+
+def ancestor_mask(parents: ArrayLike) -> NDArray[np.bool_]:
+    """[n, n]: row i is true for node i and its ancestors. That is what node i may attend to."""
+    up = np.asarray(parents, np.int32)
+    mask = np.eye(len(up), dtype=np.bool_)
+    for node in range(len(up)):
+        if up[node] >= 0:
+            mask[node] |= mask[up[node]]
+    return mask
+
+
+def is_leaf(parents: ArrayLike) -> NDArray[np.bool_]:
+    """[n]: true where a node has no child."""
+    up = np.asarray(parents, np.int32)
+    leaf = np.ones(len(up), np.bool_)
+    leaf[up[up >= 0]] = False
+    return leaf
+
+
+def best_nodes(tree: DraftTree, budget: int, max_leaves: int) -> DraftTree:
+    """The root and the best `budget` other nodes, with at most `max_leaves` leaves."""
+    if len(tree) <= budget + 1 and np.count_nonzero(is_leaf(tree.parents)) <= max_leaves:
+        return tree
+    return select(tree, choose(tree.parents, tree.log_probs, budget, max_leaves))
+
+
+def choose(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max_leaves: int) -> NDArray[np.bool_]:
+    """Which nodes to keep: the root and the best `budget` others, with at most `max_leaves` leaves. Shape [n].
+
+    A node's log-probability must not exceed its parent's. Ties go to the smaller index, so the best
+    nodes always form a tree (SpecExec, section 4.2).
+    """
+    keep = np.zeros(len(parents), np.bool_)
+    has_child = np.zeros(len(parents), np.bool_)
+    keep[0] = True
+    leaves, left = 1, budget
+    for node in (np.argsort(-log_probs[1:], kind="stable") + 1).tolist():
+        if left == 0:
+            break
+        parent = parents[node]
+        adds_leaf = bool(has_child[parent])  # a first child takes over its parent's place as a leaf
+        if not keep[parent] or (adds_leaf and leaves == max_leaves):
+            continue
+        keep[node] = has_child[parent] = True
+        leaves += adds_leaf
+        left -= 1
+    return keep
+
+
+def select(tree: DraftTree, keep: NDArray[np.bool_]) -> DraftTree:
+    """The sub-tree of the nodes where `keep` is true; a kept node's parent must be kept."""
+    if keep.all():
+        return tree
+    new_index = np.cumsum(keep, dtype=np.int32) - 1
+    parents = tree.parents[keep]
+    parents[1:] = new_index[parents[1:]]
+    return DraftTree(tree.token_ids[keep], parents, tree.log_probs[keep], tree.depth[keep], tree.source[keep])
