@@ -360,6 +360,7 @@ def load(
     if not context:
         llama_cpp.llama_model_free(model)
         raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {_last_log()}")
+    float_weights = _metadata(model, "general.file_type") in FLOAT_FILE_TYPES
     capabilities = Capabilities(
         context_length=context_length,
         max_nodes=max_nodes,

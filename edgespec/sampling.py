@@ -93,7 +93,7 @@ class Noise:
 
     def _bits(self, position: int) -> NDArray[np.uint32]:
         generator = np.random.Philox(key=np.array([self.seed, position], np.uint64))
-        words = np.asarray(generator.random_raw((self.size + 1) // 2), np.uint64)
+        words: NDArray[np.uint64] = np.asarray(generator.random_raw((self.size + 1) // 2))
         bits: NDArray[np.uint32] = words.astype("<u8", copy=False).view("<u4")  # the same on any byte order
         return bits[: self.size]
 
