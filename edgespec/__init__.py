@@ -1,1 +1,20 @@
-"""edgespec."""
+"""Run language models too big for your machine, with exactly the text they would write alone."""
+
+from edgespec.errors import EdgespecError
+from edgespec.model import Chunk, GenerationResult, Model, load
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.tree import Source
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Chunk",
+    "EdgespecError",
+    "GenerationResult",
+    "GenerationStats",
+    "Model",
+    "SamplingParams",
+    "Source",
+    "load",
+]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.errors import ContextFull, UsageError
+from edgespec.errors import ContextFull, UsageError, VocabMismatch
 from edgespec.sampling import Float32Array, IdArray, Scores
 from edgespec.tree import IntArray
 
@@ -32,7 +32,8 @@ class Vocab(Protocol):
     """A model's tokenizer."""
 
     size: int
-    bos_id: int | None
+    bos_id: int | None  # start of text
+    eos_id: int | None  # end of text
     eog_ids: frozenset[int]  # end of text, end of turn, …: generation stops here
     chat_template: str | None  # Jinja source
     fingerprint: str  # equal for two tokenizers exactly when all token texts are equal
@@ -125,10 +126,12 @@ class Backend(Protocol):
         """Free the model and every session. Safe to call twice."""
 
 
-# name -> "module:function"; the function is called as load(path, **options) and returns a Backend.
+MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ at their end
+
+# name -> module with `load(path, **options) -> Backend` and `load_vocab(path) -> Vocab`.
 BUILT_IN = {
-    "llamacpp": "edgespec.backends.llamacpp:load",
-    "reference": "edgespec.backends.reference:load",
+    "llamacpp": "edgespec.backends.llamacpp",
+    "reference": "edgespec.backends.reference",
 }
 
 
@@ -140,13 +143,22 @@ def load_backend(name: str, path: str, **options: Any) -> Backend:
         ModelError: the model cannot be loaded.
         MissingPackage: the backend's engine is not installed.
     """
+    backend: Backend = _backend_module(name).load(path, **options)
+    return backend
+
+
+def load_vocab(name: str, path: str) -> Vocab:
+    """Only the tokenizer of the model at `path`; raises as `load_backend` does."""
+    vocab: Vocab = _backend_module(name).load_vocab(path)
+    return vocab
+
+
+def _backend_module(name: str) -> Any:
     others = {point.name: point.value for point in entry_points(group="edgespec.backends")}
     known = others | BUILT_IN
     if name not in known:
         raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
-    module, function = known[name].split(":")
-    backend: Backend = getattr(import_module(module), function)(path, **options)
-    return backend
+    return import_module(known[name])
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -203,4 +215,30 @@ def check_room(backend: Backend, prompt_length: int, what: str = "the context") 
         raise ContextFull(
             f"the prompt has {prompt_length} tokens, but {what} holds {limit}: "
             f"shorten the prompt or use a larger context (--ctx)"
+        )
+
+
+def check_same_vocab(target: Vocab, draft: Vocab) -> None:
+    """Refuse a draft that speaks another language than the target.
+
+    Families pad their vocabularies to different sizes (Qwen2.5: 151,936 to 152,064), so unused tokens
+    at the end may be missing on one side.
+
+    Raises:
+        VocabMismatch: says what differs.
+    """
+    if target.fingerprint == draft.fingerprint:
+        return
+    common = min(target.size, draft.size)
+    for token in range(common):
+        left, right = target.token_text(token), draft.token_text(token)
+        if left != right:
+            raise VocabMismatch(
+                f"the draft has another vocabulary than the target: token {token} is {left!r} in the target and "
+                f"{right!r} in the draft (sizes {target.size} and {draft.size}); use a draft of the same model family"
+            )
+    if abs(target.size - draft.size) > MAX_PADDING:
+        raise VocabMismatch(
+            f"the draft has another vocabulary than the target: {draft.size} tokens, not {target.size}; "
+            f"use a draft of the same model family"
         )

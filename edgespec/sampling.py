@@ -101,7 +101,8 @@ class Noise:
 def _gumbel(bits: NDArray[np.uint32]) -> Float32Array:
     """Standard Gumbel samples from 32 random bits each: -log(-log(u)), u in (0, 1)."""
     uniform = (bits + 0.5) * 2.0**-32
-    return (-np.log(-np.log(uniform))).astype(np.float32)
+    gumbel: Float32Array = (-np.log(-np.log(uniform))).astype(np.float32)
+    return gumbel
 
 
 def adjust(

@@ -1,5 +1,6 @@
 """What a generation cost and gained."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,6 +39,12 @@ class GenerationStats:
     def tokens_per_second(self) -> float:
         """Decoding speed, prefill not counted."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def drop(self, sources: Sequence[Source]) -> None:
+        """Tokens behind a stop string were generated, but are not part of the text."""
+        self.tokens -= len(sources)
+        for source in sources:
+            self.tokens_by_source[source.name.lower()] -= 1
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields and what follows from them."""

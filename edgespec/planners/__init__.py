@@ -23,8 +23,13 @@ class Context:
 class Planner(Protocol):
     """Guesses trees. Never touches the target."""
 
-    name: str
-    model_seconds: float  # time spent in draft-model passes since `begin`
+    @property
+    def name(self) -> str:
+        """What a user calls it."""
+
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in draft-model passes since `begin`."""
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """A generation starts. Raises ContextFull when the prompt does not fit into the draft's context."""

@@ -46,7 +46,8 @@ class ChainPlanner:
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Best token after best token."""
         self._planned = None
-        steps = min(self.depth, budget, self._drafter.room(context))
+        most_nodes = self._drafter.draft.capabilities.max_nodes
+        steps = min(self.depth, budget, self._drafter.room(context), most_nodes + 1)  # the last is not evaluated
         if steps <= 0:
             return root_only(context.token_ids[-1])
         guess = Guess(context, self.tau, self.coupling)

@@ -1,0 +1,373 @@
+"""A small transformer in plain numpy: what every backend must compute, as directly as it can be said.
+
+Decoder-only: RMSNorm, rotary positions, multi-head attention, SwiGLU. Everything is float64, and
+every node is computed on its own, in operations whose shapes depend only on its position. So a
+node's logits are the same bits however nodes were batched, committed or forked, and speculative text
+equals plain text without any tolerance. That makes it the yardstick of `tests/contract.py`.
+
+A session's cache is one array of cells: the committed tokens' cells come first, those of the
+uncommitted nodes follow in the order they were given.
+"""
+
+import hashlib
+import math
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backend import Capabilities, Logits, Work
+from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.sampling import Float32Array, IdArray, Scores, top_log_probs
+from edgespec.tree import depths, is_leaf, path_to
+
+Array = NDArray[np.float64]
+
+DEFAULT_CONTEXT = 512
+ROPE_BASE = 10000.0
+EPSILON = 1e-6
+SPECIAL = ("<s>", "</s>")  # ids 0 and 1; bytes follow, the commonest first, so that a small vocabulary has letters
+BYTES = bytes(dict.fromkeys((" " + string.ascii_lowercase + "\n" + string.printable).encode() + bytes(range(256))))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights. D is the width, F the width inside the MLP."""
+
+    attention_norm: Array  # [D]
+    query: Array  # [D, D]
+    key: Array  # [D, D]
+    value: Array  # [D, D]
+    output: Array  # [D, D]
+    mlp_norm: Array  # [D]
+    gate: Array  # [F, D]
+    up: Array  # [F, D]
+    down: Array  # [D, F]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All weights."""
+
+    heads: int
+    embedding: Array  # [V, D]
+    layers: tuple[Layer, ...]
+    final_norm: Array  # [D]
+    unembedding: Array | None = None  # [V, D]; None: the embedding (tied)
+
+    def save(self, path: str) -> None:
+        """Write an .npz that `load` reads."""
+        arrays = {"heads": np.array(self.heads), "embedding": self.embedding, "final_norm": self.final_norm}
+        if self.unembedding is not None:
+            arrays["unembedding"] = self.unembedding
+        for i, layer in enumerate(self.layers):
+            arrays |= {f"{i}.{field.name}": getattr(layer, field.name) for field in fields(Layer)}
+        with Path(path).open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
+
+
+def random_model(
+    seed: int,
+    *,
+    vocab_size: int = 64,
+    layers: int = 2,
+    width: int = 16,
+    heads: int = 2,
+    hidden: int = 32,
+    tied: bool = False,
+    sharpness: float = 3.0,
+) -> Model:
+    """Random weights; `sharpness` is about the standard deviation of the logits."""
+    generator = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+        return generator.standard_normal((rows, columns)) * scale / math.sqrt(columns)
+
+    def layer() -> Layer:
+        square = [matrix(width, width, 2.0) for _ in range(4)]
+        inner = matrix(hidden, width), matrix(hidden, width), matrix(width, hidden)
+        return Layer(np.ones(width), *square, np.ones(width), *inner)
+
+    embedding = matrix(vocab_size, width, sharpness if tied else math.sqrt(width))
+    blocks = tuple(layer() for _ in range(layers))
+    unembedding = None if tied else matrix(vocab_size, width, sharpness)
+    return Model(heads, embedding, blocks, np.ones(width), unembedding)
+
+
+def perturbed(model: Model, scale: float, seed: int) -> Model:
+    """A copy with noise on every matrix, `scale` of the matrix's own size: a draft that is right now and then."""
+    generator = np.random.default_rng(seed)
+
+    def noisy(weights: Array) -> Array:
+        return weights + scale * weights.std() * generator.standard_normal(weights.shape)
+
+    layers = tuple(Layer(*(noisy(getattr(layer, field.name)) for field in fields(Layer))) for layer in model.layers)
+    unembedding = None if model.unembedding is None else noisy(model.unembedding)
+    return replace(model, embedding=noisy(model.embedding), layers=layers, unembedding=unembedding)
+
+
+def rms_norm(x: Array, weight: Array) -> Array:
+    """Scale x [D] to a root mean square of 1, then by `weight` [D]."""
+    return x / np.sqrt(np.mean(x * x) + EPSILON) * weight
+
+
+def rotate(x: Array, position: int) -> Array:
+    """Rotary position: turn the pairs (i, i + d/2) of every head of x [heads, d] by position * base^(-2i/d)."""
+    half = x.shape[1] // 2
+    angle = position * ROPE_BASE ** (-np.arange(half) / half)
+    cos, sin, left, right = np.cos(angle), np.sin(angle), x[:, :half], x[:, half:]
+    return np.concatenate([left * cos - right * sin, left * sin + right * cos], axis=1)
+
+
+def attend(query: Array, keys: Array, values: Array) -> Array:
+    """Softmax attention of one query [heads, d] over keys and values [n, heads, d]; shape [heads * d]."""
+    scores = np.einsum("hd,nhd->hn", query, keys) / math.sqrt(query.shape[1])
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    return np.einsum("hn,nhd->hd", weights, values).reshape(-1)
+
+
+def evaluate(model: Model, token_id: int, position: int, past: Array) -> tuple[Array, Array]:
+    """One node through all layers.
+
+    Args:
+        model: the weights.
+        token_id: the node's token.
+        position: its absolute position.
+        past: cells it sees, in the text's order, shape [position, layers, 2, heads, d].
+
+    Returns:
+        Its final state [D] and its own cell [layers, 2, heads, d]: keys and values.
+    """
+    x = model.embedding[token_id]
+    cell = np.empty(past.shape[1:])
+    for i, layer in enumerate(model.layers):
+        h = rms_norm(x, layer.attention_norm)
+        query = rotate((layer.query @ h).reshape(model.heads, -1), position)
+        cell[i, 0] = rotate((layer.key @ h).reshape(model.heads, -1), position)
+        cell[i, 1] = (layer.value @ h).reshape(model.heads, -1)
+        seen = np.concatenate([past[:, i], cell[None, i]])
+        x = x + layer.output @ attend(query, seen[:, 0], seen[:, 1])
+        h = rms_norm(x, layer.mlp_norm)
+        gate = layer.gate @ h
+        x = x + layer.down @ (gate / (1 + np.exp(-gate)) * (layer.up @ h))
+    return rms_norm(x, model.final_norm), cell
+
+
+class ReferenceVocab:
+    """See `edgespec.backend.Vocab`. A token is a byte, but for the first two."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.bos_id: int | None = 0
+        self.eos_id: int | None = 1
+        self.eog_ids = frozenset([1])
+        self.chat_template: str | None = CHAT_TEMPLATE
+        self._bytes = BYTES[: size - len(SPECIAL)]
+        self.fingerprint = hashlib.sha256(self._bytes).hexdigest()
+
+    def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
+        ids = [0] if add_bos else []
+        for piece in re.split(f"({'|'.join(SPECIAL)})", text) if parse_special else [text]:
+            if parse_special and piece in SPECIAL:
+                ids.append(SPECIAL.index(piece))
+                continue
+            places = [self._bytes.find(byte) for byte in piece.encode()]
+            if -1 in places:
+                raise ModelError(f"the tokenizer cannot encode {piece!r}: it knows {len(self._bytes)} of the 256 bytes")
+            ids.extend(place + len(SPECIAL) for place in places)
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id < len(SPECIAL) else self._bytes[token_id - len(SPECIAL) :][:1]
+
+    def token_text(self, token_id: int) -> str:
+        return SPECIAL[token_id] if token_id < len(SPECIAL) else self.token_bytes(token_id).decode("latin-1")
+
+
+class ReferenceLogits:
+    """See `edgespec.backend.Logits`."""
+
+    def __init__(self, rows: dict[int, Float32Array]) -> None:
+        self._rows = rows  # node -> [V]
+
+    def row(self, node: int) -> Float32Array:
+        return self._rows[node].copy()
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        ids, values = list[IdArray](), list[Scores]()
+        for node, extra in zip(nodes, noise, strict=True):
+            row = self._rows[node]
+            scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
+            best, log_probs = top_log_probs(scores / np.float32(temperature), k)
+            ids.append(best)
+            values.append(log_probs)
+        return ids, values
+
+
+class ReferenceSession:
+    """See `edgespec.backend.Session`."""
+
+    def __init__(self, backend: "ReferenceBackend") -> None:
+        self.token_ids: list[int] = []
+        self._backend = backend
+        self._tokens: list[int] = []  # uncommitted nodes' tokens
+        self._parents: list[int] = []
+        model, limits = backend.model, backend.capabilities
+        head = model.embedding.shape[1] // model.heads
+        self._cells = np.zeros((limits.context_length + limits.max_nodes, len(model.layers), 2, model.heads, head))
+        self._open = True
+
+    def check(self, work: Work) -> None:
+        """Refuse a work that breaks the contract or does not fit, before anything changes."""
+        limits, first = self._backend.capabilities, len(self._parents)
+        parents = self._parents + work.parents.tolist()
+        if len(parents) > limits.max_nodes:
+            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
+        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError(f"parents must come before their children: {parents}")
+        if any(not first <= node < len(parents) for node in work.wanted.tolist()):
+            raise ValueError(f"wanted {work.wanted.tolist()}: not all among the nodes {first} to {len(parents) - 1}")
+        last = len(self.token_ids) + int(depths(parents).max(initial=-1))
+        if last >= limits.context_length:
+            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
+        if np.count_nonzero(is_leaf(parents)) > limits.max_leaves:
+            raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
+
+    def add(self, work: Work) -> Logits:
+        """Evaluate a checked work's nodes one by one."""
+        model, length, rows = self._backend.model, len(self.token_ids), dict[int, Float32Array]()
+        output = model.embedding if model.unembedding is None else model.unembedding
+        wanted = set(work.wanted.tolist())
+        for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
+            node = len(self._tokens)
+            ancestors = path_to(self._parents, parent) if parent >= 0 else []
+            seen = np.concatenate([np.arange(length), length + np.array(ancestors, np.int64)])
+            state, self._cells[length + node] = evaluate(model, token, len(seen), self._cells[seen])
+            self._tokens.append(token)
+            self._parents.append(parent)
+            if node in wanted:
+                rows[node] = (output @ state).astype(np.float32)
+        return ReferenceLogits(rows)
+
+    def commit(self, path: Sequence[int]) -> None:
+        if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
+            raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
+        length = len(self.token_ids)
+        self._cells[length : length + len(path)] = self._cells[length + np.array(path, np.int64)]
+        self.token_ids.extend(self._tokens[node] for node in path)
+        self._tokens, self._parents = [], []
+
+    def rewind(self, length: int) -> None:
+        del self.token_ids[length:]
+        self._tokens, self._parents = [], []
+
+    def fork(self) -> "ReferenceSession":
+        other = self._backend.open()
+        other.token_ids = self.token_ids.copy()
+        other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
+        return other
+
+    def close(self) -> None:
+        if self._open:
+            self._backend.open_sessions -= 1
+        self._open = False
+        self.rewind(0)
+
+
+class ReferenceBackend:
+    """See `edgespec.backend.Backend`."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        context_length: int = DEFAULT_CONTEXT,
+        max_nodes: int = 65,
+        max_leaves: int = 64,
+        sessions: int = 1,
+    ) -> None:
+        self.model = model
+        self.vocab = ReferenceVocab(len(model.embedding))
+        self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
+        self.open_sessions = 0
+        self._sessions = sessions
+
+    def open(self) -> ReferenceSession:
+        if self.open_sessions == self._sessions:
+            raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
+        self.open_sessions += 1
+        return ReferenceSession(self)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        for name, count, limit in [
+            ("nodes", sum(len(work.token_ids) for work in batch), self.capabilities.max_nodes),
+            ("wanted nodes", sum(len(work.wanted) for work in batch), self.capabilities.max_wanted),
+        ]:
+            if count > limit:
+                raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+        sessions = [work.session for work in batch]
+        for work, session in zip(batch, sessions, strict=True):
+            assert isinstance(session, ReferenceSession)
+            session.check(work)
+        return [session.add(work) for work, session in zip(batch, sessions, strict=True)]  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Nothing outside Python's memory to free."""
+
+
+def load(
+    path: str,
+    *,
+    context_length: int = DEFAULT_CONTEXT,
+    budget: int = 64,
+    sessions: int = 1,
+    threads: int | None = None,
+    gpu_layers: int = 0,
+) -> ReferenceBackend:
+    """Load weights that `Model.save` wrote.
+
+    Args:
+        path: the .npz file.
+        context_length: most tokens of text in one session; 0 = DEFAULT_CONTEXT.
+        budget: largest tree that will be asked for, in nodes without the root.
+        sessions: how many sessions may be open at once.
+        threads: not used; there is one.
+        gpu_layers: not used.
+
+    Raises:
+        ModelError: the file is missing or is not such a file.
+    """
+    if not Path(path).exists():
+        raise ModelError(f"{path}: there is no such file")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            count = len({name.split(".")[0] for name in arrays if "." in name})
+            layers = tuple(Layer(*(arrays[f"{i}.{field.name}"] for field in fields(Layer))) for i in range(count))
+            unembedding = arrays.get("unembedding")
+            model = Model(int(arrays["heads"]), arrays["embedding"], layers, arrays["final_norm"], unembedding)
+    except (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, BadZipFile) as error:
+        raise ModelError(f"{path}: is not a reference model: {error}") from error
+    return ReferenceBackend(
+        model,
+        context_length=context_length or DEFAULT_CONTEXT,
+        max_nodes=budget + 1,
+        max_leaves=max(budget, 1),
+        sessions=sessions,
+    )
+
+
+def load_vocab(path: str) -> ReferenceVocab:
+    """Only the tokenizer. Raises ModelError as `load` does."""
+    return load(path).vocab

@@ -1,0 +1,241 @@
+"""Planners side by side on real prompts, each text checked against plain decoding."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from edgespec.backend import Backend
+from edgespec.errors import UsageError
+from edgespec.lossless import explain
+from edgespec.model import (
+    DEFAULT_BUDGET,
+    NEED_DRAFT,
+    PLANNERS,
+    Model,
+    check_planner,
+    close_all,
+    make_planner,
+    open_backends,
+)
+from edgespec.registry import find_model
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """One question."""
+
+    text: str
+    category: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one planner did so far."""
+
+    runs: list[GenerationStats] = field(default_factory=list)
+    by_category: dict[str, list[GenerationStats]] = field(default_factory=lambda: defaultdict(list))
+    ties: int = 0
+    unexplained: int = 0
+
+    def add(self, stats: GenerationStats, category: str) -> None:
+        """One more run."""
+        self.runs.append(stats)
+        self.by_category[category].append(stats)
+
+    def total(self, name: str) -> float:
+        """The sum of one figure over all runs."""
+        return float(sum(getattr(stats, name) for stats in self.runs))
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
+    """Prompts of a JSONL file; `limit` takes that many, evenly spaced.
+
+    Raises:
+        UsageError: names the file and the line.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            text = record["prompt"] if "prompt" in record else record["turns"][0]
+            if not isinstance(text, str) or not text.strip():
+                raise TypeError
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise UsageError(f"{path}, line {number}: needs a JSON object with `prompt` or `turns`") from error
+        prompts.append(BenchPrompt(text, str(record.get("category", ""))))
+    if not prompts:
+        raise UsageError(f"{path}: has no prompts")
+    if limit is None or limit >= len(prompts):
+        return prompts
+    if limit < 1:
+        raise UsageError(f"limit is {limit}, but must be at least 1")
+    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+
+
+def run_bench(
+    model: str,
+    prompts: Sequence[BenchPrompt],
+    planners: Sequence[str],
+    sampling: dict[str, Any],
+    planner_options: dict[str, Any],
+    *,
+    draft: str | None = None,
+    datastore: str | None = None,
+    budget: int | None = None,
+    max_tokens: int = 96,
+    raw: bool = False,
+    system: str | None = None,
+    ctx: int | None = None,
+    threads: int | None = None,
+    gpu_layers: int = 0,
+    models_file: str | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Measure; arguments as for `edgespec.load` and `Model.stream`. Prompt i is sampled with seed + i.
+
+    Returns:
+        A report that `table` shows and JSON holds. `unexplained` counts divergences that are not ties.
+    """
+    entry = find_model(model, models_file)
+    draft = draft or entry.draft
+    names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
+    for name in names:
+        check_planner(name, draft is not None, datastore is not None and name == "sssd")
+    need_draft = any(name in NEED_DRAFT for name in names)
+    backends = open_backends(
+        entry, draft if need_draft else None, models_file, context_length=ctx,
+        budget=budget or entry.defaults.budget or DEFAULT_BUDGET, threads=threads, gpu_layers=gpu_layers,
+        sessions=len(names) + 1,
+    )  # fmt: skip
+    try:
+        models = {name: _model(name, backends, datastore, budget, planner_options) for name in names}
+        tallies = {name: Tally() for name in names}
+        with Progress(console=Console(stderr=True), disable=not progress) as bar:
+            for i, prompt in enumerate(bar.track(prompts, description="measuring")):
+                params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})
+                _one_prompt(
+                    backends[0], models, tallies, prompt, params, max_tokens, raw, system or entry.defaults.system
+                )
+        return _report(tallies, backends[0], len(prompts), sampling, max_tokens)
+    finally:
+        close_all(backends)
+
+
+def _model(
+    name: str, backends: Sequence[Backend], datastore: str | None, budget: int | None, options: dict[str, Any]
+) -> Model:
+    chosen = {option: value for option, value in options.items() if option in PLANNERS[name]}
+    planner = make_planner(name, backends, datastore if name == "sssd" else None, **chosen)
+    return Model(backends[0], planner, budget=budget or DEFAULT_BUDGET)
+
+
+def _one_prompt(
+    target: Backend,
+    models: dict[str, Model],
+    tallies: dict[str, Tally],
+    prompt: BenchPrompt,
+    params: SamplingParams,
+    max_tokens: int,
+    raw: bool,
+    system: str | None,
+) -> None:
+    """One prompt through all planners; `none` is the first, so the others can be compared with its text."""
+    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": prompt.text}]
+    question = prompt.text if raw else messages
+    plain: list[int] = []
+    for name, model in models.items():
+        model.sampling = params
+        result = model.generate(question, max_tokens=max_tokens)
+        tallies[name].add(result.stats, prompt.category)
+        if name == "none":
+            plain = result.token_ids
+        elif divergence := explain(target, model.encode(question), plain, result.token_ids, params):
+            tallies[name].ties += divergence.tie
+            tallies[name].unexplained += not divergence.tie
+
+
+def _report(
+    tallies: dict[str, Tally], target: Backend, prompts: int, sampling: dict[str, Any], max_tokens: int
+) -> dict[str, Any]:
+    plain_speed = tallies["none"].total("tokens") / tallies["none"].total("seconds")
+    rows = {}
+    for name, tally in tallies.items():
+        seconds = tally.total("seconds")
+        speed = tally.total("tokens") / seconds
+        lengths = [stats.acceptance_length for stats in tally.runs]
+        rows[name] = {
+            "tokens": int(tally.total("tokens")),
+            "passes": int(tally.total("passes")),
+            "acceptance_length": tally.total("tokens") / tally.total("passes"),
+            "mean_of_prompts": sum(lengths) / len(lengths),
+            "tokens_per_second": speed,
+            "ratio_to_plain": speed / plain_speed,
+            "draft_share": tally.total("draft_seconds") / seconds,
+            "target_share": tally.total("target_seconds") / seconds,
+            "plan_share": tally.total("plan_seconds") / seconds,
+            "ties": tally.ties,
+            "unexplained": tally.unexplained,
+            "by_category": {
+                category: sum(s.tokens for s in runs) / sum(s.passes for s in runs)
+                for category, runs in sorted(tally.by_category.items())
+                if category
+            },
+        }
+    return {
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        "sampling": sampling,
+        "logit_tolerance": target.capabilities.logit_tolerance,
+        "unexplained": sum(tally.unexplained for tally in tallies.values()),
+        "planners": rows,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for a person."""
+    view = Table(title=f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each", title_justify="left")
+    view.add_column("planner")
+    for heading in ("acceptance length", "tokens/s", "x plain", "draft", "target", "planning", "equal to plain"):
+        view.add_column(heading, justify="right")
+    for name, row in report["planners"].items():
+        equal = report["prompts"] - row["ties"] - row["unexplained"]
+        view.add_row(
+            name,
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio_to_plain']:.2f}",
+            *(f"{100 * row[share]:.0f} %" for share in ("draft_share", "target_share")),
+            f"{100 * row['plan_share']:.1f} %",
+            f"{equal}, {row['ties']} ties" + (f", {row['unexplained']} WRONG" if row["unexplained"] else ""),
+        )
+    categories = list(next(iter(report["planners"].values()))["by_category"])
+    text = StringIO()
+    console = Console(file=text, width=110)
+    console.print(view)
+    if categories:
+        by_category = Table(title="acceptance length by category", title_justify="left")
+        by_category.add_column("planner")
+        for category in categories:
+            by_category.add_column(category, justify="right")
+        for name, row in report["planners"].items():
+            by_category.add_row(name, *(f"{row['by_category'][category]:.2f}" for category in categories))
+        console.print(by_category)
+    return text.getvalue().rstrip()

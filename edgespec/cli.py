@@ -1,0 +1,349 @@
+"""The command line. Errors become one line here and nowhere else."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec import __version__
+from edgespec.errors import EdgespecError, UsageError
+from edgespec.model import PLANNERS, GenerationResult, Model, load
+from edgespec.tree import Source
+
+COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta"}  # TARGET stays plain
+
+
+def main() -> None:
+    """Entry point: run the command, turn errors into one line and an exit code.
+
+    Click itself ends quietly, with code 1, when the reader of a pipe has gone.
+    """
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except EdgespecError as error:
+        click.echo(f"edgespec: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("", err=True)
+        sys.exit(130)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def cli() -> None:
+    """Run language models that are too big for this machine, with exactly the text they would write alone."""
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+MODEL_OPTIONS = _options(
+    click.option("--draft", metavar="MODEL", help="Draft model that guesses; a name, path or source like MODEL."),
+    click.option("--datastore", metavar="FILE", help="Datastore for the planner sssd."),
+    click.option("--budget", type=int, help="Most guessed tokens per pass. [default: the model's, else 64]"),
+    click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
+    click.option("--threads", type=int, help="Compute threads. [default: one per core]"),
+    click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 = all."),
+    click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
+    click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
+    click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
+    click.option("--tau", type=float, help="specexec, chain: disagreement of the pair, in logits."),
+    click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
+)
+SAMPLING_OPTIONS = _options(
+    click.option(
+        "--temperature", "-t", type=float, help="0 = always the likeliest token. [default: the model's, else 0]"
+    ),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 = all."),
+    click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
+    click.option("--min-p", type=float, help="Keep tokens at least this much as likely as the best."),
+    click.option("--repetition-penalty", type=float, help="Above 1: seen tokens become less likely."),
+    click.option("--presence-penalty", type=float, help="Subtracted from tokens already written."),
+    click.option("--frequency-penalty", type=float, help="Subtracted for each time a token was written."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit; repeatable."),
+    click.option("--seed", type=int, help="Same seed, same text. [default: 0]"),
+)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  edgespec run smollm2-135m "Why is the sky blue?"
+  edgespec run big.gguf --draft small.gguf            chat; /help shows the commands
+  cat question.txt | edgespec run big.gguf - --json
+  edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
+)
+@click.argument("model", default="smollm2-135m")
+@click.argument("prompt", required=False)
+@click.option(
+    "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: see README]"
+)
+@MODEL_OPTIONS
+@click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
+@SAMPLING_OPTIONS
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")
+@click.option("--system", help="System message.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
+@click.option(
+    "--show-drafts",
+    is_flag=True,
+    help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore.",
+)
+def run(
+    model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, show_drafts: bool,
+    max_tokens: int, stop: tuple[str, ...], **options: Any,
+) -> None:  # fmt: skip
+    """Answer PROMPT with MODEL, a name from `edgespec models` or the path of a GGUF file.
+
+    PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
+    """
+    sampling = _sampling(options)
+    text = _prompt(prompt)
+    if text is not None and not text.strip():
+        raise UsageError("the prompt is empty: give at least one word")
+    if raw and system:
+        raise UsageError("--system has no meaning with --raw: write it into the prompt")
+    if text is None and (raw or as_json):
+        raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
+    if max_tokens < 1:
+        raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
+    with _load(model, options) as loaded:
+        system = system or loaded.system
+        answer_options = {"max_tokens": max_tokens, "stop": stop, **sampling}
+        if text is None:
+            from edgespec.chat import chat
+
+            chat(loaded, system, show_drafts, answer_options)
+            return
+        messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
+        result = GenerationResult()
+        interrupted = write_answer(
+            loaded, text if raw else messages, result, answer_options, quiet=as_json, tint=show_drafts
+        )
+        if as_json:
+            payload = {"text": result.text, "tokens": result.token_ids, "stats": result.stats.as_dict()}
+            click.echo(json.dumps(payload, ensure_ascii=False))
+        else:
+            click.echo(click.style(result.stats.summary(), dim=True), err=True)
+    if interrupted:
+        sys.exit(130)
+
+
+def write_answer(
+    model: Model,
+    prompt: Any,
+    result: GenerationResult,
+    options: dict[str, Any],
+    *,
+    quiet: bool = False,
+    tint: bool = False,
+) -> bool:
+    """Stream an answer to the terminal and into `result`; true if Ctrl-C ended it."""
+    with _PrefillBar() as bar:
+        try:
+            for chunk in model.stream(prompt, stats=result.stats, progress=bar.update, **options):
+                bar.stop()
+                result.text += chunk.text
+                result.token_ids.append(chunk.token_id)
+                if not quiet:
+                    click.echo(click.style(chunk.text, fg=COLOURS.get(chunk.source)) if tint else chunk.text, nl=False)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            result.stats.finish_reason = "interrupted"
+            return True
+        finally:
+            if not quiet and result.text and not result.text.endswith("\n"):
+                click.echo()
+    return False
+
+
+class _PrefillBar:
+    """A progress bar on standard error while a long prompt is read; nothing where nobody looks."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def update(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty() or total < 256:
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("reading the prompt", total=total)
+        self._bar.update(self._task, completed=done)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> "_PrefillBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _prompt(prompt: str | None) -> str | None:
+    """The prompt's text; None for a chat."""
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        try:
+            return sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UsageError("standard input is not UTF-8 text") from error
+    return prompt
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the sampling options out of `options`; those not given stay the model's defaults."""
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+    )
+    sampling = {name: value for name in names if (value := options.pop(name)) is not None}
+    if bias := options.pop("logit_bias"):
+        try:
+            sampling["logit_bias"] = {int(i): float(v) for i, v in (item.split("=") for item in bias)}
+        except ValueError as error:
+            raise UsageError(f"--logit-bias must be ID=BIAS, for example 42=-5; got {', '.join(bias)}") from error
+    from edgespec.sampling import SamplingParams
+
+    SamplingParams(**sampling)  # refuse bad values before a model is loaded
+    return sampling
+
+
+def planner_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the planners' own options out of `options`."""
+    chosen = {name: value for name in ("depth", "beam", "tau") if (value := options.pop(name)) is not None}
+    for name, value in chosen.items():
+        if value <= 0:
+            raise UsageError(f"{name} is {value}, but must be above 0")
+    if options.pop("no_coupling"):
+        chosen["coupling"] = False
+    return chosen
+
+
+def _load(model: str, options: dict[str, Any]) -> Model:
+    extra = planner_options(options)
+    context_length = options.pop("ctx")
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"loading {model}"):
+            return load(model, context_length=context_length, **options, **extra)
+    return load(model, context_length=context_length, **options, **extra)
+
+
+@cli.command()
+@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def models(models_file: str | None, as_json: bool) -> None:
+    """List the models that have a name."""
+    from edgespec.registry import all_models
+
+    entries = all_models(models_file)
+    if as_json:
+        click.echo(json.dumps([entry.model_dump() for entry in entries], ensure_ascii=False))
+        return
+    for entry in entries:
+        click.echo(f"{click.style(entry.name, bold=True)}  {entry.description}")
+        click.echo(f"    target  {entry.target}")
+        if entry.draft:
+            click.echo(f"    draft   {entry.draft}")
+
+
+@cli.command(
+    epilog="""\b
+Example:
+  edgespec bench prompts.jsonl --model big.gguf --draft small.gguf --planners none,specexec,sssd --limit 16"""
+)
+@click.argument("prompts", metavar="PROMPTS.jsonl")
+@click.option("--model", default="smollm2-135m", show_default=True, help="Target: a name, path or source.")
+@click.option(
+    "--planners", default="none,sssd", show_default=True, help="Comma-separated; `none` is always among them."
+)
+@MODEL_OPTIONS
+@click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Most tokens per prompt.")
+@click.option("--limit", type=int, help="Use this many prompts, evenly spaced over the file. [default: all]")
+@click.option("--raw", is_flag=True, help="Continue prompts as they are, without the chat template.")
+@click.option("--system", help="System message.")
+@SAMPLING_OPTIONS
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any) -> None:
+    """Run the prompts of a file through several planners and check every text against plain decoding.
+
+    Each line of PROMPTS.jsonl is an object with `prompt`, or with `turns`, whose first is used. Planners take turns
+    prompt by prompt in one process, so that a busy machine slows all of them alike.
+    """
+    from edgespec.bench import read_prompts, run_bench, table
+
+    sampling = _sampling(options)
+    report = run_bench(
+        model, read_prompts(Path(prompts), options.pop("limit")), planners.split(","), sampling,
+        planner_options(options), progress=sys.stderr.isatty(), **options,
+    )  # fmt: skip
+    click.echo(json.dumps(report) if as_json else table(report))
+    if report["unexplained"]:
+        raise EdgespecError(f"{report['unexplained']} divergences from plain decoding are not ties: this is a bug")
+
+
+@cli.group()
+def datastore() -> None:
+    """Build and look at datastores: text of your own that the planner sssd copies from."""
+
+
+@datastore.command(
+    "build",
+    epilog="""\b
+Example:
+  edgespec datastore build code.store ~/projects notes.md --model qwen2.5-coder-1.5b""",
+)
+@click.argument("out")
+@click.argument("texts", nargs=-1, required=True)
+@click.option("--model", default="smollm2-135m", show_default=True, help="The model whose tokenizer is used.")
+@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
+    """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from edgespec.backend import load_vocab
+    from edgespec.datastore import build, read_texts
+    from edgespec.registry import find_model, local_path
+
+    vocab = load_vocab("llamacpp", local_path(find_model(model, models_file).target))
+    skipped = list[Path]()
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        tasks = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=None)
+            bar.update(tasks[phase], completed=done, total=total or None)
+
+        header = build(out, read_texts(texts, skipped.append), vocab, show)
+    left_out = f", {len(skipped)} files that are no text left out" if skipped else ""
+    click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents{left_out}")

@@ -1,0 +1,336 @@
+"""Text to copy from: a token array and its suffix array in one memory-mapped file.
+
+    offset 0        JSON, one line, padded with spaces to HEADER_SIZE bytes (see `Header`)
+    HEADER_SIZE     the tokens of all documents, big-endian, a separator after each document
+    then            the suffix array: positions in the token array, little-endian, in the order of their suffixes
+
+Big-endian, so that comparing bytes is comparing token sequences: a suffix array of the bytes, kept only
+where a token begins, is the suffix array of the tokens, and a binary search compares slices of the file.
+The separator is the largest number of the token's width; no token has it, so nothing matches across it.
+
+The use of it is REST's (He et al., arXiv 2311.08252) as changed by SSSD (see `planners/sssd.py`).
+"""
+
+import gzip
+import json
+import mmap
+import os
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backend import Vocab
+from edgespec.errors import DatastoreError
+from edgespec.tree import IntArray
+
+MAGIC = "edgespec datastore"
+VERSION = 1
+HEADER_SIZE = 1024
+END = -1  # in continuations: the document ends here
+
+Progress = Callable[[str, int, int], None]  # phase, done, total (0: not known)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a datastore says about itself."""
+
+    magic: str
+    version: int
+    fingerprint: str  # of the vocabulary
+    vocab_size: int
+    token_width: int  # bytes: 2 or 4
+    position_width: int  # bytes of an entry of the suffix array: 4 or 8
+    tokens: int  # separators included
+    documents: int
+
+    @property
+    def suffix_offset(self) -> int:
+        """Where the suffix array begins, in bytes; aligned for its entries."""
+        return -(-(HEADER_SIZE + self.tokens * self.token_width) // 8) * 8
+
+    @property
+    def file_size(self) -> int:
+        """In bytes."""
+        return self.suffix_offset + self.tokens * self.position_width
+
+
+class Datastore:
+    """An open datastore. The file stays mapped as long as the object lives."""
+
+    def __init__(self, header: Header, mapping: mmap.mmap) -> None:
+        self.header = header
+        self._map = mapping
+        self._tokens: NDArray[np.unsignedinteger] = np.frombuffer(
+            mapping, f">u{header.token_width}", header.tokens, HEADER_SIZE
+        )
+        self._suffixes: NDArray[np.unsignedinteger] = np.frombuffer(
+            mapping, f"<u{header.position_width}", header.tokens, header.suffix_offset
+        ).astype(f"=u{header.position_width}", copy=False)
+        self._order = self._suffixes.data  # a memoryview: hands out plain ints, several times faster than numpy
+
+    def __len__(self) -> int:
+        return self.header.tokens
+
+    def find(self, prefix: Sequence[int]) -> tuple[int, int]:
+        """The range of the suffix array whose suffixes start with `prefix`: first, and one past the last."""
+        wanted = np.asarray(prefix, f">u{self.header.token_width}").tobytes()
+        size, width, data = len(wanted), self.header.token_width, self._map
+
+        def start_of(position: int) -> bytes:
+            offset = HEADER_SIZE + position * width
+            return data[offset : min(offset + size, HEADER_SIZE + len(self) * width)]
+
+        low = bisect_left(self._order, wanted, key=start_of)
+        if low == len(self) or start_of(self._order[low]) != wanted:
+            return low, low
+        return low, bisect_right(self._order, wanted, low, key=start_of)
+
+    def continuations(self, low: int, high: int, skip: int, count: int, depth: int) -> IntArray:
+        """What follows the matches of a prefix, sampled at regular intervals of their range.
+
+        The suffix array is sorted, so regular intervals keep the proportions of what follows.
+
+        Args:
+            low: as `find` returned it.
+            high: likewise.
+            skip: the prefix's length.
+            count: most matches to look at.
+            depth: tokens wanted of each.
+
+        Returns:
+            Token ids [min(count, high - low), depth]; END where a document has ended.
+        """
+        rows = min(count, high - low)
+        picks = low + (2 * np.arange(rows) + 1) * (high - low) // (2 * max(rows, 1))
+        first = self._suffixes[picks].astype(np.int64) + skip
+        # Reading past the end reads the last separator again.
+        places = np.minimum(first[:, None] + np.arange(depth), len(self) - 1)
+        found = self._tokens[places]
+        ended: NDArray[np.bool_] = np.logical_or.accumulate(found == _separator(self.header.token_width), axis=1)
+        ids = found.astype(np.int32)
+        ids[ended] = END
+        return ids
+
+
+def open_datastore(path: str | Path, vocab: Vocab) -> Datastore:
+    """Map a datastore that was built with this vocabulary.
+
+    Raises:
+        DatastoreError: there is no such file, it is not a datastore, cut short, or built with another tokenizer.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            header = _read_header(path, file.read(HEADER_SIZE))
+            size = os.fstat(file.fileno()).st_size
+            if size != header.file_size:
+                raise DatastoreError(
+                    f"{path}: is damaged: it has {size} bytes instead of {header.file_size}; build it again"
+                )
+            if (header.fingerprint, header.vocab_size) != (vocab.fingerprint, vocab.size):
+                raise DatastoreError(
+                    f"{path}: was built with another tokenizer: {header.vocab_size} tokens, "
+                    f"fingerprint {header.fingerprint[:12]}; the model's has {vocab.size} tokens, "
+                    f"fingerprint {vocab.fingerprint[:12]}; build a datastore with this model"
+                )
+            return Datastore(header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _read_header(path: str | Path, data: bytes) -> Header:
+    try:
+        fields = json.loads(data)
+        if fields["magic"] != MAGIC:
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        raise DatastoreError(f"{path}: is not an edgespec datastore") from None
+    if fields.get("version") != VERSION:
+        raise DatastoreError(
+            f"{path}: has version {fields.get('version')} of the format, this program reads {VERSION}; build it again"
+        )
+    kinds = {field.name: field.type for field in dataclass_fields(Header)}
+    if {name: type(value) for name, value in fields.items()} != kinds:
+        raise DatastoreError(f"{path}: has a damaged header; build it again")
+    return Header(**fields)
+
+
+def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progress | None = None) -> Header:
+    """Make a datastore of `texts`, one document each.
+
+    The file appears under its name only when it is complete; an error or Ctrl-C leaves nothing behind.
+    Takes about 25 bytes of memory per token.
+
+    Args:
+        out: where; an existing file is replaced.
+        texts: the documents.
+        vocab: the tokenizer of the models it will be used with.
+        progress: called with (phase, done, total) for the phases "tokenising" (documents; total 0 if `texts` has
+            no length), "sorting" and "writing" (tokens).
+
+    Raises:
+        DatastoreError: there is no text, or the file cannot be written.
+    """
+    out = Path(out)
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    report = progress or (lambda phase, done, total: None)
+    try:
+        # Opened first, so that a folder that cannot be written to is found before the work, not after it.
+        with part.open("xb") as file:
+            tokens, documents = _tokenise(texts, vocab, report)
+            report("sorting", 0, len(tokens))
+            suffixes = suffix_array(tokens)
+            report("sorting", len(tokens), len(tokens))
+            header = Header(
+                MAGIC,
+                VERSION,
+                vocab.fingerprint,
+                vocab.size,
+                tokens.itemsize,
+                suffixes.itemsize,
+                len(tokens),
+                documents,
+            )
+            report("writing", 0, len(tokens))
+            file.write(json.dumps(asdict(header)).encode().ljust(HEADER_SIZE - 1) + b"\n")
+            file.write(tokens.data)
+            file.seek(header.suffix_offset)
+            file.write(suffixes.data)
+            report("writing", len(tokens), len(tokens))
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DatastoreError(f"{out}: cannot be written: {error.strerror or error}") from error
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return header
+
+
+def _separator(width: int) -> int:
+    return int(2 ** (8 * width) - 1)
+
+
+def _tokenise(texts: Iterable[str], vocab: Vocab, report: Progress) -> tuple[NDArray[np.unsignedinteger], int]:
+    width = 2 if vocab.size <= _separator(2) else 4
+    total = len(texts) if isinstance(texts, Sequence) else 0
+    pieces: list[NDArray[np.unsignedinteger]] = []
+    for text in texts:
+        # JSON can spell half a character ("\\ud83d"), which no encoding holds.
+        whole = text.encode("utf-8", "replace").decode("utf-8")
+        ids = vocab.encode(whole, add_bos=False, parse_special=False)
+        if ids:
+            pieces.append(np.array([*ids, _separator(width)], f">u{width}"))
+            report("tokenising", len(pieces), total)
+    if not pieces:
+        raise DatastoreError("there is no text to build a datastore of")
+    # Named once more, because numpy joins arrays into the machine's own byte order.
+    return np.concatenate(pieces, dtype=pieces[0].dtype), len(pieces)
+
+
+def suffix_array(tokens: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Positions of `tokens` (big-endian, [n]) in the order of the suffixes that start there; little-endian, [n]."""
+    from pydivsufsort import divsufsort  # only building needs it
+
+    width = tokens.itemsize
+    by_byte: NDArray[np.signedinteger] = divsufsort(tokens.view(np.uint8))
+    by_token = by_byte[by_byte % width == 0] // width
+    order: NDArray[np.unsignedinteger] = by_token.astype("<u4" if len(tokens) <= 2**32 else "<u8")
+    return order
+
+
+def read_texts(paths: Iterable[str | Path], on_skip: Callable[[Path], None] | None = None) -> Iterator[str]:
+    """The documents in files and folders.
+
+    A folder stands for all files below it, hidden ones left out, in the order of their names. By name, and also
+    with `.gz` behind it: `.json` and `.jsonl` are read as `documents_of` says, anything else is one document of
+    UTF-8 text.
+
+    Args:
+        paths: files and folders.
+        on_skip: called for a file in a folder that is not text; such a file is passed over.
+
+    Raises:
+        DatastoreError: a path does not exist, or a file given by name is not what its name says.
+    """
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield from _read_file(path)
+            continue
+        for file in _files_below(path):
+            try:
+                documents = list(_read_file(file))
+            except DatastoreError:
+                if on_skip:
+                    on_skip(file)
+            else:
+                yield from documents
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _read_file(path: Path) -> Iterator[str]:
+    packed = path.suffix == ".gz"
+    kind = path.with_suffix("").suffix if packed else path.suffix
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if packed else data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DatastoreError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DatastoreError(f"{path}: is not a whole gzip file: {error}") from None
+    except OSError as error:
+        raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if "\0" in text:
+        raise DatastoreError(f"{path}: is not text: it has zero bytes")
+    if kind == ".jsonl":
+        # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield from documents_of(_parse(line, f"{path}, line {number}"))
+    elif kind == ".json":
+        yield from documents_of(_parse(text, str(path)))
+    elif has_word(text):
+        yield text
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DatastoreError(f"{where}: is not JSON: {error}") from None
+
+
+def documents_of(value: Any) -> Iterator[str]:
+    """The documents in a JSON value.
+
+    An object is a record: its strings that hold a word, and those in lists of strings, joined by empty lines, are
+    one document. Objects inside it are documents of their own, and so are the strings of a list that is in no object.
+    """
+    if isinstance(value, dict):
+        inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]
+        text = "\n\n".join(item for item in inside if isinstance(item, str) and has_word(item))
+        if text:
+            yield text
+        value = [item for item in inside if not isinstance(item, str)]
+    if isinstance(value, list):
+        for item in value:
+            yield from documents_of(item)
+    elif isinstance(value, str) and has_word(value):
+        yield value
+
+
+def has_word(text: str) -> bool:
+    """Whether there is a letter in it."""
+    return any(map(str.isalpha, text))

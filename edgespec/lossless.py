@@ -1,0 +1,222 @@
+"""Is it the same text? Comparing a run with plain decoding.
+
+Kernels round differently for passes of different shapes, so two correct runs may part where the best
+two tokens score the same within rounding: a tie. Every other difference is a bug. A backend states
+how far a logit may move (`Capabilities.logit_tolerance`); what then may be sampled is decided here:
+
+    raw logit i                 lies in [l - tolerance, l + tolerance]
+    adjusted logit i            lies in [low, high]: bias and penalties are monotone
+    the other token can win     when it scores best with its logit at `high` and all others at `low`,
+                                but for those that top-k, top-p or min-p can have removed
+
+The filters keep the best of the adjusted logits, so two questions are left: can the other token be
+in, and can every token that always outscores it be out? Each is answered for its own worst case, so
+a tie is never denied; with filters and a wide tolerance, a difference may rarely pass for a tie.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from edgespec.backend import Backend, Work, check_room, common_prefix, prefill
+from edgespec.sampling import Float32Array, Noise, SamplingParams, Scores, adjust, log_sum_exp, sample, scores
+
+ROUNDING = 1e-6  # of a sum of probabilities, here or in sampling.py
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where two texts differ."""
+
+    index: int  # in the output
+    position: int  # in the whole text, prompt included
+    plain_token: int | None  # None: plain decoding had already ended
+    other_token: int | None  # None: the other text had already ended
+    gap: float  # how much better plain decoding scores its own token, noise included, in logits; inf: nothing to score
+    tolerance: float  # the backend's
+    tie: bool  # rounding can explain it
+
+    def __str__(self) -> str:
+        verdict = "a tie" if self.tie else "NOT a tie"
+        return (
+            f"output token {self.index} (position {self.position}): plain decoding has {self.plain_token}, "
+            f"the other run {self.other_token}; gap {self.gap:.4f} logits, tolerance {self.tolerance}: {verdict}"
+        )
+
+
+def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or where the shorter list ends; None when both are equal."""
+    same = common_prefix(plain, other)
+    return None if same == len(plain) == len(other) else same
+
+
+def explain(
+    backend: Backend, prompt_ids: Sequence[int], plain: Sequence[int], other: Sequence[int], params: SamplingParams
+) -> Divergence | None:
+    """Why `other` is not `plain`: None when it is.
+
+    Plain decoding is repeated up to the divergence, pass by pass, to have its very logits.
+
+    Args:
+        backend: the target; one of its sessions must be free.
+        prompt_ids: the prompt.
+        plain: what the planner `none` wrote, with any stop token.
+        other: what another planner wrote.
+        params: the sampling of both runs.
+    """
+    index = first_divergence(plain, other)
+    if index is None:
+        return None
+    if index == min(len(plain), len(other)):
+        ended = plain[index] if index < len(plain) else None, other[index] if index < len(other) else None
+        return Divergence(
+            index, len(prompt_ids) + index, *ended, math.inf, backend.capabilities.logit_tolerance, tie=False
+        )
+    for logits in plain_logits(backend, prompt_ids, plain[: index + 1]):
+        last = logits
+    return _judge(backend, last, prompt_ids, plain[:index], plain[index], other[index], params)
+
+
+def replay(
+    backend: Backend, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+) -> list[Divergence]:
+    """Every token of `output_ids` that plain decoding, after the same text, would not have sampled.
+
+    Stronger than `explain`, which cannot look behind the first divergence.
+    """
+    noise = Noise(params.seed, backend.vocab.size)
+    found = []
+    for i, logits in enumerate(plain_logits(backend, prompt_ids, output_ids)):
+        output = output_ids[:i]
+        token = sample(logits, len(prompt_ids) + i, params, noise, prompt_ids, output)
+        if token != output_ids[i]:
+            found.append(_judge(backend, logits, prompt_ids, output, token, output_ids[i], params))
+    return found
+
+
+def plain_logits(backend: Backend, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Iterator[Float32Array]:
+    """The logits [V] that plain decoding samples each of `output_ids` from, in a session of its own."""
+    check_room(backend, len(prompt_ids))
+    session = backend.open()
+    try:
+        prefill(backend, session, prompt_ids[:-1])
+        for token in [*prompt_ids[-1:], *output_ids][: len(output_ids)]:
+            one = np.array([token], np.int32)
+            work = Work(session, one, np.array([-1], np.int32), np.array([0], np.int32))
+            yield backend.forward([work])[0].row(0)
+            session.commit([0])
+    finally:
+        session.close()
+
+
+def _judge(
+    backend: Backend,
+    logits: Float32Array,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    plain_token: int,
+    other_token: int,
+    params: SamplingParams,
+) -> Divergence:
+    position, tolerance = len(prompt_ids) + len(output_ids), backend.capabilities.logit_tolerance
+    noise = Noise(params.seed, backend.vocab.size)
+    texts = {"prompt_ids": prompt_ids, "output_ids": output_ids}
+    tie = is_tie(logits, plain_token, other_token, position, params, noise, tolerance, **texts)
+    values = _scores(adjust(logits, params, prompt_ids, output_ids), position, params, noise)
+    gap = float(values[plain_token] - values[other_token]) * (params.temperature or 1.0)
+    return Divergence(len(output_ids), position, plain_token, other_token, gap, tolerance, tie)
+
+
+def is_tie(
+    plain_logits: Float32Array,
+    plain_token: int,
+    other_token: int,
+    position: int,
+    params: SamplingParams,
+    noise: Noise,
+    tolerance: float,
+    *,
+    prompt_ids: ArrayLike = (),
+    output_ids: Sequence[int] = (),
+) -> bool:
+    """Can logits within `tolerance` of `plain_logits` make `sampling.sample` choose either token?
+
+    Args:
+        plain_logits: [V] as plain decoding had them.
+        plain_token: what plain decoding sampled from them.
+        other_token: what the other run wrote in its place.
+        position: of the token, in the whole text.
+        params: how tokens are chosen.
+        noise: the noise of both runs.
+        tolerance: most any single logit may be off.
+        prompt_ids: for the penalties.
+        output_ids: for the penalties: what was written before this token.
+    """
+    low = adjust(plain_logits - np.float32(tolerance), params, prompt_ids, output_ids)
+    high = adjust(plain_logits + np.float32(tolerance), params, prompt_ids, output_ids)
+    best, worst = _scores(high, position, params, noise), _scores(low, position, params, noise)
+    return all(_can_win(token, low, high, best, worst, params) for token in (plain_token, other_token))
+
+
+def _scores(adjusted: Float32Array, position: int, params: SamplingParams, noise: Noise) -> Scores:
+    if params.temperature == 0:
+        return adjusted.astype(np.float64)
+    return scores(adjusted, params, noise.row(position)[: len(adjusted)])
+
+
+def _can_win(
+    token: int, low: Float32Array, high: Float32Array, best: Scores, worst: Scores, params: SamplingParams
+) -> bool:
+    stronger = worst > best[token]  # these outscore the token whatever happens, so they must be filtered out
+    if params.temperature == 0:
+        return not stronger.any()
+    return _can_be_in(token, low, high, params) and (
+        not stronger.any() or _can_be_out(float(low[stronger].max()), float(high[token]), stronger, low, high, params)
+    )
+
+
+def _can_be_in(token: int, low: Float32Array, high: Float32Array, params: SamplingParams) -> bool:
+    """Can the filters keep the token? Its logit at `high` is the best case."""
+    above = low > high[token]
+    places = params.top_k or len(low)
+    if np.count_nonzero(above) >= places:
+        return False
+    if params.top_p < 1 and above.any():
+        rest = np.sort(high[~above])[::-1][: places - np.count_nonzero(above)]
+        if _share(low[above], rest) >= params.top_p + ROUNDING:
+            return False
+    return params.min_p == 0 or bool(high[token] >= low.max() + math.log(params.min_p))
+
+
+def _can_be_out(
+    level: float,
+    limit: float,
+    stronger: NDArray[np.bool_],
+    low: Float32Array,
+    high: Float32Array,
+    params: SamplingParams,
+) -> bool:
+    """Can the filters remove all `stronger` tokens and yet keep one whose logit is at most `limit`?
+
+    The filters cut the descending logits at one point, so the highest stronger token decides. It is at `level` at
+    least, and only tokens that are not stronger can stand above it.
+    """
+    if level > limit:
+        return False
+    above = ~stronger & (high >= level)
+    places = params.top_k or len(low)
+    if np.count_nonzero(above) >= places:
+        return True
+    if params.top_p < 1 and above.any():
+        rest = np.sort(low[~above])[::-1][: places - np.count_nonzero(above)]
+        if _share(high[above], rest) >= params.top_p - ROUNDING:
+            return True
+    return params.min_p > 0 and bool(above.any() and level < high[above].max() + math.log(params.min_p))
+
+
+def _share(part: Float32Array, rest: Float32Array) -> float:
+    """Probability of `part` in the softmax of both together."""
+    return 1 / (1 + math.exp(min(log_sum_exp(rest) - log_sum_exp(part), 700.0)))

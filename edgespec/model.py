@@ -1,0 +1,310 @@
+"""The Python API: a target, perhaps a draft, and a planner, loaded together.
+
+import edgespec
+with edgespec.load("smollm2-135m") as model:
+    print(model.chat("Why is the sky blue?", max_tokens=100).text)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from edgespec.backend import Backend, check_same_vocab, load_backend
+from edgespec.errors import UsageError
+from edgespec.generate import generate_tokens
+from edgespec.planners import Planner
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.registry import Entry, find_model, local_path
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.text import Message, TextStream, render_chat
+from edgespec.tree import Source
+
+# Planner -> the options it takes.
+PLANNERS = {
+    "none": (),
+    "specexec": ("depth", "beam", "tau", "coupling"),
+    "sssd": ("depth",),
+    "chain": ("depth", "tau", "coupling"),
+}
+NEED_DRAFT = ("specexec", "chain")
+DEFAULT_BUDGET = 64
+DEFAULT_CONTEXT = 4096
+
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What became certain with one token."""
+
+    text: str  # may be empty: half a character, or what may become a stop string
+    token_id: int
+    source: Source  # who guessed the token
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """A finished generation."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop", "length", or "interrupted"."""
+        return self.stats.finish_reason
+
+
+class Model:
+    """A loaded target with its planner. Keeps the last text's cache, so a longer prompt costs only its new part.
+
+    One generation at a time: it is not for use from several threads.
+    """
+
+    def __init__(
+        self, target: Backend, planner: Planner, *, budget: int = DEFAULT_BUDGET, sampling: SamplingParams | None = None
+    ) -> None:
+        """
+        Args:
+            target: the model whose text is wanted.
+            planner: where guesses come from; it holds the draft.
+            budget: most guessed tokens per pass.
+            sampling: what `generate` and `chat` use where the call does not say otherwise.
+        """
+        if budget < 1:
+            raise UsageError(f"budget is {budget}, but must be at least 1")
+        self.target = target
+        self.planner = planner
+        self.budget = budget
+        self.sampling = sampling or SamplingParams()
+        self.system: str | None = None  # the system message models.yaml proposes
+        self._session = target.open()
+        self._owned: list[Backend] = []
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 512,
+        stop: Sequence[str] = (),
+        stats: GenerationStats | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **sampling: Any,
+    ) -> Iterator[Chunk]:
+        """Generate, token by token.
+
+        Args:
+            prompt: raw text, or messages for the model's chat template.
+            max_tokens: most tokens to generate.
+            stop: strings that end the text; not part of it.
+            stats: filled in while it runs.
+            progress: called with (prompt tokens read, prompt tokens in all).
+            sampling: fields of `SamplingParams` to change for this call.
+
+        Raises:
+            UsageError: empty prompt, or a value out of range.
+            ContextFull: the prompt does not fit into the context.
+        """
+        params = replace(self.sampling, **_known(sampling))
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1")
+        prompt_ids = self.encode(prompt)
+        stats = stats if stats is not None else GenerationStats()
+        return self._stream(prompt_ids, params, max_tokens, TextStream(self.target.vocab, stop), stats, progress)
+
+    def _stream(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        text: TextStream,
+        stats: GenerationStats,
+        progress: Callable[[int, int], None] | None,
+    ) -> Iterator[Chunk]:
+        rounds = generate_tokens(
+            self.target, self._session, self.planner, prompt_ids, params,
+            max_tokens=max_tokens, budget=self.budget, stats=stats, progress=progress,
+        )  # fmt: skip
+        for round_ in rounds:
+            for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
+                piece = text.push(token)
+                last = text.stopped or (round_.finished and i + 1 == len(round_.tokens))
+                if last:
+                    piece += text.finish()
+                if text.stopped:
+                    stats.finish_reason = "stop"
+                    stats.drop(round_.sources[i + 1 :])
+                yield Chunk(piece, token, source)
+                if last:
+                    return
+
+    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
+        """Generate and return everything at once; arguments as for `stream`."""
+        result = GenerationResult(stats=options.pop("stats", None) or GenerationStats())
+        for chunk in self.stream(prompt, stats=result.stats, **options):
+            result.text += chunk.text
+            result.token_ids.append(chunk.token_id)
+        return result
+
+    def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
+        """Answer a user's message, or a conversation, through the model's chat template; arguments as for `stream`."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.generate(messages, **options)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text with the start token, or messages by the chat template.
+
+        Raises:
+            UsageError: the prompt is empty, or the model has no chat template.
+        """
+        if isinstance(prompt, str):
+            token_ids = self.target.vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
+        else:
+            token_ids = render_chat(self.target.vocab, prompt) if prompt else []
+        if not token_ids:
+            raise UsageError("the prompt is empty: give at least one word")
+        return token_ids
+
+    def close(self) -> None:
+        """Free sessions and models. Safe to call twice."""
+        self.planner.close()
+        self._session.close()
+        close_all(self._owned)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def load(
+    target: str,
+    *,
+    draft: str | None = None,
+    planner: str | None = None,
+    budget: int | None = None,
+    datastore: str | None = None,
+    context_length: int | None = None,
+    threads: int | None = None,
+    gpu_layers: int = 0,
+    models_file: str | None = None,
+    **planner_options: Any,
+) -> Model:
+    """Load a target and its helpers.
+
+    Args:
+        target: a name from models.yaml, the path of a GGUF file, or a source such as hf:owner/repository/file.gguf.
+        draft: the same for the draft model; default: what models.yaml says.
+        planner: one of `PLANNERS`; default: what models.yaml says, else specexec with a draft, sssd with a
+            datastore, none otherwise.
+        budget: most guessed tokens per pass.
+        datastore: a file made by `edgespec datastore build`, for the planner sssd.
+        context_length: most tokens of text; 0 = what the model was trained for.
+        threads: compute threads; default: one per core.
+        gpu_layers: layers to keep on the GPU; -1 = all.
+        models_file: a models.yaml to use besides the built-in one.
+        planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
+
+    Raises:
+        EdgespecError: anything that is wrong, as one line.
+    """
+    entry = find_model(target, models_file)
+    defaults = entry.defaults
+    draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
+    planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
+    check_planner(planner, draft is not None, datastore is not None)
+    budget = budget if budget is not None else defaults.budget or DEFAULT_BUDGET
+    if budget < 1:
+        raise UsageError(f"budget is {budget}, but must be at least 1")
+    backends = open_backends(
+        entry, draft if planner in NEED_DRAFT else None, models_file,
+        context_length=context_length, budget=budget, threads=threads, gpu_layers=gpu_layers,
+    )  # fmt: skip
+    try:
+        made = make_planner(planner, backends, datastore, **planner_options)
+        model = Model(backends[0], made, budget=budget, sampling=defaults.sampling())
+    except BaseException:
+        close_all(backends)
+        raise
+    model._owned = backends
+    model.system = defaults.system
+    return model
+
+
+def open_backends(
+    entry: Entry, draft: str | None, models_file: str | None, *, context_length: int | None, **options: Any
+) -> list[Backend]:
+    """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary."""
+    options["context_length"] = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
+    paths = [local_path(entry.target)]
+    if draft:
+        paths.append(local_path(find_model(draft, models_file).target))
+    backends: list[Backend] = []
+    try:
+        for path in paths:
+            backends.append(load_backend("llamacpp", path, **options))
+        if draft:
+            check_same_vocab(backends[0].vocab, backends[1].vocab)
+    except BaseException:
+        close_all(backends)
+        raise
+    return backends
+
+
+def close_all(backends: Sequence[Backend]) -> None:
+    """Free models."""
+    for backend in backends:
+        backend.close()
+
+
+def check_planner(name: str, has_draft: bool, has_datastore: bool) -> None:
+    """Refuse an unknown planner, and one that lacks what it needs.
+
+    Raises:
+        UsageError: with what would be right.
+    """
+    if name not in PLANNERS:
+        raise UsageError(f"there is no planner {name!r}; there are: {', '.join(PLANNERS)}")
+    if name in NEED_DRAFT and not has_draft:
+        raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
+    if has_datastore and name != "sssd":
+        raise UsageError(f"the planner {name} does not use a datastore; sssd does")
+
+
+def make_planner(name: str, backends: Sequence[Backend], datastore: str | None = None, **options: Any) -> Planner:
+    """Make a planner for backends = [target] or [target, draft].
+
+    Raises:
+        UsageError: an option the planner does not have.
+        DatastoreError: the datastore does not fit the target, or is damaged.
+    """
+    for option in options:
+        if option not in PLANNERS[name]:
+            known = ", ".join(PLANNERS[name]) or "none"
+            raise UsageError(f"the planner {name} has no option {option!r}; its options: {known}")
+    if name == "specexec":
+        return SpecExecPlanner(backends[1], **options)
+    if name == "chain":
+        return ChainPlanner(backends[1], **options)
+    if name == "sssd":
+        from edgespec.datastore import open_datastore
+        from edgespec.planners.sssd import SssdPlanner
+
+        return SssdPlanner(open_datastore(Path(datastore), backends[0].vocab) if datastore else None, **options)
+    return NonePlanner()
+
+
+def _known(sampling: dict[str, Any]) -> dict[str, Any]:
+    known = SamplingParams.__dataclass_fields__
+    for name in sampling:
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}; sampling has: {', '.join(known)}")
+    return sampling

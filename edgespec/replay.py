@@ -1,0 +1,133 @@
+"""Recorded text in the place of a target model: measures and calibrates planners that need no model.
+
+At temperature 0 a target's text does not depend on the planner, so walking a recorded answer gives the acceptance
+lengths that the target itself would have given. The SSSD paper (section 3.1.3) fits its parameters in this way.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.planners import Context, Planner
+from edgespec.planners.sssd import Matches, SssdPlanner, features, split
+from edgespec.sampling import Noise, SamplingParams
+from edgespec.tree import Source
+from edgespec.verify import walk
+
+MAX_LEAVES = 256  # llama.cpp's limit
+
+# A step that a source offers: (source, matched length, depth, count, total), and whether it was right.
+Step = tuple[int, int, int, int, int, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a planner gained on one recorded text."""
+
+    acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
+    plan_seconds: list[float]  # of each pass
+    begin_seconds: float
+    accept_seconds: list[float]
+
+
+def replay(planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int) -> Replay:
+    """Let the planner guess a recorded output, as `generate.generate_tokens` would.
+
+    Args:
+        planner: a planner that touches no target.
+        prompt_ids: at least one token.
+        output_ids: what the target wrote.
+        budget: most nodes per tree.
+    """
+    sampling, noise = SamplingParams(), Noise(0, 1)
+    token_ids, end = list(prompt_ids), len(prompt_ids) + len(output_ids)
+    lengths, plan_seconds, accept_seconds = list[int](), list[float](), list[float]()
+    started = perf_counter()
+    planner.begin(prompt_ids)
+    begin_seconds = perf_counter() - started
+    while len(token_ids) < end:
+        context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
+        started = perf_counter()
+        tree = planner.plan(context, budget)
+        plan_seconds.append(perf_counter() - started)
+        written = output_ids[len(token_ids) - len(prompt_ids) :]
+        output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]
+        started = perf_counter()
+        planner.accept(output)
+        accept_seconds.append(perf_counter() - started)
+        token_ids.extend(output)
+        lengths.append(len(output))
+    return Replay(lengths, plan_seconds, begin_seconds, accept_seconds)
+
+
+def observe(planner: SssdPlanner, prompt_ids: Sequence[int], output_ids: Sequence[int], stride: int) -> Iterable[Step]:
+    """Every step the planner's sources offer along a recorded output, and whether it was right.
+
+    Args:
+        planner: with its datastore; its calibration is not used.
+        prompt_ids: at least one token.
+        output_ids: what the target wrote.
+        stride: look at every stride-th position.
+    """
+    planner.begin(prompt_ids)
+    for start in range(0, len(output_ids), stride):
+        future = output_ids[start : start + planner.depth]
+        for group in planner.matches(len(future)):
+            yield from _along(group, future)
+        planner.accept(output_ids[start : start + stride])
+
+
+def _along(group: Matches, future: Sequence[int]) -> Iterable[Step]:
+    source, length, text, places = group
+    for depth, right in enumerate(future, 1):
+        parts = split(text, places)
+        for token, moved in parts.items():
+            yield source, length, depth, len(moved), len(places), token == right
+        if right not in parts:
+            return
+        places = parts[right]
+
+
+def fit(observed: Counter[Step], ridge: float = 20.0) -> dict[Source, list[tuple[float, ...]]]:
+    """Weights of `planners.sssd.Calibration`: a logistic regression for each source and matched length.
+
+    Matched lengths with few observations are drawn towards the fit of their source's lengths together.
+
+    Args:
+        observed: how often each step was seen.
+        ridge: strength of that, in observations.
+    """
+    longest = max(step[1] for step in observed)
+    weights: dict[Source, list[tuple[float, ...]]] = {}
+    for source in sorted({Source(step[0]) for step in observed}):
+        mine = {step: times for step, times in observed.items() if step[0] == source}
+        common = _logistic(mine, np.zeros(4), 1.0)
+        each = [
+            _logistic({step: times for step, times in mine.items() if step[1] == length}, common, ridge)
+            for length in range(1, longest + 1)
+        ]
+        weights[source] = [tuple(round(float(weight), 3) for weight in row) for row in each]
+    return weights
+
+
+def _logistic(observed: dict[Step, int], prior: NDArray[np.float64], ridge: float) -> NDArray[np.float64]:
+    """Newton's method for the likelihood less ridge / 2 * |weights - prior|²; weights [4]."""
+    if not observed:
+        return prior
+    rows = np.array([features(depth, count, total) for _, _, depth, count, total, _ in observed])
+    right = np.array([step[5] for step in observed], np.float64)
+    times = np.array(list(observed.values()), np.float64)
+    weights = prior.copy()
+    for _ in range(50):
+        chance = 1 / (1 + np.exp(-np.clip(rows @ weights, -30, 30)))
+        slope = rows.T @ (times * (right - chance)) - ridge * (weights - prior)
+        curve = (rows * (times * chance * (1 - chance))[:, None]).T @ rows + ridge * np.eye(4)
+        move = np.linalg.solve(curve, slope)
+        weights += move / max(1.0, float(np.abs(move).max()) / 2)  # a long step may overshoot
+        if np.abs(move).max() < 1e-6:
+            break
+    return weights

@@ -1,0 +1,101 @@
+"""Text in and out: chat templates, streaming detokenisation, stop strings."""
+
+import codecs
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from edgespec.backend import Vocab
+from edgespec.errors import ModelError, UsageError
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+
+
+class TextStream:
+    """Turns tokens into text that can be shown at once.
+
+    Never lets out half a UTF-8 character, nor the beginning of what may become a stop string.
+    """
+
+    def __init__(self, vocab: Vocab, stop: Sequence[str] = ()) -> None:
+        """
+        Args:
+            vocab: the tokenizer.
+            stop: strings that end the text; they are not part of it.
+
+        Raises:
+            UsageError: a stop string is empty.
+        """
+        if "" in stop:
+            raise UsageError("a stop string is empty; give at least one character")
+        self._vocab = vocab
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False  # a stop string was found: the text is complete
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain after one more token; may be empty."""
+        return self._release(self._decoder.decode(self._vocab.token_bytes(token_id)))
+
+    def finish(self) -> str:
+        """What was still held back when the tokens ended."""
+        text = self._release(self._decoder.decode(b"", final=True)) + self._held
+        self._held = ""
+        return text
+
+    def _release(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def render_chat(vocab: Vocab, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, by the model's own chat template, ready for the assistant's answer.
+
+    The template is a program from a downloaded file, so it runs in Jinja's sandbox, with the globals
+    that Hugging Face's `apply_chat_template` gives it.
+
+    Raises:
+        UsageError: the model has no chat template, or the template refuses the messages.
+        ModelError: the template is broken.
+    """
+    if vocab.chat_template is None:
+        raise UsageError("this model has no chat template: use --raw (in Python: generate with a text)")
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"the model's chat template refuses these messages: {message}")
+
+    def now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    bos = vocab.token_text(vocab.bos_id) if vocab.bos_id is not None else ""
+    eos = vocab.token_text(vocab.eos_id) if vocab.eos_id is not None else ""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
+    try:
+        template = environment.from_string(vocab.chat_template)
+        text = template.render(messages=messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the model's chat template does not work: {error}") from error
+    return vocab.encode(text, add_bos=not (bos and text.startswith(bos)), parse_special=True)

@@ -1,0 +1,270 @@
+"""The command line as a user meets it: what it prints, its exit codes, and one clear line for every mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE
+
+import numpy as np
+import pytest
+
+EDGESPEC = [sys.executable, "-c", "from edgespec.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def other_vocab_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random GGUF whose vocabulary is 300 made-up words."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    width, words = 64, [f"word{i}" for i in range(300)]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_types([1] * len(words))
+    shapes = {"token_embd": (300, width), "output": (300, width), "output_norm": (width,), "blk.0.attn_norm": (width,)}
+    shapes |= {f"blk.0.{name}": (width, width) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {f"blk.0.{name}": (width, width) for name in ("ffn_gate", "ffn_up", "ffn_down")}
+    shapes |= {"blk.0.ffn_norm": (width,)}
+    generator = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", generator.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EDGESPEC, *arguments], input=stdin, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def refused(*arguments: str, code: int, says: str, stdin: str = "") -> None:
+    """One line on standard error, nothing on standard output, no traceback."""
+    done = run(*arguments, stdin=stdin)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 or lines[0].startswith("Usage:"), done.stderr
+    assert says in lines[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["models"], ["bench"], ["datastore"], ["datastore", "build"]])
+def test_every_command_has_help(command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert done.returncode == 0
+    assert "Usage:" in done.stdout
+
+
+def test_models_lists_the_demo_model() -> None:
+    assert "smollm2-135m" in run("models").stdout
+    names = [entry["name"] for entry in json.loads(run("models", "--json").stdout)]
+    assert "smollm2-135m" in names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["nothing.gguf", "hi"], 1, "there is no such file"),
+        (["./", "hi"], 1, "is a folder"),
+        (["smolm2", "hi"], 2, "did you mean smollm2-135m"),
+        (["x.gguf", ""], 2, "prompt is empty"),
+        (["x.gguf", "  \n"], 2, "prompt is empty"),
+        (["x.gguf", "hi", "--budget", "0"], 2, "budget is 0"),
+        (["x.gguf", "hi", "--budget", "many"], 2, "many"),
+        (["x.gguf", "hi", "--temperature", "-1"], 2, "temperature is -1.0"),
+        (["x.gguf", "hi", "--temperature", "nan"], 2, "temperature is nan"),
+        (["x.gguf", "hi", "--top-p", "0"], 2, "top_p is 0.0"),
+        (["x.gguf", "hi", "--logit-bias", "5"], 2, "ID=BIAS"),
+        (["x.gguf", "hi", "--planner", "magic"], 2, "there is no planner 'magic'"),
+        (["x.gguf", "hi", "--planner", "specexec"], 2, "needs a draft model"),
+        (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
+        (["x.gguf", "hi", "--depth", "0"], 2, "depth is 0"),
+        (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
+        (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
+        (["hf:owner/file", "hi"], 2, "OWNER/REPOSITORY/FILE"),
+        (["package:no_such_package/x.gguf", "hi"], 1, "pip install no-such-package"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], code: int, says: str) -> None:
+    refused("run", *arguments, code=code, says=says)
+
+
+def test_not_a_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_text("hello")
+    refused("run", str(path), "hi", code=1, says="is not a GGUF file")
+
+
+def test_a_broken_models_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models:\n  - name: a\n    goal: file:a\n")
+    refused("models", "--models", str(path), code=1, says=f"{path}, line 2")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("", "has no prompts"),
+        ("{}\n", "line 1"),
+        ('{"prompt": "hi"}\n{"prompt": 3}\n', "line 2"),
+        ('{"prompt": "hi"}\nnot json\n', "line 2"),
+    ],
+)
+def test_an_unreadable_prompts_file_is_refused(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    refused("bench", str(path), code=2, says=says)
+
+
+def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(smollm2: Path) -> None:
+    done = run("run", str(smollm2), "Why is the sky blue?", "-n", "24")
+    assert "blue" in done.stdout
+    assert "acceptance length" in done.stderr
+
+
+def test_json_is_one_object_and_equal_for_every_planner(smollm2: Path) -> None:
+    results = []
+    for planner in ("none", "sssd", "chain", "specexec"):
+        draft = ["--draft", str(smollm2)] if planner in ("chain", "specexec") else []
+        arguments = ["run", str(smollm2), "-", "--json", "-n", "16", "--planner", planner, "--budget", "6", *draft]
+        results.append(json.loads(run(*arguments, stdin="Count from one to ten.").stdout))
+    assert all(result["stats"]["tokens"] == len(result["tokens"]) for result in results)
+    assert [result["stats"]["planner"] for result in results] == ["none", "sssd", "chain", "specexec"]
+    assert results[2]["stats"]["acceptance_length"] > 2  # a model is a good draft of itself
+
+
+def test_same_seed_same_text(smollm2: Path) -> None:
+    arguments = ["run", str(smollm2), "Tell me a story.", "--json", "-n", "16", "-t", "1", "--planner", "none"]
+    first, again, other = (json.loads(run(*arguments, "--seed", seed).stdout)["tokens"] for seed in ("5", "5", "6"))
+    assert first == again != other
+
+
+def test_a_stop_string_ends_the_text_and_is_not_shown(smollm2: Path) -> None:
+    arguments = ["run", str(smollm2), "Count: one two three", "--raw", "--json", "-n", "40", "--planner", "none"]
+    whole = json.loads(run(*arguments).stdout)["text"]
+    stop = whole[8:11]
+    cut = json.loads(run(*arguments, "--stop", stop).stdout)
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["stats"]["finish_reason"] == "stop"
+
+
+def test_drafted_tokens_are_tinted(smollm2: Path) -> None:
+    arguments = [str(smollm2), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(smollm2)]
+    code = "import sys; sys.stdout.isatty = lambda: True; from edgespec.cli import main; main()"  # click strips
+    command = [sys.executable, "-c", code, "run", *arguments, "--show-drafts"]  # colours where there is no terminal
+    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    assert "\x1b[32m" in done.stdout
+    assert "\x1b[32m" not in run("run", *arguments).stdout
+
+
+def test_errors_that_need_a_model(smollm2: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:
+    model = str(smollm2)
+    refused("run", model, "-", "--ctx", "64", code=1, says="the context holds 64", stdin="word " * 100)
+    refused("run", model, "hi", "--draft", str(other_vocab_gguf), code=1, says="another vocabulary than the target")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(smollm2.read_bytes()[:50_000_000])
+    refused("run", str(cut), "hi", code=1, says="corrupted or incomplete")
+    store = tmp_path / "a.store"
+    text = tmp_path / "a.txt"
+    text.write_text("some words to copy from " * 50)
+    assert run("datastore", "build", str(store), str(text), "--model", model).returncode == 0
+    refused("run", str(other_vocab_gguf), "hi", "--datastore", str(store), code=1, says="another tokenizer")
+    store.write_bytes(store.read_bytes()[:-10])
+    refused("run", model, "hi", "--datastore", str(store), code=1, says="damaged")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2: Path) -> None:
+    arguments = ["run", str(smollm2), "Tell me a very long story.", "-n", "3000", "--ctx", "8192", "--planner", "none"]
+    with subprocess.Popen([*EDGESPEC, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.read(40)  # it is writing
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.stdout.read(), process.stderr.read().decode()
+        assert process.wait(60) == 130
+    assert len(first) == 40
+    assert (first + rest).endswith(b"\n")
+    assert "tokens/s" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_a_closed_pipe_ends_quietly(smollm2: Path) -> None:
+    arguments = ["run", str(smollm2), "Tell me a long story.", "-n", "400", "--planner", "none"]
+    with subprocess.Popen([*EDGESPEC, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait(60) == 1
+    assert errors == ""
+
+
+def test_bench_compares_planners_and_finds_nothing_wrong(smollm2: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "Say hello.", "category": "a"}\n{"turns": ["Name a colour.", "x"], "category": "b"}\n'
+    )
+    arguments = ["bench", str(prompts), "--model", str(smollm2), "--draft", str(smollm2), "-n", "12", "--budget", "8"]
+    done = run(*arguments, "--planners", "specexec,sssd,chain", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert list(report["planners"]) == ["none", "specexec", "sssd", "chain"]
+    assert report["unexplained"] == 0
+    for row in report["planners"].values():
+        assert abs(row["draft_share"] + row["target_share"] + row["plan_share"] - 1) < 1e-9
+        assert set(row["by_category"]) == {"a", "b"}
+    assert report["planners"]["none"]["acceptance_length"] == 1
+    assert "acceptance length" in run(*arguments).stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path) -> None:
+    import pty
+
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [*EDGESPEC, "run", str(smollm2), "-n", "30", "--planner", "none"])
+    seen = b""
+
+    def until(what: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 120
+        while what not in seen:
+            assert time.monotonic() < deadline, seen.decode("utf-8", "replace")
+            seen += os.read(terminal, 4096)
+        seen = seen.split(what, 1)[1]
+
+    until(b"/help")
+    os.write(terminal, b"/stats\r")
+    until(b"No answer yet")
+    os.write(terminal, b"My name is Ann.\x1b\rSay hi.\r")
+    until(b"tokens/s")
+    os.write(terminal, b"/stats\r")
+    until(b"tokens by source")
+    os.write(terminal, b"/clear\r")
+    until(b"Forgotten")
+    os.write(terminal, b"/exit\r")
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0

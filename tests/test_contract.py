@@ -1,0 +1,102 @@
+"""Every backend against tests/contract.py."""
+
+import platform
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contract import CHECKS, TREE, Factory, chain_rows, loaded, random_tokens, work
+from edgespec.backends import reference
+
+from edgespec.backend import Backend, prefill
+from edgespec.errors import ModelError
+from edgespec.tree import path_to
+
+
+def reference_factory(folder: Path) -> Factory:
+    path = str(folder / "model.npz")
+    reference.random_model(7, vocab_size=258).save(path)
+    return partial(reference.load, path)
+
+
+def llamacpp_factory(model: Path) -> Factory:
+    from edgespec.backends import llamacpp
+
+    def load(**options: int) -> Backend:
+        options["context_length"] = options["context_length"] or 1024  # 0: what it was trained for, which is long
+        return llamacpp.load(str(model), threads=1, **options)  # threads that wait for each other's cores crawl
+
+    return load
+
+
+@pytest.fixture(scope="module", params=["reference", "smollm2", "smollm2_f32"])
+def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
+    if request.param == "reference":
+        return reference_factory(tmp_path_factory.mktemp("reference"))
+    return llamacpp_factory(request.getfixturevalue(request.param))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(check, factory):
+    check(factory)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels of other machines were not measured")
+def test_a_fresh_tree_is_exact_on_smollm2(smollm2):
+    """Nothing is rounded differently when the cache has no holes: a wrong mask or position would show at once."""
+    with loaded(llamacpp_factory(smollm2)) as backend:
+        text, tokens = random_tokens(backend, 9, 1), random_tokens(backend, len(TREE), 2)
+        session = backend.open()
+        prefill(backend, session, text)
+        logits = backend.forward([work(session, tokens, TREE)])[0]
+        rows = [logits.row(node) for node in range(len(TREE))]
+        session.close()
+        for node, row in enumerate(rows):
+            expected = chain_rows(backend, text + [tokens[i] for i in path_to(TREE, node)])[-1]
+            np.testing.assert_array_equal(row, expected)
+
+
+class TestReference:
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_save_and_load(self, tmp_path, tied):
+        model = reference.random_model(3, vocab_size=40, layers=3, tied=tied)
+        model.save(str(tmp_path / "model"))
+        copy = reference.load(str(tmp_path / "model"))
+        rows = [chain_rows(backend, [0, 7, 8])[-1] for backend in (reference.ReferenceBackend(model), copy)]
+        np.testing.assert_array_equal(*rows)
+
+    def test_what_is_not_a_model(self, tmp_path):
+        good, bad = tmp_path / "good.npz", tmp_path / "bad.npz"
+        with pytest.raises(ModelError, match="no such file"):
+            reference.load(str(good))
+        reference.random_model(3).save(str(good))
+        np.savez(tmp_path / "other.npz", a=np.zeros(3))
+        for data in (b"", b"hello", good.read_bytes()[:-2000], (tmp_path / "other.npz").read_bytes()):
+            bad.write_bytes(data)
+            with pytest.raises(ModelError, match="not a reference model"):
+                reference.load(str(bad))
+
+    def test_perturbed_is_near_but_not_equal(self):
+        model = reference.random_model(5)
+        rows = [
+            chain_rows(reference.ReferenceBackend(reference.perturbed(model, scale, 1)), [0, 7, 8, 9])[-1]
+            for scale in (0.0, 0.01, 1.0)
+        ]
+        near, far = (float(np.abs(row - rows[0]).mean()) for row in rows[1:])
+        assert 0 < near < far / 10
+
+    def test_every_token_matters(self):
+        """Attention reaches the first token, and order counts."""
+        backend = reference.ReferenceBackend(reference.random_model(5))
+        texts = [[7, 8, 9, 10], [6, 8, 9, 10], [8, 7, 9, 10], [7, 9, 8, 10]]
+        rows = [chain_rows(backend, text)[-1] for text in texts]
+        assert all(np.abs(row - rows[0]).max() > 0.01 for row in rows[1:])
+
+    def test_special_tokens_in_text(self):
+        vocab = reference.ReferenceVocab(258)
+        assert vocab.encode("a</s>", add_bos=True, parse_special=True)[::2] == [0, 1]
+        plain = vocab.encode("a</s>é", add_bos=False, parse_special=False)
+        assert b"".join(map(vocab.token_bytes, plain)).decode() == "a</s>é"
+        with pytest.raises(ModelError, match="cannot encode"):
+            reference.ReferenceVocab(30).encode("é", add_bos=False, parse_special=False)

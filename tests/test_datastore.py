@@ -1,0 +1,262 @@
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.datastore import END, HEADER_SIZE, build, open_datastore, read_texts
+from edgespec.errors import DatastoreError
+
+
+class LetterVocab:
+    """A token is a letter; `start` is the number of `a`, so that large numbers can be tried too."""
+
+    bos_id = None
+    eos_id = None
+    eog_ids: frozenset[int] = frozenset()
+    chat_template = None
+
+    def __init__(self, size=26, start=0):
+        self.size = size
+        self.start = start
+        self.fingerprint = f"letters {size} {start}"
+
+    def encode(self, text, *, add_bos, parse_special):
+        return [ord(letter) - ord("a") + self.start for letter in text if "a" <= letter <= "z"]
+
+    def token_bytes(self, token_id):
+        return self.token_text(token_id).encode()
+
+    def token_text(self, token_id):
+        return chr(token_id - self.start + ord("a"))
+
+
+# 2-byte tokens, the largest 2-byte vocabulary, the smallest 4-byte one, and numbers that need all their bytes compared.
+VOCABS = [LetterVocab(), LetterVocab(65535, 65509), LetterVocab(65536, 65510), LetterVocab(152064, 65530)]
+
+
+def occurrences(documents, prefix):
+    """Brute force: what follows each occurrence of `prefix`, to the document's end."""
+    starts = [(document, i) for document in documents for i in range(len(document))]
+    return sorted(document[i + len(prefix) :] for document, i in starts if document[i:].startswith(prefix))
+
+
+def text_of(vocab, row):
+    return "".join(vocab.token_text(token) for token in row if token != END)
+
+
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=6),
+    st.text("abcd", min_size=1, max_size=4),
+    st.sampled_from(VOCABS),
+)
+def test_find_and_continuations_equal_brute_force(tmp_path_factory, documents, prefix, vocab):
+    path = tmp_path_factory.mktemp("store") / "x.store"
+    build(path, documents, vocab)
+    store = open_datastore(path, vocab)
+    low, high = store.find(vocab.encode(prefix, add_bos=False, parse_special=False))
+    wanted = occurrences(documents, prefix)
+    assert high - low == len(wanted)
+    rows = store.continuations(low, high, len(prefix), 1000, 13)
+    assert rows.shape == (len(wanted), 13)
+    assert sorted(text_of(vocab, row) for row in rows) == wanted
+    for row in rows:
+        ended = np.flatnonzero(row == END)
+        assert len(ended)  # no document has 13 letters after a match
+        assert (row[ended[0] :] == END).all()
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=6), st.sampled_from(VOCABS))
+def test_suffixes_are_sorted(tmp_path_factory, documents, vocab):
+    path = tmp_path_factory.mktemp("store") / "x.store"
+    header = build(path, documents, vocab)
+    data = path.read_bytes()
+    tokens = np.frombuffer(data, f">u{header.token_width}", header.tokens, HEADER_SIZE).tolist()
+    order = np.frombuffer(data, f"<u{header.position_width}", header.tokens, header.suffix_offset).tolist()
+    assert order == sorted(range(len(tokens)), key=lambda start: tokens[start:])
+    assert (header.tokens, header.documents) == (sum(len(d) + 1 for d in documents), len(documents))
+
+
+def test_token_width_leaves_room_for_the_separator(tmp_path):
+    widths = [build(tmp_path / "x", ["abc"], vocab).token_width for vocab in VOCABS]
+    assert widths == [2, 2, 4, 4]
+
+
+def test_continuations_are_taken_at_regular_intervals(tmp_path):
+    # "a" is followed by b 60 times, by c 30 times and by d 10 times; the first ten matches are all b.
+    build(tmp_path / "x", ["ab"] * 60 + ["ac"] * 30 + ["ad"] * 10, LetterVocab())
+    store = open_datastore(tmp_path / "x", LetterVocab())
+    low, high = store.find([0])
+    assert high - low == 100
+    rows = store.continuations(low, high, 1, 10, 1)
+    assert [text_of(LetterVocab(), row) for row in rows] == ["b"] * 6 + ["c"] * 3 + ["d"]
+
+
+def test_nothing_found_gives_no_continuations(tmp_path):
+    build(tmp_path / "x", ["abc"], LetterVocab())
+    store = open_datastore(tmp_path / "x", LetterVocab())
+    low, high = store.find([25])
+    assert low == high
+    assert store.continuations(low, high, 1, 10, 4).shape == (0, 4)
+
+
+def test_another_tokenizer_is_refused_with_both_named(tmp_path):
+    build(tmp_path / "x", ["abc"], LetterVocab(26))
+    with pytest.raises(DatastoreError, match=r"another tokenizer: 26 tokens.*letters 26.*152064 tokens.*letters 152"):
+        open_datastore(tmp_path / "x", LetterVocab(152064))
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path):
+    build(tmp_path / "x", ["abcabc", "cab"], LetterVocab())
+    whole = (tmp_path / "x").read_bytes()
+    for size in [0, 1, HEADER_SIZE - 1, HEADER_SIZE, HEADER_SIZE + 3, len(whole) - 1]:
+        (tmp_path / "short").write_bytes(whole[:size])
+        with pytest.raises(DatastoreError, match=r"damaged|not an edgespec datastore"):
+            open_datastore(tmp_path / "short", LetterVocab())
+
+
+@pytest.mark.parametrize("content", [b"GGUF" * 300, b"{}", b"[1, 2]", b"\xff" * 2000, b'{"magic": "other"}'])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(DatastoreError, match="not an edgespec datastore"):
+        open_datastore(tmp_path / "x", LetterVocab())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("version", 99), ("tokens", "7"), ("tokens", -1), ("token_width", 3), ("vocab_size", None)]
+)
+def test_a_header_with_wrong_values_is_refused(tmp_path, field, value):
+    build(tmp_path / "x", ["abc"], LetterVocab())
+    data = (tmp_path / "x").read_bytes()
+    header = json.dumps(json.loads(data[:HEADER_SIZE]) | {field: value}).encode().ljust(HEADER_SIZE)
+    (tmp_path / "x").write_bytes(header + data[HEADER_SIZE:])
+    with pytest.raises(DatastoreError):
+        open_datastore(tmp_path / "x", LetterVocab())
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(DatastoreError, match="cannot be read"):
+        open_datastore(tmp_path / "nowhere", LetterVocab())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, DatastoreError])
+@pytest.mark.parametrize("phase", ["tokenising", "sorting", "writing"])
+def test_an_interrupted_build_leaves_what_was_there(tmp_path, phase, error):
+    (tmp_path / "x").write_bytes(b"old")
+
+    def stop(now, done, total):
+        if now == phase:
+            raise error
+
+    with pytest.raises(error):
+        build(tmp_path / "x", ["abc"], LetterVocab(), stop)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", b"old")]
+
+
+@pytest.mark.parametrize("texts", [[], ["123"]])
+def test_no_text_is_an_error_and_leaves_nothing(tmp_path, texts):
+    with pytest.raises(DatastoreError, match="no text"):
+        build(tmp_path / "x", texts, LetterVocab())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_found_before_any_work(tmp_path):
+    def texts():
+        raise AssertionError("was read")
+        yield ""
+
+    with pytest.raises(DatastoreError, match="cannot be written"):
+        build(tmp_path / "no" / "x", texts(), LetterVocab())
+
+
+def test_progress(tmp_path):
+    calls = []
+    build(tmp_path / "x", ["abc", "de"], LetterVocab(), lambda *call: calls.append(call))
+    assert calls == [
+        ("tokenising", 1, 2),
+        ("tokenising", 2, 2),
+        ("sorting", 0, 7),
+        ("sorting", 7, 7),
+        ("writing", 0, 7),
+        ("writing", 7, 7),
+    ]
+
+
+RECORDS = [{"instruction": "Say hi", "id": 7, "output": "Hi"}, {"turns": ["One?", "Two?"], "empty": "", "number": "12"}]
+RECORD_TEXTS = ["Say hi\n\nHi", "One?\n\nTwo?"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("a.txt", "Two\nlines\n", ["Two\nlines\n"]),
+        ("a.md", "# Title", ["# Title"]),
+        ("a.py", "x = 1  # é", ["x = 1  # é"]),
+        ("a.txt", "\ufeffwith a mark", ["with a mark"]),
+        ("a.txt", "12 34", []),
+        ("a.json", json.dumps(RECORDS), RECORD_TEXTS),
+        ("a.jsonl", "\n\n".join(map(json.dumps, RECORDS)) + "\n", RECORD_TEXTS),
+        ("a.jsonl", '{"a": "x\u2028y"}', ["x\u2028y"]),
+        ("a.json", '["one", [3, "two"], null]', ["one", "two"]),
+        ("a.json", '{"prompts": [{"prompt": "p", "results": [{"outputs": ["x", "y"]}]}, {"prompt": "q"}]}',
+         ["p", "x\n\ny", "q"]),
+        ("a.json", '{"traj": {"role": "user", "content": "hello"}, "task": "t"}', ["t", "user\n\nhello"]),
+    ],
+)  # fmt: skip
+def test_documents_of_a_file(tmp_path, name, content, wanted, packed):
+    data = content.encode()
+    path = tmp_path / (name + ".gz" if packed else name)
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert list(read_texts([path])) == wanted
+
+
+BAD_FILES = {
+    "latin.txt": "é".encode("latin-1"),
+    "zeros.txt": b"text\0text",
+    "broken.json": b'{"a": ',
+    "broken.jsonl": b'{"a": "b"}\n{"a"\n',
+    "deep.json": b"[" * 100000,
+    "plain.txt.gz": b"not packed",
+    "cut.txt.gz": gzip.compress(b"some text" * 100)[:-9],
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_given_by_name_is_an_error_that_names_it(tmp_path, name):
+    (tmp_path / name).write_bytes(BAD_FILES[name])
+    with pytest.raises(DatastoreError, match=name):
+        list(read_texts([tmp_path / name]))
+
+
+def test_a_missing_path_is_an_error(tmp_path):
+    with pytest.raises(DatastoreError, match="nowhere"):
+        list(read_texts([tmp_path / "nowhere"]))
+
+
+def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
+    for name, data in BAD_FILES.items():
+        (tmp_path / name).write_bytes(data)
+    for name in ["sub/b.txt", "sub/a.txt", "z.py", ".git/config", ".hidden"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    skipped = list[Path]()
+    assert list(read_texts([tmp_path], skipped.append)) == ["z.py", "sub/a.txt", "sub/b.txt"]
+    assert sorted(path.name for path in skipped) == sorted(BAD_FILES)
+
+
+def test_half_a_character_in_json_does_not_stop_the_build(tmp_path):
+    (tmp_path / "a.json").write_text('["ab\\ud83d"]')
+    seen = list[str]()
+
+    class Strict(LetterVocab):
+        def encode(self, text, *, add_bos, parse_special):
+            seen.append(text)
+            text.encode("utf-8")
+            return super().encode(text, add_bos=add_bos, parse_special=parse_special)
+
+    assert build(tmp_path / "x", read_texts([tmp_path / "a.json"]), Strict()).tokens == 3
+    assert seen == ["ab?"]

@@ -1,0 +1,231 @@
+"""Speculative text on llama.cpp: plain text, but where rounding may decide. And the backend's own behaviour.
+
+SmolLM2 is the target; itself and worse copies of it are the drafts.
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from edgespec.backends.llamacpp import load
+
+from edgespec.backend import prefill
+from edgespec.errors import ContextFull, ModelError
+from edgespec.generate import generate_tokens
+from edgespec.lossless import explain, replay
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+PROMPTS = ["The three most important rivers of Europe are", "def is_prime(n):\n    ", "Once upon a time, a fox"]
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=1),
+    SamplingParams(temperature=1.0, seed=2),
+]
+# One thread: several that wait for each other on a busy machine crawl.
+OPTIONS = {"context_length": 256, "threads": 1, "budget": 16}
+
+
+@pytest.fixture(scope="module")
+def target(smollm2):
+    backend = load(str(smollm2), **OPTIONS)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def float_target(smollm2_f32):
+    backend = load(str(smollm2_f32), **OPTIONS)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module", params=["smollm2", "smollm2_q2k", "smollm2_pruned"])
+def draft(request):
+    backend = load(str(request.getfixturevalue(request.param)), **OPTIONS)
+    yield backend
+    backend.close()
+
+
+def write(target, planner, prompt, sampling, count):
+    session, stats, output = target.open(), GenerationStats(), []
+    for round_ in generate_tokens(target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats):
+        output += round_.tokens
+    session.close()
+    assert stats.tokens == len(output) == sum(stats.tokens_by_source.values())
+    return output, stats
+
+
+def check_lossless(target, planner, sampling, count):
+    """Every token is what plain decoding samples after the same text, or ties with it."""
+    passes = 0
+    for text in PROMPTS[:2]:
+        prompt = target.vocab.encode(text, add_bos=True, parse_special=False)
+        plain, _ = write(target, NonePlanner(), prompt, sampling, count)
+        assert replay(target, prompt, plain, sampling) == []  # plain decoding can be repeated to the bit
+        output, stats = write(target, planner, prompt, sampling, count)
+        passes += stats.passes
+        found = explain(target, prompt, plain, output, sampling)
+        if found is not None:  # what follows can only be checked along the other text
+            bad = [
+                divergence for divergence in (found, *replay(target, prompt, output, sampling)) if not divergence.tie
+            ]
+            assert not bad, f"{planner.name}, {text!r}, {sampling}: " + "; ".join(map(str, bad))
+    planner.close()
+    return passes
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
+def test_trees(target, draft, sampling):
+    check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 32)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
+def test_chains(target, draft, sampling):
+    check_lossless(target, ChainPlanner(draft, depth=6), sampling, 32)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
+def test_float_weights(float_target, target, sampling):
+    """Float kernels hardly round, so next to nothing passes for a tie. The quantised model drafts."""
+    assert float_target.capabilities.logit_tolerance < target.capabilities.logit_tolerance / 10
+    check_lossless(float_target, SpecExecPlanner(target, depth=8, beam=4), sampling, 32)
+
+
+def test_a_wrong_text_is_noticed(float_target):
+    """The check above can fail: another seed's text is no tie."""
+    prompt = float_target.vocab.encode(PROMPTS[0], add_bos=True, parse_special=False)
+    texts = [
+        write(float_target, NonePlanner(), prompt, SamplingParams(temperature=1.0, seed=seed), 12)[0] for seed in (1, 2)
+    ]
+    found = explain(float_target, prompt, *texts, SamplingParams(temperature=1.0, seed=1))
+    assert found is not None
+    assert not found.tie
+
+
+def test_drafting_with_itself_pays(target, smollm2):
+    draft = load(str(smollm2), **OPTIONS)
+    planner = SpecExecPlanner(draft, depth=8, beam=4)
+    prompt = target.vocab.encode(PROMPTS[2], add_bos=True, parse_special=False)
+    _, stats = write(target, planner, prompt, SamplingParams(temperature=1.0, seed=3), 32)
+    draft.close()
+    assert stats.acceptance_length > 4
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")
+def test_memory_comes_back(smollm2):
+    """The cache alone has 2 * 30 layers * 192 * 2 bytes for each of the 2560 places: 59 MB a load."""
+
+    def once():
+        backend = load(str(smollm2), context_length=2048, threads=1)
+        session = backend.open()
+        prefill(backend, session, list(range(5, 20)))
+        backend.close()
+        backend.close()
+        session.close()
+
+    gc.disable()  # nothing may depend on the collector
+    try:
+        once()
+        once()
+        before = resident_bytes()
+        for _ in range(18):
+            once()
+        assert resident_bytes() - before < 40e6
+    finally:
+        gc.enable()
+
+
+def test_two_models_at_once(smollm2, smollm2_q2k):
+    """One at a time and side by side, they give the same logits."""
+
+    def logits(backend):
+        session = backend.open()
+        last = prefill(backend, session, [1, 9, 12, 44], want_last=True)
+        row = last[0].row(last[1])
+        session.close()
+        return row
+
+    alone = []
+    for path in (smollm2, smollm2_q2k):
+        backend = load(str(path), **OPTIONS)
+        alone.append(logits(backend))
+        backend.close()
+    left, right = load(str(smollm2), **OPTIONS), load(str(smollm2_q2k), **OPTIONS)
+    together = [logits(left), logits(right)]
+    left.close()
+    np.testing.assert_array_equal(logits(right), alone[1])  # closing one leaves the other
+    right.close()
+    np.testing.assert_array_equal(together, alone)
+    assert np.abs(alone[0] - alone[1]).max() > 0.1
+
+
+def test_a_prompt_of_several_batches(smollm2_f32):
+    backend = load(str(smollm2_f32), context_length=700, threads=1)
+    story = "The lighthouse keeper wrote down the weather every morning and every evening. "
+    prompt = backend.vocab.encode(story * 60, add_bos=True, parse_special=False)[:600]
+    assert len(prompt) > backend.capabilities.max_nodes
+    rows = []
+    for size in (backend.capabilities.max_nodes, 97):
+        session = backend.open()
+        for end in range(size, len(prompt), size):
+            prefill(backend, session, prompt[:end])
+        last = prefill(backend, session, prompt, want_last=True)
+        rows.append(last[0].row(last[1]))
+        session.close()
+    tolerance = backend.capabilities.logit_tolerance
+    backend.close()
+    assert rows[0].argmax() == rows[1].argmax()
+    assert np.abs(rows[0] - rows[1]).max() <= tolerance
+
+
+def test_a_prompt_longer_than_the_context(target):
+    session, seen = target.open(), []
+    prompt = [5] * target.capabilities.context_length
+    with pytest.raises(ContextFull, match=r"256 tokens, but the context holds 256"):
+        next(
+            generate_tokens(
+                target, session, NonePlanner(), prompt, SamplingParams(), max_tokens=5, budget=1,
+                stats=GenerationStats(), progress=lambda *done: seen.append(done),
+            )
+        )  # fmt: skip
+    assert session.token_ids == []
+    assert seen == []
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path, good: None, "there is no such file"),
+        (lambda path, good: path.mkdir(), "is a folder"),
+        (lambda path, good: path.write_bytes(b""), "is not a GGUF file"),
+        (lambda path, good: path.write_bytes(b"PK\x03\x04 hello"), "is not a GGUF file"),
+        (lambda path, good: path.write_bytes(good.read_bytes()[: good.stat().st_size // 2]), "cannot be loaded: "),
+        (lambda path, good: path.write_bytes(good.read_bytes()[:1000]), "cannot be loaded: "),
+    ],
+    ids=["missing", "folder", "empty", "other", "half", "header"],
+)
+def test_files_that_cannot_be_loaded(tmp_path, smollm2, make, message):
+    path = tmp_path / "model.gguf"
+    make(path, smollm2)
+    with pytest.raises(ModelError) as caught:
+        load(str(path))
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ")
+    assert message in text
+    assert not text.endswith((": ", "gave no reason"))
+    assert "\n" not in text

