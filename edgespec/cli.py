@@ -60,6 +60,7 @@ MODEL_OPTIONS = _options(
     click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
     click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
     click.option("--tau", type=float, help="specexec, chain: disagreement of the pair, in logits."),
+    click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
     click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
 )
 SAMPLING_OPTIONS = _options(
@@ -239,8 +240,12 @@ def planner_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take the planners' own options out of `options`."""
     chosen = {name: value for name in ("depth", "beam", "tau") if (value := options.pop(name)) is not None}
     for name, value in chosen.items():
-        if value <= 0:
-            raise UsageError(f"{name} is {value}, but must be above 0")
+        if not 0 < value < float("inf"):
+            raise UsageError(f"{name} is {value}, but must be a number above 0")
+    if (probability := options.pop("min_probability")) is not None:
+        if not 0 <= probability < 1:
+            raise UsageError(f"min probability is {probability}, but must be at least 0 and below 1")
+        chosen["min_probability"] = probability
     if options.pop("no_coupling"):
         chosen["coupling"] = False
     return chosen

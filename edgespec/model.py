@@ -28,7 +28,7 @@ from edgespec.tree import Source
 PLANNERS = {
     "none": (),
     "specexec": ("depth", "beam", "tau", "coupling"),
-    "sssd": ("depth",),
+    "sssd": ("depth", "min_probability"),
     "chain": ("depth", "tau", "coupling"),
 }
 NEED_DRAFT = ("specexec", "chain")
@@ -250,7 +250,7 @@ def open_backends(
     backends: list[Backend] = []
     try:
         for path in paths:
-            backends.append(load_backend("llamacpp", path, **options))
+            backends.append(load_backend("llamacpp", path, in_order=not backends, **options))  # the target's cells
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
     except BaseException:

@@ -4,17 +4,24 @@ At temperature 0 a target's text does not depend on the planner, so walking a re
 lengths that the target itself would have given. The SSSD paper (section 3.1.3) fits its parameters in this way.
 """
 
+import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backend import Vocab
+from edgespec.errors import UsageError
 from edgespec.planners import Context, Planner
 from edgespec.planners.sssd import Matches, SssdPlanner, features, split
 from edgespec.sampling import Noise, SamplingParams
+from edgespec.text import render_chat
 from edgespec.tree import Source
 from edgespec.verify import walk
 
@@ -25,6 +32,14 @@ Step = tuple[int, int, int, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """A prompt, and what a model wrote after it."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What a planner gained on one recorded text."""
 
@@ -32,6 +47,40 @@ class Replay:
     plan_seconds: list[float]  # of each pass
     begin_seconds: float
     accept_seconds: list[float]
+
+
+def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:
+    """Recorded answers: a JSONL file of objects with the texts `prompt` and `output`.
+
+    Args:
+        path: the file.
+        vocab: any tokenizer with a chat template.
+        max_tokens: longer outputs are cut here, so that a few of them do not outweigh the others.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is not such an object.
+    """
+    recordings = list[Recording]()
+    try:
+        lines = Path(path).read_text("utf-8").split("\n")
+        for line in filter(str.strip, lines):
+            prompt, output = itemgetter("prompt", "output")(json.loads(line))
+            if not (isinstance(prompt, str) and isinstance(output, str)):
+                raise TypeError("prompt or output is no text")
+            prompt_ids = render_chat(vocab, [{"role": "user", "content": prompt}])
+            output_ids = vocab.encode(output, add_bos=False, parse_special=False)
+            if output_ids:
+                recordings.append(Recording(prompt_ids, output_ids[:max_tokens]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path}: is not a JSONL file with a prompt and an output on each line: {error}") from error
+    return recordings
+
+
+def measure(planner: Planner, recordings: Iterable[Recording], budget: int) -> tuple[float, float]:
+    """Acceptance length over all recordings, and the median time of a plan in seconds."""
+    replays = [replay(planner, recording.prompt_ids, recording.output_ids, budget) for recording in recordings]
+    lengths = [length for each in replays for length in each.acceptance_lengths]
+    return float(np.mean(lengths)), float(np.median([seconds for each in replays for seconds in each.plan_seconds]))
 
 
 def replay(planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int) -> Replay:
@@ -101,17 +150,35 @@ def fit(observed: Counter[Step], ridge: float = 20.0) -> dict[Source, list[tuple
         observed: how often each step was seen.
         ridge: strength of that, in observations.
     """
-    longest = max(step[1] for step in observed)
+    lengths = range(max(step[1] for step in observed) + 1)
     weights: dict[Source, list[tuple[float, ...]]] = {}
     for source in sorted({Source(step[0]) for step in observed}):
         mine = {step: times for step, times in observed.items() if step[0] == source}
         common = _logistic(mine, np.zeros(4), 1.0)
         each = [
             _logistic({step: times for step, times in mine.items() if step[1] == length}, common, ridge)
-            for length in range(1, longest + 1)
+            for length in lengths
         ]
         weights[source] = [tuple(round(float(weight), 3) for weight in row) for row in each]
     return weights
+
+
+def calibration_module(weights: dict[Source, list[tuple[float, ...]]], origin: str) -> str:
+    """The text of `planners/sssd_calibration.py`."""
+    lines = [
+        '"""How far count ratios can be trusted: see `Calibration` in `sssd.py`. Written by scripts/calibrate-sssd.',
+        "",
+        *textwrap.wrap(origin, 110, break_long_words=False),
+        '"""',
+        "",
+        "from edgespec.tree import Source",
+        "",
+        "# For matches of 0, 1, 2, … tokens: constant, and weights of log-odds of the share, log(total), log(depth).",
+        "WEIGHTS: dict[Source, list[tuple[float, float, float, float]]] = {",
+    ]
+    for source, rows in weights.items():
+        lines += [f"    Source.{source.name}: [", *(f"        {row}," for row in rows), "    ],"]
+    return "\n".join([*lines, "}", ""])
 
 
 def _logistic(observed: dict[Step, int], prior: NDArray[np.float64], ridge: float) -> NDArray[np.float64]:

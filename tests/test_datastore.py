@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,8 @@ def test_documents_of_a_file(tmp_path, name, content, wanted, packed):
 BAD_FILES = {
     "latin.txt": "é".encode("latin-1"),
     "zeros.txt": b"text\0text",
+    "late_zero.txt": b"text" * 5000 + b"\0",
+    "zeros.txt.gz": gzip.compress(b"text\0text"),
     "broken.json": b'{"a": ',
     "broken.jsonl": b'{"a": "b"}\n{"a"\n',
     "deep.json": b"[" * 100000,
@@ -240,6 +243,7 @@ def test_a_missing_path_is_an_error(tmp_path):
 def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
     for name, data in BAD_FILES.items():
         (tmp_path / name).write_bytes(data)
+    os.mkfifo(tmp_path / "pipe.txt")
     for name in ["sub/b.txt", "sub/a.txt", "z.py", ".git/config", ".hidden"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -137,7 +137,7 @@ def test_a_hub_file_is_fetched_into_the_cache() -> None:
 
 @pytest.mark.usefixtures("fake_hub")
 def test_a_hub_file_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(ModelError, match="hf:owner/repo/other.gguf: cannot be fetched") as caught:
+    with pytest.raises(ModelError, match=r"hf:owner/repo/other\.gguf: cannot be fetched") as caught:
         local_path("hf:owner/repo/other.gguf")
     assert "\n" not in str(caught.value)
 

@@ -81,7 +81,8 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 def test_a_chat_template_gets_messages_and_asks_for_an_answer() -> None:
-    template = "{% for m in messages %}[{{ m.role }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    message = "[{{ m.role }}] {{ m['content'] }}\n"
+    template = "{% for m in messages %}" + message + "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     ids = render_chat(ByteVocab(template), [{"role": "user", "content": "hé"}])
     assert bytes(ids[1:]).decode() == "[user] hé\n>"
     assert ids[0] == 256

@@ -66,7 +66,7 @@ class SpecExecPlanner:
         """Algorithm 2."""
         self._planned = None
         steps = min(self.depth, self._drafter.room(context))
-        if steps <= 0:
+        if steps <= 0 or budget <= 0:
             return root_only(context.token_ids[-1])
         guess = Guess(context, self.tau, self.coupling)
         search = _Search(context.token_ids[-1], budget)

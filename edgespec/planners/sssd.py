@@ -1,7 +1,7 @@
 """SSSD: guesses copied from the text itself and from a datastore. No draft model.
 
-After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last 1, 2, … tokens are
-looked up in two sources:
+After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last tokens, as many as have
+occurred before, are looked up in two sources:
 
     input       prompt + own output, in an n-gram index that grows with the text
     datastore   other texts, through a suffix array; at most 100 matches, at regular intervals
@@ -12,12 +12,15 @@ recorded text, per source, matched length and depth (`sssd_calibration.py`, `edg
 read as one: a token is as probable as its best source says, a path is the product of its steps, and the best
 `budget` paths are the draft tree. Only nodes that come into the tree are ever expanded.
 
-The paper calibrates whole paths; here each step is calibrated, so that a child never outranks its parent.
+Where we differ from the paper. It calibrates whole paths; here each step is calibrated, so that a child never
+outranks its parent. It sums the datastore's counts over matched lengths; here each length keeps its own tree, as in
+the input, which is worth the same. And the input is also searched for the run of 0 tokens, which matches everywhere:
+where nothing else does, the latest words of the text are still better guesses than none.
 """
 
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
-from math import exp, log
+from math import exp, inf, log
 
 import numpy as np
 
@@ -35,7 +38,7 @@ Weights = Mapping[Source, Sequence[tuple[float, float, float, float]]]
 
 
 class NgramIndex:
-    """Where each run of up to `longest` tokens has occurred in a growing text, and what followed it."""
+    """Where each run of 0 to `longest` tokens has occurred in a growing text. The run of 0 tokens is everywhere."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -50,7 +53,7 @@ class NgramIndex:
         text, after = self.text, self._after
         for token in tokens:
             end = len(text) - 1
-            for length in range(1, min(self.longest, end) + 1):
+            for length in range(min(self.longest, end) + 1):
                 after.setdefault(tuple(text[end - length : end]), []).append(end)
             text[end] = token
             text.append(END)
@@ -58,7 +61,7 @@ class NgramIndex:
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
         for end in range(len(self) - 1, length - 1, -1):
-            for run in range(1, min(self.longest, end) + 1):
+            for run in range(min(self.longest, end) + 1):
                 key = tuple(self.text[end - run : end])
                 self._after[key].pop()
                 if not self._after[key]:
@@ -74,7 +77,7 @@ class NgramIndex:
         """
         found = list[tuple[int, list[int]]]()
         known = 0
-        for length in range(min(self.longest, len(self)), 0, -1):
+        for length in range(min(self.longest, len(self)), -1, -1):
             places = self._after.get(tuple(self.text[-1 - length : -1]), [])
             if len(places) > known:
                 known = len(places)
@@ -86,7 +89,7 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
     """(source, matched length, depth, count, total) -> log-probability of that step. Computed when first asked for.
 
     The probability is a logistic function of four features, with weights for each source and matched length:
-    1, the log-odds of the share, log(total), log(depth).
+    see `features`. Row n of a source's weights is for matches of n tokens, its last row for all longer ones.
     """
 
     def __init__(self, weights: Weights = WEIGHTS) -> None:
@@ -96,14 +99,14 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
     def __missing__(self, key: tuple[int, int, int, int, int]) -> float:
         source, length, depth, count, total = key
         table = self._weights[Source(source)]
-        weights = table[min(length, len(table)) - 1]
+        weights = table[min(length, len(table) - 1)]
         score = sum(w * f for w, f in zip(weights, features(depth, count, total), strict=True))
         value = self[key] = -log(1 + exp(-max(score, -30.0)))
         return value
 
 
 def features(depth: int, count: int, total: int) -> tuple[float, float, float, float]:
-    """What the calibration looks at: `count` of `total` matches go on with the token, `depth` tokens after the text."""
+    """1, log-odds of the share, log(total), log(depth): `count` of `total` matches go on with the token at `depth`."""
     return 1.0, log((count + 0.5) / (total - count + 0.5)), log(total), log(depth)
 
 
@@ -151,8 +154,11 @@ def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[i
     return found
 
 
-def grow(root_token: int, groups: list[Matches], budget: int, depth: int, calibration: Calibration) -> DraftTree:
-    """The root and the most probable `budget` continuations, best first, at most `depth` tokens long."""
+def grow(
+    root_token: int, groups: list[Matches], budget: int, depth: int, calibration: Calibration, min_probability: float
+) -> DraftTree:
+    """The root and the best `budget` continuations that reach `min_probability`, best first, at most `depth` long."""
+    highest_cost = -log(min_probability) if min_probability else inf
     tokens, parents, values, depths, sources = [root_token], [-1], [0.0], [0], [int(Source.TARGET)]
     # (-log-probability, serial number against ties, token, parent, source, depth, matches)
     queue: list[tuple[float, int, int, int, int, int, list[Matches]]] = []
@@ -162,7 +168,7 @@ def grow(root_token: int, groups: list[Matches], budget: int, depth: int, calibr
             for token, (value, source, agreeing) in steps(groups, level + 1, calibration).items():
                 serial += 1
                 heappush(queue, (cost - value, serial, token, node, source, level + 1, agreeing))
-        if not queue or node == budget:
+        if not queue or node == budget or queue[0][0] > highest_cost:
             break
         cost, _, token, parent, source, level, groups = heappop(queue)
         node += 1
@@ -186,15 +192,19 @@ class SssdPlanner:
         datastore: Datastore | None = None,
         *,
         depth: int = 16,
+        min_probability: float = 0.0,
         calibration: Calibration | None = None,
     ) -> None:
         """
         Args:
             datastore: other texts to copy from, opened with the target's vocabulary.
             depth: longest continuation.
+            min_probability: what a node must have to come into the tree; 0 fills every tree. Above 0 is for targets
+                whose passes cost more with every node.
             calibration: makes probabilities of counts; default: the one in the package.
         """
         self.depth = depth
+        self.min_probability = min_probability
         self._datastore = datastore
         self._calibration = Calibration() if calibration is None else calibration
         self._index = NgramIndex(LONGEST_INPUT)
@@ -210,7 +220,8 @@ class SssdPlanner:
         depth = min(self.depth, context.max_depth, budget)
         if depth <= 0:
             return root_only(context.token_ids[-1])
-        return grow(context.token_ids[-1], self.matches(depth), budget, depth, self._calibration)
+        matches = self.matches(depth)
+        return grow(context.token_ids[-1], matches, budget, depth, self._calibration, self.min_probability)
 
     def matches(self, depth: int) -> list[Matches]:
         """The matches of the end of the text in every source, longest first within a source."""
@@ -229,7 +240,10 @@ class SssdPlanner:
 
 
 def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -> list[Matches]:
-    """Matches of the end of the text, longest first; shorter ones are added until there are enough continuations."""
+    """Matches of the end of the text, longest first; shorter ones are added until there are enough continuations.
+
+    They may be followed for `depth` tokens: what lies beyond is the next match.
+    """
     ranges = list[tuple[int, int, int]]()
     for length in range(1, len(suffix) + 1):  # from the shortest, since nothing longer matches where a shorter did not
         low, high = datastore.find(suffix[-length:])
@@ -242,8 +256,7 @@ def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -
     wanted = CONTINUATIONS
     for length, low, high in reversed(ranges):
         rows = datastore.continuations(low, high, length, CONTINUATIONS, depth)
-        text = np.append(rows, np.full((len(rows), 1), END, np.int32), axis=1)  # so that a row ends before the next
-        groups.append((int(Source.DATASTORE), length, text.ravel().tolist(), list(range(0, text.size, depth + 1))))
+        groups.append((int(Source.DATASTORE), length, rows.ravel().tolist(), list(range(0, rows.size, depth))))
         wanted -= len(rows)
         if wanted <= 0:
             break
