@@ -28,6 +28,7 @@ from edgespec.model import (
 from edgespec.registry import find_model
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
+from edgespec.text import user_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,56 +121,36 @@ def run_bench(
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name == "sssd")
     need_draft = any(name in NEED_DRAFT for name in names)
+    budget = budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET
+    if budget < 1:
+        raise UsageError(f"budget is {budget}, but must be at least 1")
+    system = system or entry.defaults.system
     backends = open_backends(
         entry, draft if need_draft else None, models_file, context_length=ctx,
-        budget=budget or entry.defaults.budget or DEFAULT_BUDGET, threads=threads, gpu_layers=gpu_layers,
-        sessions=len(names) + 1,
+        budget=budget, threads=threads, gpu_layers=gpu_layers,
     )  # fmt: skip
     try:
-        models = {name: _model(name, backends, datastore, budget, planner_options) for name in names}
         tallies = {name: Tally() for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             for i, prompt in enumerate(bar.track(prompts, description="measuring")):
                 params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})
-                _one_prompt(
-                    backends[0], models, tallies, prompt, params, max_tokens, raw, system or entry.defaults.system
-                )
+                question = prompt.text if raw else user_messages(prompt.text, system)
+                plain: list[int] = []
+                for name in names:
+                    chosen = {option: value for option, value in planner_options.items() if option in PLANNERS[name]}
+                    planner = make_planner(name, backends, datastore if name == "sssd" else None, **chosen)
+                    # A fresh cache for every text: nobody profits from what another planner left behind.
+                    with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
+                        prompt_ids = loaded.encode(question)
+                        result = loaded.generate(question, max_tokens=max_tokens)
+                    plain = plain or result.token_ids  # `none` comes first
+                    tallies[name].add(result.stats, prompt.category)
+                    if divergence := explain(backends[0], prompt_ids, plain, result.token_ids, params):
+                        tallies[name].ties += divergence.tie
+                        tallies[name].unexplained += not divergence.tie
         return _report(tallies, backends[0], len(prompts), sampling, max_tokens)
     finally:
         close_all(backends)
-
-
-def _model(
-    name: str, backends: Sequence[Backend], datastore: str | None, budget: int | None, options: dict[str, Any]
-) -> Model:
-    chosen = {option: value for option, value in options.items() if option in PLANNERS[name]}
-    planner = make_planner(name, backends, datastore if name == "sssd" else None, **chosen)
-    return Model(backends[0], planner, budget=budget or DEFAULT_BUDGET)
-
-
-def _one_prompt(
-    target: Backend,
-    models: dict[str, Model],
-    tallies: dict[str, Tally],
-    prompt: BenchPrompt,
-    params: SamplingParams,
-    max_tokens: int,
-    raw: bool,
-    system: str | None,
-) -> None:
-    """One prompt through all planners; `none` is the first, so the others can be compared with its text."""
-    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": prompt.text}]
-    question = prompt.text if raw else messages
-    plain: list[int] = []
-    for name, model in models.items():
-        model.sampling = params
-        result = model.generate(question, max_tokens=max_tokens)
-        tallies[name].add(result.stats, prompt.category)
-        if name == "none":
-            plain = result.token_ids
-        elif divergence := explain(target, model.encode(question), plain, result.token_ids, params):
-            tallies[name].ties += divergence.tie
-            tallies[name].unexplained += not divergence.tie
 
 
 def _report(

@@ -11,6 +11,7 @@ import click
 from edgespec import __version__
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import PLANNERS, GenerationResult, Model, load
+from edgespec.text import user_messages
 from edgespec.tree import Source
 
 COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta"}  # TARGET stays plain
@@ -129,11 +130,9 @@ def run(
 
             chat(loaded, system, show_drafts, answer_options)
             return
-        messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
+        question = text if raw else user_messages(text, system)
         result = GenerationResult()
-        interrupted = write_answer(
-            loaded, text if raw else messages, result, answer_options, quiet=as_json, tint=show_drafts
-        )
+        interrupted = write_answer(loaded, question, result, answer_options, quiet=as_json, tint=show_drafts)
         if as_json:
             payload = {"text": result.text, "tokens": result.token_ids, "stats": result.stats.as_dict()}
             click.echo(json.dumps(payload, ensure_ascii=False))

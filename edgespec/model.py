@@ -21,7 +21,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.registry import Entry, find_model, local_path
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
-from edgespec.text import Message, TextStream, render_chat
+from edgespec.text import Message, TextStream, render_chat, user_messages
 from edgespec.tree import Source
 
 # Planner -> the options it takes.
@@ -155,7 +155,7 @@ class Model:
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template; arguments as for `stream`."""
         if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
+            messages = user_messages(messages, self.system)
         return self.generate(messages, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:

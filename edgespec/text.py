@@ -66,6 +66,12 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+def user_messages(text: str, system: str | None = None) -> list[Message]:
+    """A conversation that is one question."""
+    question: Message = {"role": "user", "content": text}
+    return [{"role": "system", "content": system}, question] if system else [question]
+
+
 def render_chat(vocab: Vocab, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation, by the model's own chat template, ready for the assistant's answer.
 

@@ -34,7 +34,7 @@ class SpecExecPlanner:
     name = "specexec"
 
     def __init__(
-        self, draft: Backend, *, depth: int = 24, beam: int = 16, tau: float = 1.0, coupling: bool = True
+        self, draft: Backend, *, depth: int = 32, beam: int = 16, tau: float = 1.0, coupling: bool = True
     ) -> None:
         """
         Args:
