@@ -3,18 +3,15 @@
 Each draft pass adds the draft's best next token, coupled to the target's noise as in `specexec.py`.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from edgespec.backend import Backend
 from edgespec.planners import Context
-from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, Drafter, Guess
-from edgespec.sampling import IdArray
+from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, DraftPlanner, Guess
 from edgespec.tree import DraftTree, Source, make_tree, root_only
 
 
-class ChainPlanner:
+class ChainPlanner(DraftPlanner):
     """A tree without branches."""
 
     name = "chain"
@@ -27,21 +24,7 @@ class ChainPlanner:
             tau: see `SpecExecPlanner`.
             coupling: see `SpecExecPlanner`.
         """
-        self.depth = depth
-        self.tau = tau
-        self.coupling = coupling
-        self._drafter = Drafter(draft)
-        self._planned: tuple[DraftTree, IdArray] | None = None
-
-    @property
-    def model_seconds(self) -> float:
-        """Time spent in draft passes since `begin`."""
-        return self._drafter.seconds
-
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Read the prompt with the draft model."""
-        self._planned = None
-        self._drafter.begin(prompt_ids)
+        super().__init__(draft, depth, tau, coupling)
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Best token after best token."""
@@ -66,13 +49,3 @@ class ChainPlanner:
         # The last token is never read by the draft: nothing was to be guessed after it.
         self._planned = tree, np.array([*place, NOT_EVALUATED])
         return tree
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Keep the part of the target's text that the draft has already read."""
-        if self._planned:
-            self._drafter.accept(*self._planned, tokens)
-            self._planned = None
-
-    def close(self) -> None:
-        """Free the draft's session."""
-        self._drafter.close()

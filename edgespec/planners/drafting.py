@@ -121,3 +121,34 @@ def _offset(context: Context) -> Float32Array:
     )
     zeros = np.zeros(context.noise.size, np.float32)
     return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])
+
+
+class DraftPlanner:
+    """What planners with a draft model have in common: all but `plan`."""
+
+    def __init__(self, draft: Backend, depth: int, tau: float, coupling: bool) -> None:
+        self.depth = depth
+        self.tau = tau
+        self.coupling = coupling
+        self._drafter = Drafter(draft)
+        self._planned: tuple[DraftTree, IdArray] | None = None  # the tree, and its nodes in the draft's session
+
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in draft passes since `begin`."""
+        return self._drafter.seconds
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Read the prompt with the draft model."""
+        self._planned = None
+        self._drafter.begin(prompt_ids)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Keep the part of the target's text that the draft has already read."""
+        if self._planned:
+            self._drafter.accept(*self._planned, tokens)
+            self._planned = None
+
+    def close(self) -> None:
+        """Free the draft's session."""
+        self._drafter.close()

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Backend, Logits
 from edgespec.planners import Context
-from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, Drafter, Guess
+from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, DraftPlanner, Guess
 from edgespec.sampling import IdArray
 from edgespec.tree import DraftTree, Source, choose, root_only, select
 
 CHILDREN = 32  # children of a node that are considered
 
 
-class SpecExecPlanner:
+class SpecExecPlanner(DraftPlanner):
     """Best-first trees from a draft model."""
 
     name = "specexec"
@@ -44,23 +44,9 @@ class SpecExecPlanner:
             tau: usual disagreement of draft and target, in logits.
             coupling: draft with the target's own noise; without it q = softmax(z / T).
         """
-        self.depth = depth
-        self.tau = tau
-        self.coupling = coupling
+        super().__init__(draft, depth, tau, coupling)
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted)
-        self._drafter = Drafter(draft)
-        self._planned: tuple[DraftTree, IdArray] | None = None  # the tree, and its nodes in the draft's session
-
-    @property
-    def model_seconds(self) -> float:
-        """Time spent in draft passes since `begin`."""
-        return self._drafter.seconds
-
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Read the prompt with the draft model."""
-        self._planned = None
-        self._drafter.begin(prompt_ids)
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Algorithm 2."""
@@ -82,16 +68,6 @@ class SpecExecPlanner:
         tree, chosen = search.result(context.max_leaves)
         self._planned = tree, search.place[chosen]
         return tree
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Keep the part of the target's text that the draft has already read."""
-        if self._planned:
-            self._drafter.accept(*self._planned, tokens)
-            self._planned = None
-
-    def close(self) -> None:
-        """Free the draft's session."""
-        self._drafter.close()
 
 
 class _Search:
