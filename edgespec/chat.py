@@ -62,7 +62,7 @@ def stats_text(result: GenerationResult) -> str:
         f"{stats.summary()}\n"
         f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them kept from before, "
         f"read in {stats.prefill_seconds:.2f} s\n"
-        f"tokens by source: {sources}\n"
+        f"tokens by source: {sources}; seed {stats.seed}\n"
         f"time: draft {stats.draft_seconds:.2f} s, target {stats.target_seconds:.2f} s, "
         f"planning and sampling {stats.plan_seconds:.2f} s"
     )

@@ -1,6 +1,7 @@
 """The command line. Errors become one line here and nowhere else."""
 
 import json
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,9 @@ SAMPLING_OPTIONS = _options(
     click.option("--presence-penalty", type=float, help="Subtracted from tokens already written."),
     click.option("--frequency-penalty", type=float, help="Subtracted for each time a token was written."),
     click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit; repeatable."),
-    click.option("--seed", type=int, help="Same seed, same text. [default: 0]"),
+    click.option(
+        "--seed", type=int, help="Same seed, same text. [default: run: a new one, see --json or /stats; bench: 0]"
+    ),
 )
 
 
@@ -112,7 +115,7 @@ def run(
 
     PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
     """
-    sampling = _sampling(options)
+    sampling = {"seed": secrets.randbits(32), **_sampling(options)}
     text = _prompt(prompt)
     if text is not None and not text.strip():
         raise UsageError("the prompt is empty: give at least one word")
