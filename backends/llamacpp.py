@@ -199,7 +199,7 @@ class LlamaSession:
             no cell any more, then the nodes.
         """
         positions, first, order = placement.positions, placement.first, placement.order
-        self._tag(max(self._ids.index(seq) for seq in placement.tips) + 1)
+        self._tag(max(placement.tips) - self._ids[0] + 1)
         for seq, old in placement.sources.items():
             llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self._held, positions[old] + 1)
         lost = self.token_ids[self._held :]

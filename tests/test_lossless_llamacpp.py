@@ -5,6 +5,7 @@ SmolLM2 is the target; itself and worse copies of it are the drafts.
 
 import gc
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from edgespec.lossless import explain, replay
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 
@@ -78,10 +80,13 @@ def plain_text(target, prompt, sampling, count):
 
 def check_lossless(target, planner, sampling, count, prompts=PROMPTS[:2]):
     """Every token is what plain decoding samples after the same text, or ties with it."""
+    # Q4_1 kernels on x86 treat every token of a pass alike, and the backend keeps cells in plain decoding's order.
+    exact = target.in_order and target.capabilities.logit_tolerance > 1 and platform.machine() == "x86_64"
     for text in prompts:
         prompt = target.vocab.encode(text, add_bos=True, parse_special=False)
         plain = plain_text(target, prompt, sampling, count)
         output, _ = write(target, planner, prompt, sampling, count)
+        assert output == plain or not exact, f"{planner.name}, {text!r}, {sampling}: not equal to the bit"
         found = explain(target, prompt, plain, output, sampling)
         if found is not None:  # what follows can only be checked along the other text
             bad = [
@@ -99,6 +104,18 @@ def test_trees(target, draft, sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
 def test_chains(target, draft, sampling):
     check_lossless(target, ChainPlanner(draft, depth=6), sampling, 32, PROMPTS[1:2])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
+def test_copies(target, sampling):
+    check_lossless(target, SssdPlanner(), sampling, 32)
+
+
+def test_cells_out_of_order_are_a_matter_of_rounding(smollm2, target):
+    """Without `in_order` the cache fills the gaps that rejected branches leave: other rounding, no other text."""
+    loose = load(str(smollm2), **OPTIONS, in_order=False)
+    check_lossless(loose, SpecExecPlanner(target, depth=8, beam=4), SAMPLINGS[2], 32, PROMPTS[:1])
+    loose.close()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
