@@ -69,8 +69,8 @@ def generate_tokens(
 
     started = perf_counter()
     stats.cached_tokens = common_prefix(session.token_ids, token_ids[:-1])
+    planner.begin(prompt_ids)  # the draft first: it is quick, and its context may be the smaller one
     prefill(target, session, token_ids[:-1], progress=progress)
-    planner.begin(prompt_ids)
     stats.prefill_seconds = perf_counter() - started
 
     def sample_after(logits: Logits, node: int, accepted: Sequence[int]) -> int:

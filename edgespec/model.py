@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from edgespec.backend import Backend, check_same_vocab, load_backend
+from edgespec.backend import Backend, check_room, check_same_vocab, load_backend
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
 from edgespec.planners import Planner
@@ -115,6 +115,7 @@ class Model:
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1")
         prompt_ids = self.encode(prompt)
+        check_room(self.target, len(prompt_ids))
         stats = stats if stats is not None else GenerationStats()
         return self._stream(prompt_ids, params, max_tokens, TextStream(self.target.vocab, stop), stats, progress)
 
