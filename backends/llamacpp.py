@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
@@ -49,11 +50,13 @@ FLOAT_FILE_TYPES = {b"0": "F32", b"1": "F16", b"32": "BF16"}  # general.file_typ
 _log_lines: list[str] = []
 
 
-@llama_cpp.llama_log_callback
 def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
         _log_lines.append(text.decode("utf-8", "replace").strip())
         del _log_lines[:-20]
+
+
+_log_callback = llama_cpp.llama_log_callback(_keep_log)  # llama.cpp keeps only its address
 
 
 class LlamaVocab:
@@ -317,13 +320,14 @@ class LlamaBackend:
         self._id_pointers = np.zeros(nodes, np.uintp)
         self._wanted = np.zeros(nodes, np.int8)
         self._batch = llama_cpp.llama_batch()
-        for name, array, kind in [
+        fields: list[tuple[str, NDArray[Any], Any]] = [
             ("token", self._tokens, llama_cpp.llama_token),
             ("pos", self._positions, llama_cpp.llama_pos),
             ("n_seq_id", self._id_counts, ctypes.c_int32),
             ("seq_id", self._id_pointers, ctypes.POINTER(llama_cpp.llama_seq_id)),
             ("logits", self._wanted, ctypes.c_int8),
-        ]:
+        ]
+        for name, array, kind in fields:
             setattr(self._batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
 
     def open(self) -> LlamaSession:
@@ -342,15 +346,17 @@ class LlamaBackend:
             raise ValueError(f"{total} nodes in one forward; this backend takes {limits.max_nodes}")
         if sum(len(work.wanted) for work in batch) > limits.max_wanted:
             raise ValueError(f"more than {limits.max_wanted} wanted nodes in one forward")
-        sessions = [work.session for work in batch]
+        sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
-        placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]  # type: ignore[attr-defined]
+        placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
         logits: list[Logits] = []
         tokens, positions, ids, wanted = list[int](), list[int](), list[list[int]](), list[int]()
         for session, placement in zip(sessions, placements, strict=True):
             start = len(tokens) + session.lost
-            for cells, more in zip((tokens, positions, ids), session.add(placement), strict=True):
-                cells.extend(more)  # type: ignore[arg-type]
+            cells = session.add(placement)
+            tokens += cells[0]
+            positions += cells[1]
+            ids += cells[2]
             index = {placement.first + node: start + i for i, node in enumerate(placement.order)}
             logits.append(LlamaLogits(self._context, self.vocab.size, index))
             wanted.extend(index[node] for node in placement.work.wanted.tolist())
@@ -450,7 +456,7 @@ def load_vocab(path: str) -> LlamaVocab:
 def _load_model(path: str, **params: Any) -> Any:
     _check_file(path)
     _log_lines.clear()
-    llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     for name, value in params.items():

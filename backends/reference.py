@@ -93,9 +93,9 @@ def random_model(
         return generator.standard_normal((rows, columns)) * scale / math.sqrt(columns)
 
     def layer() -> Layer:
-        square = [matrix(width, width, 2.0) for _ in range(4)]
-        inner = matrix(hidden, width), matrix(hidden, width), matrix(width, hidden)
-        return Layer(np.ones(width), *square, np.ones(width), *inner)
+        query, key, value, output = (matrix(width, width, 2.0) for _ in range(4))
+        gate, up, down = matrix(hidden, width), matrix(hidden, width), matrix(width, hidden)
+        return Layer(np.ones(width), query, key, value, output, np.ones(width), gate, up, down)
 
     embedding = matrix(vocab_size, width, sharpness if tied else math.sqrt(width))
     blocks = tuple(layer() for _ in range(layers))
@@ -108,7 +108,8 @@ def perturbed(model: Model, scale: float, seed: int) -> Model:
     generator = np.random.default_rng(seed)
 
     def noisy(weights: Array) -> Array:
-        return weights + scale * weights.std() * generator.standard_normal(weights.shape)
+        noise: Array = scale * weights.std() * generator.standard_normal(weights.shape)
+        return weights + noise
 
     layers = tuple(Layer(*(noisy(getattr(layer, field.name)) for field in fields(Layer))) for layer in model.layers)
     unembedding = None if model.unembedding is None else noisy(model.unembedding)
@@ -117,7 +118,8 @@ def perturbed(model: Model, scale: float, seed: int) -> Model:
 
 def rms_norm(x: Array, weight: Array) -> Array:
     """Scale x [D] to a root mean square of 1, then by `weight` [D]."""
-    return x / np.sqrt(np.mean(x * x) + EPSILON) * weight
+    scaled: Array = x / np.sqrt(np.mean(x * x) + EPSILON) * weight
+    return scaled
 
 
 def rotate(x: Array, position: int) -> Array:
@@ -133,7 +135,8 @@ def attend(query: Array, keys: Array, values: Array) -> Array:
     scores = np.einsum("hd,nhd->hn", query, keys) / math.sqrt(query.shape[1])
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    return np.einsum("hn,nhd->hd", weights, values).reshape(-1)
+    mixed: Array = np.einsum("hn,nhd->hd", weights, values)
+    return mixed.reshape(-1)
 
 
 def evaluate(model: Model, token_id: int, position: int, past: Array) -> tuple[Array, Array]:

@@ -34,7 +34,7 @@ CONTINUATIONS = 100  # most matches looked at, per source and matched length; th
 LONGEST_INPUT = 6  # longest match looked for, in tokens
 LONGEST_DATASTORE = 6
 
-Weights = Mapping[Source, Sequence[tuple[float, float, float, float]]]
+Weights = Mapping[Source, Sequence[Sequence[float]]]
 
 
 class NgramIndex:
