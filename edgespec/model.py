@@ -12,12 +12,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from edgespec.backend import Backend, check_room, check_same_vocab, load_backend
+from edgespec.datastore import open_datastore
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
 from edgespec.planners import Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
 from edgespec.registry import Entry, find_model, local_path
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
@@ -296,9 +298,6 @@ def make_planner(name: str, backends: Sequence[Backend], datastore: str | None =
     if name == "chain":
         return ChainPlanner(backends[1], **options)
     if name == "sssd":
-        from edgespec.datastore import open_datastore
-        from edgespec.planners.sssd import SssdPlanner
-
         return SssdPlanner(open_datastore(Path(datastore), backends[0].vocab) if datastore else None, **options)
     return NonePlanner()
 
