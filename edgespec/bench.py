@@ -118,8 +118,11 @@ def run_bench(
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
+    options = {
+        name: {o: value for o, value in planner_options.items() if o in PLANNERS.get(name, ())} for name in names
+    }
     for name in names:
-        check_planner(name, draft is not None, datastore is not None and name == "sssd")
+        check_planner(name, draft is not None, datastore is not None and name == "sssd", options[name])
     need_draft = any(name in NEED_DRAFT for name in names)
     budget = budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET
     if budget < 1:
@@ -137,8 +140,7 @@ def run_bench(
                 question = prompt.text if raw else user_messages(prompt.text, system)
                 plain: list[int] = []
                 for name in names:
-                    chosen = {option: value for option, value in planner_options.items() if option in PLANNERS[name]}
-                    planner = make_planner(name, backends, datastore if name == "sssd" else None, **chosen)
+                    planner = make_planner(name, backends, datastore if name == "sssd" else None, **options[name])
                     # A fresh cache for every text: nobody profits from what another planner left behind.
                     with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)

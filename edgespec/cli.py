@@ -240,14 +240,8 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 def planner_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take the planners' own options out of `options`."""
-    chosen = {name: value for name in ("depth", "beam", "tau") if (value := options.pop(name)) is not None}
-    for name, value in chosen.items():
-        if not 0 < value < float("inf"):
-            raise UsageError(f"{name} is {value}, but must be a number above 0")
-    if (probability := options.pop("min_probability")) is not None:
-        if not 0 <= probability < 1:
-            raise UsageError(f"min probability is {probability}, but must be at least 0 and below 1")
-        chosen["min_probability"] = probability
+    names = ("depth", "beam", "tau", "min_probability")
+    chosen = {name: value for name in names if (value := options.pop(name)) is not None}
     if options.pop("no_coupling"):
         chosen["coupling"] = False
     return chosen

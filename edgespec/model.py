@@ -5,7 +5,8 @@ with edgespec.load("smollm2-135m") as model:
     print(model.chat("Why is the sky blue?", max_tokens=100).text)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -223,7 +224,7 @@ def load(
     defaults = entry.defaults
     draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
     planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
-    check_planner(planner, draft is not None, datastore is not None)
+    check_planner(planner, draft is not None, datastore is not None, planner_options)
     budget = budget if budget is not None else defaults.budget or DEFAULT_BUDGET
     if budget < 1:
         raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -268,8 +269,8 @@ def close_all(backends: Sequence[Backend]) -> None:
         backend.close()
 
 
-def check_planner(name: str, has_draft: bool, has_datastore: bool) -> None:
-    """Refuse an unknown planner, and one that lacks what it needs.
+def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown planner, one that lacks what it needs, and options it does not have or that are out of range.
 
     Raises:
         UsageError: with what would be right.
@@ -280,19 +281,22 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool) -> None:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
     if has_datastore and name != "sssd":
         raise UsageError(f"the planner {name} does not use a datastore; sssd does")
-
-
-def make_planner(name: str, backends: Sequence[Backend], datastore: str | None = None, **options: Any) -> Planner:
-    """Make a planner for backends = [target] or [target, draft].
-
-    Raises:
-        UsageError: an option the planner does not have.
-        DatastoreError: the datastore does not fit the target, or is damaged.
-    """
-    for option in options:
+    for option, value in options.items():
         if option not in PLANNERS[name]:
             known = ", ".join(PLANNERS[name]) or "none"
             raise UsageError(f"the planner {name} has no option {option!r}; its options: {known}")
+        if option == "min_probability" and not 0 <= value < 1:
+            raise UsageError(f"min_probability is {value}, but must be at least 0 and below 1")
+        if option in ("depth", "beam", "tau") and not 0 < value < math.inf:
+            raise UsageError(f"{option} is {value}, but must be a number above 0")
+
+
+def make_planner(name: str, backends: Sequence[Backend], datastore: str | None = None, **options: Any) -> Planner:
+    """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
+
+    Raises:
+        DatastoreError: the datastore does not fit the target, or is damaged.
+    """
     if name == "specexec":
         return SpecExecPlanner(backends[1], **options)
     if name == "chain":
