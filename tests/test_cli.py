@@ -196,7 +196,10 @@ def test_errors_that_need_a_model(smollm2: Path, other_vocab_gguf: Path, tmp_pat
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2: Path) -> None:
     arguments = ["run", str(smollm2), "Tell me a very long story.", "-n", "3000", "--ctx", "8192", "--planner", "none"]
-    with subprocess.Popen([*EDGESPEC, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
+    # Started in the background of a shell, the tests, and so their children, may have been told to ignore Ctrl-C.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + EDGESPEC[-1]
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = process.stdout.read(40)  # it is writing
