@@ -16,11 +16,11 @@ from edgespec.backend import Backend
 from edgespec.errors import UsageError
 from edgespec.lossless import explain
 from edgespec.model import (
-    DEFAULT_BUDGET,
     NEED_DRAFT,
     PLANNERS,
     Model,
     check_planner,
+    choose_budget,
     close_all,
     make_planner,
     open_backends,
@@ -124,9 +124,7 @@ def run_bench(
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name == "sssd", options[name])
     need_draft = any(name in NEED_DRAFT for name in names)
-    budget = budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET
-    if budget < 1:
-        raise UsageError(f"budget is {budget}, but must be at least 1")
+    budget = choose_budget(budget, entry)
     system = system or entry.defaults.system
     backends = open_backends(
         entry, draft if need_draft else None, models_file, context_length=ctx,

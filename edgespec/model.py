@@ -225,9 +225,7 @@ def load(
     draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
     planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
-    budget = budget if budget is not None else defaults.budget or DEFAULT_BUDGET
-    if budget < 1:
-        raise UsageError(f"budget is {budget}, but must be at least 1")
+    budget = choose_budget(budget, entry)
     backends = open_backends(
         entry, draft if planner in NEED_DRAFT else None, models_file,
         context_length=context_length, budget=budget, threads=threads, gpu_layers=gpu_layers,
@@ -241,6 +239,18 @@ def load(
     model._owned = backends
     model.system = defaults.system
     return model
+
+
+def choose_budget(budget: int | None, entry: Entry) -> int:
+    """The budget asked for, else the model's, else the program's.
+
+    Raises:
+        UsageError: it is below 1.
+    """
+    budget = budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET
+    if budget < 1:
+        raise UsageError(f"budget is {budget}, but must be at least 1")
+    return budget
 
 
 def open_backends(
