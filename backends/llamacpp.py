@@ -11,16 +11,20 @@ positions. So:
     commit              the ids of one path stay, all others are removed: nothing moves
 
 All ids of a session carry the committed text, so starting a tree costs nothing.
+
+A model larger than memory is streamed (`residency.py`, `streaming.py`): llama.cpp tells `LayerWatch` which
+node it is about to compute, and the watch waits for that node's layer.
 """
 
 import ctypes
 import hashlib
 import os
+import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +34,17 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
+from edgespec.machine import (
+    COMPRESSING_FILE_SYSTEMS,
+    NETWORK_FILE_SYSTEMS,
+    available_memory,
+    file_system,
+    format_size,
+    private_memory,
+)
+from edgespec.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
 from edgespec.sampling import Float32Array, IdArray, Scores, top_log_probs
+from edgespec.streaming import Mapping, Streamer, mappings, open_store, supported
 
 try:
     import llama_cpp
@@ -39,6 +53,9 @@ except ImportError as error:
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
+STREAMED_CHUNKS = (4096, 2048, 1024)  # … or of these where every chunk reads the weights again
+CHUNK_SHARE = 16  # the buffers of larger chunks may take this part of the memory
+ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache. Kernels for quantised
 # weights quantise the activations too, so one flipped bit of rounding grows from layer to layer. Measured as the
@@ -48,12 +65,16 @@ TOLERANCE_FLOAT = 0.15
 FLOAT_FILE_TYPES = {b"0": "F32", b"1": "F16", b"32": "BF16"}  # general.file_type, llama_ftype in llama.h
 
 _log_lines: list[str] = []
+_size_lines: list[str] = []
 
 
 def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
         _log_lines.append(text.decode("utf-8", "replace").strip())
         del _log_lines[:-20]
+    elif b" size = " in text:
+        _size_lines.append(text.decode("utf-8", "replace"))
+        del _size_lines[:-100]
 
 
 _log_callback = llama_cpp.llama_log_callback(_keep_log)  # llama.cpp keeps only its address
@@ -226,6 +247,12 @@ class LlamaSession:
                     llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self._held, len(self.token_ids))
             self._held = len(self.token_ids)
 
+    def give_up(self) -> None:
+        """The pass failed: forget its cells and all nodes."""
+        for seq in self._ids[: self._tagged]:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, self._held, -1)
+        self._forget_nodes()
+
     def _tag(self, count: int) -> None:
         for seq in self._ids[self._tagged : count]:
             llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], seq, 0, self._held)
@@ -272,6 +299,55 @@ class LlamaSession:
         self._ids = []
 
 
+class LayerWatch:
+    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
+
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
+    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
+    everything before is computed. The first pass has every node reported and so learns the last node of each layer;
+    later passes stop only there.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self.streamer = streamer
+        self._last_nodes: set[str] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass starts."""
+        self.error = None
+        self._learning = not self._last_nodes
+        self._layer, self._name, self._reported = -1, "", True
+
+    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
+        if not ask:
+            return self.error is None  # False ends the pass
+        try:
+            return self._asked(_library().ggml_get_name(tensor).decode())
+        except BaseException as error:
+            self.error = error
+            return True
+
+    def _asked(self, name: str) -> bool:
+        digits = name.rpartition("-")[2]
+        layer = int(digits) if digits.isdecimal() else self._layer
+        if layer < self._layer and layer == 0:  # the pass was too large for one graph: here is the next one
+            self.streamer.finish()
+            self._layer = -1
+        new = layer > self._layer
+        if new:
+            self._last_nodes.add(self._name)
+        if new and self._reported:
+            self.streamer.enter(layer)
+            self._layer = layer
+        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
+        self._reported = self._learning or name in self._last_nodes or (new and self._layer < layer)
+        self._name = name
+        return self._reported
+
+
 class LlamaLogits:
     """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
 
@@ -303,10 +379,20 @@ class LlamaLogits:
 class LlamaBackend:
     """See `edgespec.backend.Backend`. One model with one context; make it with `load`."""
 
-    def __init__(self, model: Any, context: Any, capabilities: Capabilities, sessions: int, in_order: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: Any,
+        capabilities: Capabilities,
+        sessions: int,
+        in_order: bool,
+        watch: LayerWatch | None = None,
+    ) -> None:
         self.vocab = LlamaVocab(model)
         self.capabilities = capabilities
         self.in_order = in_order
+        self.notes: list[str] = []
+        self._watch = watch
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self._model = model
         self._context = context
@@ -339,6 +425,15 @@ class LlamaBackend:
         """A session has given its sequence ids back."""
         self._free_ids.append(ids)
 
+    @property
+    def streamer(self) -> Streamer | None:
+        """What streams the weights, if they are streamed."""
+        return self._watch.streamer if self._watch else None
+
+    @property
+    def wait_seconds(self) -> float:
+        return self._watch.streamer.wait_seconds if self._watch else 0.0
+
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         sizes = [len(work.token_ids) for work in batch]
         limits, total = self.capabilities, sum(sizes)
@@ -370,18 +465,36 @@ class LlamaBackend:
         self._id_counts[:total] = counts
         self._id_pointers[:total] = flat.ctypes.data + 4 * (np.cumsum(counts, dtype=np.uintp) - counts)
         self._batch.n_tokens = total
-        status = llama_cpp.llama_decode(self._context, self._batch)
-        if status != 0:
-            raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {_last_log()}")
-        llama_cpp.llama_synchronize(self._context)
+        try:
+            self._decode(total)
+        except BaseException:
+            for session in sessions:
+                session.give_up()
+            raise
         for session in sessions:
             session.evaluated()
         return logits
+
+    def _decode(self, total: int) -> None:
+        if self._watch:
+            self._watch.begin()
+        try:
+            status = llama_cpp.llama_decode(self._context, self._batch)
+            llama_cpp.llama_synchronize(self._context)
+        finally:
+            if self._watch:
+                self._watch.streamer.finish()
+        if self._watch and self._watch.error is not None:
+            raise self._watch.error
+        if status != 0:
+            raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {_last_log()}")
 
     def close(self) -> None:
         if self._context is not None:
             self.memory = None
             llama_cpp.llama_free(self._context)
+            if self._watch:
+                self._watch.streamer.close()
             llama_cpp.llama_model_free(self._model)
             self._context = self._model = None
 
@@ -395,8 +508,11 @@ def load(
     threads: int | None = None,
     gpu_layers: int = 0,
     in_order: bool = True,
+    memory: int | None = None,
+    beside: Sequence[str] = (),
+    resident: bool = False,
 ) -> LlamaBackend:
-    """Load a GGUF file.
+    """Load a GGUF file. If it does not fit into memory, its weights are streamed.
 
     Args:
         path: the file; for a split model its first part.
@@ -408,41 +524,243 @@ def load(
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
+        memory: bytes this model, what is `beside` it and the program may take; default: what is free.
+        beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
+        resident: do not stream; another model's plan has left room for this one.
 
     Raises:
         ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
-        UsageError: an option is out of range.
+        UsageError: an option is out of range, or the memory too little for the model.
     """
     _check_options(context_length, budget, sessions, threads)
-    model = _load_model(path, n_gpu_layers=gpu_layers)
-    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+    size = ContextSize(context_length, budget, sessions, MIN_NODES)
+    plan, notes = None, list[str]()
+    if not (resident or _plainly_fits(path, memory, beside)):
+        plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
+    known = {mapping.start for part in _parts(path) for mapping in mappings(part)} if plan else set()
+    # Repacked weights would be copies outside the file's mapping.
+    options = {"load_mode": llama_cpp.LLAMA_LOAD_MODE_MMAP, "use_extra_bufts": False} if plan else {}
+    model = _load_model(path, n_gpu_layers=gpu_layers, **options)
+    watch = None
+    try:
+        if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+            raise ModelError(
+                f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
+            )
+        if plan:
+            watch = LayerWatch(_stream(path, plan, known, notes))
+        params = size.params(model)
+        params.n_threads = params.n_threads_batch = threads or compute_cores()
+        if watch:
+            params.cb_eval = watch.callback
+        context = llama_cpp.llama_init_from_model(model, params)
+        if not context:
+            raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {_last_log()}")
+    except BaseException:
+        if watch:
+            watch.streamer.close()
         llama_cpp.llama_model_free(model)
-        raise ModelError(f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model")
-    context_length = context_length or llama_cpp.llama_model_n_ctx_train(model)
-    max_nodes = max(MIN_NODES, budget + 1)
-    max_leaves = min(max(budget, 32), LLAMA_MAX_SEQ // sessions)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = sessions * (context_length + max_nodes)
-    params.n_batch, params.n_ubatch = max_nodes * (1 + sessions), max_nodes
-    params.n_seq_max = max_leaves * sessions
-    params.n_outputs_max = max(budget + 1, params.n_seq_max)
-    params.n_threads = params.n_threads_batch = threads or compute_cores()
-    params.kv_unified = True
-    params.swa_full = True  # a sliding window that forgets could not be rewound
-    params.no_perf = True
-    context = llama_cpp.llama_init_from_model(model, params)
-    if not context:
-        llama_cpp.llama_model_free(model)
-        raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {_last_log()}")
+        raise
     float_weights = _metadata(model, "general.file_type") in FLOAT_FILE_TYPES
     capabilities = Capabilities(
-        context_length=context_length,
-        max_nodes=max_nodes,
+        context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
+        max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
-        max_leaves=max_leaves,
+        max_leaves=size.max_leaves,
         logit_tolerance=TOLERANCE_FLOAT if float_weights else TOLERANCE_QUANTISED,
     )
-    return LlamaBackend(model, context, capabilities, sessions, in_order)
+    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch)
+    backend.notes = notes
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """How large a context is asked for."""
+
+    context_length: int  # 0 = as trained
+    budget: int
+    sessions: int
+    chunk: int  # prompt tokens per pass
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.chunk, self.budget + 1)
+
+    @property
+    def max_leaves(self) -> int:
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ // self.sessions)
+
+    def params(self, model: Any) -> Any:
+        """llama.cpp's parameters for it."""
+        length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = self.sessions * (length + self.max_nodes)
+        params.n_batch, params.n_ubatch = self.max_nodes * (1 + self.sessions), self.max_nodes
+        params.n_seq_max = self.max_leaves * self.sessions
+        params.n_outputs_max = max(self.budget + 1, params.n_seq_max)
+        params.kv_unified = True
+        params.swa_full = True  # a sliding window that forgets could not be rewound
+        params.no_perf = True
+        return params
+
+
+def plan_memory(
+    path: str, size: ContextSize, *, memory: int | None = None, beside: Sequence[str] = (), gpu_layers: int = 0
+) -> tuple[Plan | None, ContextSize, list[str]]:
+    """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
+
+    Arguments and errors as for `load`.
+    """
+    found = available_memory() if supported() else 0
+    room = memory if memory is not None else int(found * (1 - SAFETY))
+    if not supported():
+        note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
+        return None, size, [note] if memory is not None else []
+    tensors = [tensor for number, part in enumerate(_parts(path)) for tensor in read_tensors(part, number)]
+    needed = private_memory() + MARGIN
+    for other in beside:
+        needed += sum(tensor.size for part in _parts(other) for tensor in read_tensors(part))
+        needed += next(_rehearse(other, [size]))
+    count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
+    # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
+    on_device = 0 if sys.platform == "darwin" else count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    # Every chunk of a prompt is a pass over all the weights, so chunks are as large as a share of the memory allows.
+    sizes = [
+        size,
+        *(ContextSize(size.context_length, size.budget, size.sessions, n) for n in reversed(STREAMED_CHUNKS)),
+    ]
+    buffers = list(_rehearse(path, sizes))
+    plan = make_plan(tensors, room, needed + buffers[0], on_device=on_device)
+    if plan is None:
+        return None, size, []
+    best = max(i for i, taken in enumerate(buffers) if i == 0 or taken - buffers[0] <= room // CHUNK_SHARE)
+    notes = []
+    if memory is not None and memory > found:
+        notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
+    kind = file_system(path)
+    if kind in NETWORK_FILE_SYSTEMS:
+        notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
+    elif kind in COMPRESSING_FILE_SYSTEMS:
+        notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
+    try:
+        plan = make_plan(tensors, room, needed + buffers[best], on_device=on_device)
+        return plan, sizes[best], notes
+    except UsageError:
+        return make_plan(tensors, room, needed + buffers[0], on_device=on_device), size, notes
+
+
+def _plainly_fits(path: str, memory: int | None, beside: Sequence[str]) -> bool:
+    """Whether memory is so plentiful that nothing has to be counted. Repacking may double the weights."""
+    if memory is not None or not supported():
+        return memory is None
+    total = sum(Path(part).stat().st_size for each in (path, *beside) if Path(each).is_file() for part in _parts(each))
+    return 2 * total + ROOM_FOR_BUFFERS < available_memory()
+
+
+def _rehearse(path: str, sizes: Sequence[ContextSize]) -> Iterator[int]:
+    """Bytes of caches and buffers for each size: llama.cpp goes through the motions without allocating anything."""
+    model = _load_model(
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
+    )
+    try:
+        for size in sizes:
+            _size_lines.clear()
+            context = llama_cpp.llama_init_from_model(model, size.params(model))
+            if not context:
+                raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {_last_log()}")
+            llama_cpp.llama_free(context)
+            # "llama_kv_cache: size = 126.00 MiB (…" is all of it; "… KV buffer size = …" is zero in a rehearsal.
+            found = [
+                re.search(r"(?:cache: |(?:compute|output) buffer )size = +([\d.]+) MiB", line) for line in _size_lines
+            ]
+            yield int(sum(float(match[1]) for match in found if match) * (1 << 20))
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streamer:
+    """Pin and start to stream the weights of a model that has just been loaded; `known` mappings are not its own."""
+    parts = _parts(path)
+    mapped = list[Mapping]()
+    if sys.platform == "linux":
+        for part in parts:
+            new = [mapping for mapping in mappings(part) if mapping.start not in known]
+            if not new:
+                raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
+            mapped.append(Mapping(new[0].start, new[-1].stop, new[0].offset))
+    try:
+        store = open_store(parts, mapped, plan)
+        try:
+            store.drop([extent for layer in plan.streamed for extent in layer.extents])
+            store.pin(plan.pinned)
+            notes.append(f"{plan.line()}; {store.note}")
+            return Streamer(plan, store)
+        except BaseException:
+            store.close()
+            raise
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be streamed: {error}") from error
+
+
+def _parts(path: str) -> list[str]:
+    """The files of a model: model-00001-of-00003.gguf and so on, or the one file."""
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
+    return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
+
+
+def read_tensors(path: str, file: int = 0) -> list[Tensor]:
+    """The tensor table of one GGUF file.
+
+    Raises:
+        ModelError: missing, not a GGUF, or damaged.
+    """
+    _check_file(path)
+    library = _library()
+    table = library.gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
+    if not table:
+        raise ModelError(f"{path}: is a damaged GGUF file: {_last_log()}")
+    try:
+        base = library.gguf_get_data_offset(table)
+        return [
+            Tensor(
+                library.gguf_get_tensor_name(table, i).decode(),
+                file,
+                base + library.gguf_get_tensor_offset(table, i),
+                library.gguf_get_tensor_size(table, i),
+            )
+            for i in range(library.gguf_get_n_tensors(table))
+        ]
+    finally:
+        library.gguf_free(table)
+
+
+class GgufInit(ctypes.Structure):
+    """struct gguf_init_params of gguf.h."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+
+
+@cache
+def _library() -> Any:
+    """What llama-cpp-python does not name of libggml-base."""
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    library = ctypes.CDLL(str(folder / ("ggml-base.dll" if suffix == "dll" else f"libggml-base.{suffix}")))
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+    for name, result, arguments in [
+        ("ggml_get_name", text, [pointer]),
+        ("gguf_init_from_file", pointer, [text, GgufInit]),
+        ("gguf_free", None, [pointer]),
+        ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),
+        ("gguf_get_n_tensors", number, [pointer]),
+        ("gguf_get_tensor_name", text, [pointer, number]),
+        ("gguf_get_tensor_offset", ctypes.c_size_t, [pointer, number]),
+        ("gguf_get_tensor_size", ctypes.c_size_t, [pointer, number]),
+    ]:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def load_vocab(path: str) -> LlamaVocab:

@@ -306,6 +306,8 @@ class ReferenceBackend:
         self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
         self.open_sessions = 0
         self._sessions = sessions
+        self.notes: list[str] = []
+        self.wait_seconds = 0.0
 
     def open(self) -> ReferenceSession:
         if self.open_sessions == self._sessions:

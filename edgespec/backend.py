@@ -106,6 +106,11 @@ class Backend(Protocol):
 
     vocab: Vocab
     capabilities: Capabilities
+    notes: Sequence[str]  # what a user should know about how the model was loaded, a line each
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that passes have waited for weights from a disk, since the model was loaded."""
 
     def open(self) -> Session:
         """A new, empty session.
@@ -184,7 +189,7 @@ def prefill(
         session: any session, committed tokens, uncommitted nodes and all.
         token_ids: the tokens wanted.
         want_last: return the logits that follow the last token, and the node they belong to.
-        progress: called with (tokens done, tokens in all) after every pass.
+        progress: called with (tokens done, tokens in all) before the first and after every pass.
 
     Raises:
         ContextFull: the tokens do not fit.
@@ -192,6 +197,8 @@ def prefill(
     held = common_prefix(session.token_ids, token_ids)
     session.rewind(min(held, len(token_ids) - 1) if want_last else held)
     last = None
+    if progress and len(session.token_ids) < len(token_ids):
+        progress(len(session.token_ids), len(token_ids))
     while (start := len(session.token_ids)) < len(token_ids):
         piece = token_ids[start : start + backend.capabilities.max_nodes]
         nodes = np.arange(len(piece), dtype=np.int32)

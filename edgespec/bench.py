@@ -107,6 +107,7 @@ def run_bench(
     ctx: int | None = None,
     threads: int | None = None,
     gpu_layers: int = 0,
+    memory: int | str | None = None,
     models_file: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def run_bench(
     system = system or entry.defaults.system
     backends = open_backends(
         entry, draft if need_draft else None, models_file, context_length=ctx,
-        budget=budget, threads=threads, gpu_layers=gpu_layers,
+        budget=budget, threads=threads, gpu_layers=gpu_layers, memory=memory,
     )  # fmt: skip
     try:
         tallies = {name: Tally() for name in names}
@@ -171,7 +172,9 @@ def _report(
             "ratio_to_plain": speed / plain_speed,
             "draft_share": tally.total("draft_seconds") / seconds,
             "target_share": tally.total("target_seconds") / seconds,
+            "wait_share": tally.total("wait_seconds") / seconds,
             "plan_share": tally.total("plan_seconds") / seconds,
+            "by_prompt": [{"tokens": stats.tokens, "passes": stats.passes} for stats in tally.runs],
             "ties": tally.ties,
             "unexplained": tally.unexplained,
             "by_category": {
@@ -184,6 +187,7 @@ def _report(
         "prompts": prompts,
         "max_tokens": max_tokens,
         "sampling": sampling,
+        "notes": list(target.notes),
         "logit_tolerance": target.capabilities.logit_tolerance,
         "unexplained": sum(tally.unexplained for tally in tallies.values()),
         "planners": rows,
@@ -194,7 +198,16 @@ def table(report: dict[str, Any]) -> str:
     """The report for a person."""
     view = Table(title=f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each", title_justify="left")
     view.add_column("planner")
-    for heading in ("acceptance length", "tokens/s", "x plain", "draft", "target", "planning", "equal to plain"):
+    for heading in (
+        "acceptance length",
+        "tokens/s",
+        "x plain",
+        "draft",
+        "target",
+        "disk",
+        "planning",
+        "equal to plain",
+    ):
         view.add_column(heading, justify="right")
     for name, row in report["planners"].items():
         equal = report["prompts"] - row["ties"] - row["unexplained"]
@@ -203,7 +216,9 @@ def table(report: dict[str, Any]) -> str:
             f"{row['acceptance_length']:.2f}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['ratio_to_plain']:.2f}",
-            *(f"{100 * row[share]:.0f} %" for share in ("draft_share", "target_share")),
+            f"{100 * row['draft_share']:.0f} %",
+            f"{100 * (row['target_share'] - row['wait_share']):.0f} %",
+            f"{100 * row['wait_share']:.0f} %",
             f"{100 * row['plan_share']:.1f} %",
             f"{equal}, {row['ties']} ties" + (f", {row['unexplained']} WRONG" if row["unexplained"] else ""),
         )

@@ -58,6 +58,7 @@ MODEL_OPTIONS = _options(
     click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
     click.option("--threads", type=int, help="Compute threads. [default: one per core]"),
     click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 = all."),
+    click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]"),
     click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
     click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
     click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
@@ -126,6 +127,8 @@ def run(
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
     with _load(model, options) as loaded:
+        for note in loaded.notes:
+            click.echo(click.style(note, dim=True), err=True)
         system = system or loaded.system
         answer_options = {"max_tokens": max_tokens, "stop": stop, **sampling}
         if text is None:

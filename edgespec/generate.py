@@ -88,10 +88,10 @@ def generate_tokens(
         model_seconds = planner.model_seconds - model_seconds
 
         # One pass over the whole tree.
-        pass_started = perf_counter()
+        pass_started, waited = perf_counter(), target.wait_seconds
         everything = np.arange(len(tree), dtype=np.int32)
         logits = target.forward([Work(session, tree.token_ids, tree.parents, everything)])[0]
-        pass_seconds = perf_counter() - pass_started
+        pass_seconds, waited = perf_counter() - pass_started, target.wait_seconds - waited
 
         # Walk it with the target's own samples.
         result = walk(tree, partial(sample_after, logits))
@@ -111,6 +111,7 @@ def generate_tokens(
         stats.finish_reason = finished
         stats.draft_seconds += model_seconds
         stats.target_seconds += pass_seconds
+        stats.wait_seconds += waited
         stats.plan_seconds += perf_counter() - started - model_seconds - pass_seconds
         yield Round(output, sources, finished)
 

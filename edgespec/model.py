@@ -16,6 +16,7 @@ from edgespec.backend import Backend, check_room, check_same_vocab, load_backend
 from edgespec.datastore import open_datastore
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
+from edgespec.machine import parse_size
 from edgespec.planners import Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
@@ -89,6 +90,11 @@ class Model:
         self.system: str | None = None  # the system message models.yaml proposes
         self._session = target.open()
         self._owned: list[Backend] = []
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about how the target was loaded, a line each."""
+        return self.target.notes
 
     def stream(
         self,
@@ -199,6 +205,7 @@ def load(
     context_length: int | None = None,
     threads: int | None = None,
     gpu_layers: int = 0,
+    memory: int | str | None = None,
     models_file: str | None = None,
     **planner_options: Any,
 ) -> Model:
@@ -214,6 +221,8 @@ def load(
         context_length: most tokens of text; 0 = what the model was trained for.
         threads: compute threads; default: one per core.
         gpu_layers: layers to keep on the GPU; -1 = all.
+        memory: what the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk.
+            Default: what is free.
         models_file: a models.yaml to use besides the built-in one.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
@@ -228,7 +237,7 @@ def load(
     budget = choose_budget(budget, entry)
     backends = open_backends(
         entry, draft if planner in NEED_DRAFT else None, models_file,
-        context_length=context_length, budget=budget, threads=threads, gpu_layers=gpu_layers,
+        context_length=context_length, budget=budget, threads=threads, gpu_layers=gpu_layers, memory=memory,
     )  # fmt: skip
     try:
         made = make_planner(planner, backends, datastore, **planner_options)
@@ -254,18 +263,29 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
 
 
 def open_backends(
-    entry: Entry, draft: str | None, models_file: str | None, *, context_length: int | None, **options: Any
+    entry: Entry,
+    draft: str | None,
+    models_file: str | None,
+    *,
+    context_length: int | None,
+    memory: int | str | None = None,
+    **options: Any,
 ) -> list[Backend]:
-    """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary."""
+    """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
+
+    The draft stays in memory; the target gets what the draft leaves.
+    """
+    if isinstance(memory, str):
+        memory = parse_size(memory)
     options["context_length"] = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
     paths = [local_path(entry.target)]
     if draft:
         paths.append(local_path(find_model(draft, models_file).target))
     backends: list[Backend] = []
     try:
-        for path in paths:
-            backends.append(load_backend("llamacpp", path, in_order=not backends, **options))  # the target's cells
+        backends.append(load_backend("llamacpp", paths[0], memory=memory, beside=paths[1:], **options))
         if draft:
+            backends.append(load_backend("llamacpp", paths[1], in_order=False, resident=True, **options))
             check_same_vocab(backends[0].vocab, backends[1].vocab)
     except BaseException:
         close_all(backends)

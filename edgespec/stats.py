@@ -23,6 +23,7 @@ class GenerationStats:
     prefill_seconds: float = 0.0  # both models
     draft_seconds: float = 0.0  # draft model's passes
     target_seconds: float = 0.0  # target's passes
+    wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
     plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a round
 
     @property

@@ -1,0 +1,192 @@
+"""What this machine has: memory that is really free, and how fast a file comes off its disk."""
+
+import ctypes
+import os
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
+from pathlib import Path
+from time import perf_counter
+
+from edgespec.errors import ModelError, UsageError
+
+READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
+READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
+
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+# Where reading ahead cannot be direct, or a page costs more than its bytes.
+NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "fuse.sshfs",
+    "afpfs",
+    "webdav",
+    "ceph",
+    "glusterfs",
+}
+COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "12G", "900M", "1.5GiB" or "1073741824"; a unit is a power of 1024, as in docker and systemd.
+
+    Raises:
+        UsageError: it is not a size, or not above zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    size = int(float(match[1]) * (1 << UNITS[match[2]])) if match else 0
+    if size <= 0:
+        raise UsageError(f"{text!r} is not a size: write for example 12G, 900M or 1.5GiB")
+    return size
+
+
+def format_size(size: float) -> str:
+    """For people: "1.04 GiB", "312 MiB"."""
+    return f"{size / (1 << 30):.2f} GiB" if abs(size) >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may still take without anything being swapped or killed, control groups included.
+
+    What the page cache holds counts as free: it is given back on demand.
+
+    Args:
+        root: where /proc and /sys are found; for tests.
+    """
+    if sys.platform == "darwin" and root == Path("/"):
+        return _available_darwin()
+    free = [_meminfo(root)["MemAvailable"], *_group_room(root)]
+    return max(0, min(free))
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
+
+
+def _group_room(root: Path) -> list[int]:
+    """Limit - use + page cache, for each limited control group this process is in, versions 1 and 2."""
+    rooms = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            base, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = ("total_active_file", "total_inactive_file")
+        elif not controllers:
+            base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+            cache = ("active_file", "inactive_file")
+        else:
+            continue
+        # In a container the path may name a group outside what is mounted: then only the mounted root is seen.
+        groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
+        for group in groups:
+            try:
+                most = (group / limit).read_text().strip()
+                if most == "max":
+                    continue
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                rooms.append(int(most) - int((group / used).read_text()) + sum(int(stat[name]) for name in cache))
+            except (OSError, KeyError):
+                continue
+    return rooms
+
+
+def _available_darwin() -> int:
+    libc = ctypes.CDLL(None)
+
+    def value(name: bytes) -> int:
+        number, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
+        libc.sysctlbyname(name, ctypes.byref(number), ctypes.byref(size), None, 0)
+        return number.value
+
+    pages = value(b"vm.page_free_count") + value(b"vm.page_pageable_external_count")
+    return pages * PAGESIZE
+
+
+def private_memory() -> int:
+    """Bytes of this process that no file stands behind. 0 where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    match = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return int(match[1]) * 1024 if match else 0
+
+
+def file_system(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system a file lies on, for example "ext4"; "" where the system does not tell."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    real = os.path.realpath(path)
+    found: tuple[str, str] = ("", "")
+    for line in lines:
+        fields, kind = line.split(" - ", 1)
+        point = fields.split()[4].replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(found[0]):
+            found = point, kind.split()[0]
+    return found[1]
+
+
+def open_direct(path: str) -> tuple[int, bool]:
+    """Open a file for reading past the page cache: (descriptor, whether that works here)."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return os.open(path, os.O_RDONLY | direct), True
+        except OSError:  # tmpfs and some network file systems refuse
+            pass
+    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return descriptor, True
+    return descriptor, False
+
+
+def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS) -> float:
+    """Bytes per second that direct reads of a file reach, several in flight, going through it from its middle.
+
+    Where direct reads do not work, the page cache is dropped first, as far as the system does that.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    descriptor, direct = open_direct(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        blocks = max(1, size // READ_SIZE)
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        lock = threading.Lock()
+        turn = iter(range(blocks // 2, blocks // 2 + 10 * blocks))
+        started = perf_counter()
+
+        def read() -> int:
+            done = 0
+            with mmap(-1, READ_SIZE, MAP_PRIVATE | MAP_ANONYMOUS) as buffer:
+                while perf_counter() - started < seconds:
+                    with lock:
+                        block = next(turn, None)
+                    if block is None:
+                        break
+                    done += os.preadv(descriptor, [buffer], (block % blocks) * READ_SIZE)
+            return done
+
+        with ThreadPoolExecutor(threads) as pool:
+            total = sum(future.result() for future in [pool.submit(read) for _ in range(threads)])
+        return total / (perf_counter() - started)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)

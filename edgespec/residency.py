@@ -1,0 +1,218 @@
+"""Which weights stay in memory and which are read again in every pass: the policy, without any effect.
+
+A model larger than memory is run by *pinning* as many of its layers as fit and *streaming* the others: each is read
+from the disk shortly before it is computed, into one of a few slots, and dropped right after. `streaming.py` does
+what is planned here.
+
+    pinned      embedding, output, norms, and as many layers as fit: in memory for good
+    streamed    the other layers, in the order of their computation: read once per pass
+    cached      experts of a mixture-of-experts model: few are used per token, so the page cache does better than a plan
+    slots       memory for the streamed layers being read ahead or computed
+
+Pinning always beats a larger window of slots: a pinned byte is never read, a byte in a window is read in every pass.
+For the same reason streamed layers are spread evenly over the model: while pinned ones compute, the disk works on.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from mmap import PAGESIZE
+
+from edgespec.errors import UsageError
+from edgespec.machine import format_size
+
+SLOTS = 3  # one layer being computed, one ready or being read, and one so that reads never wait for the first
+SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
+MARGIN = 64 << 20  # what the allocators and the interpreter need beyond what is counted
+SAFETY = 0.05  # of the memory found free is left alone, unless the user names the memory
+
+EXPERTS = re.compile(r"_(?:ch)?exps\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a weight lies."""
+
+    name: str  # "blk.7.ffn_up.weight"
+    file: int  # number of the file, for models in several
+    start: int  # first byte in the file
+    size: int  # bytes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """A piece of a file, from byte `start` to before byte `stop`."""
+
+    file: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer that is streamed."""
+
+    index: int
+    extents: tuple[Extent, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(extent.size for extent in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is where. All sizes in bytes."""
+
+    memory: int  # for everything
+    needed: int  # by all but these weights: draft, caches, buffers, the program
+    pinned: tuple[Extent, ...]
+    streamed: tuple[Layer, ...]  # in the order of their computation
+    cached: tuple[Extent, ...]  # left to the page cache
+    slots: int  # layers in memory at once, of the streamed
+    layers: int  # of the model
+
+    @property
+    def pinned_bytes(self) -> int:
+        """In memory for good."""
+        return sum(extent.size for extent in self.pinned)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Read in every pass."""
+        return sum(layer.size for layer in self.streamed)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of one slot."""
+        return max((layer.size for layer in self.streamed), default=0)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Of the experts."""
+        return sum(extent.size for extent in self.cached)
+
+    def line(self) -> str:
+        """One line for a person."""
+        total = self.pinned_bytes + self.streamed_bytes + self.cached_bytes
+        text = f"model of {format_size(total)} in {format_size(self.memory)} of memory: "
+        text += f"{format_size(self.pinned_bytes)} stays"
+        if self.streamed:
+            text += (
+                f", {format_size(self.streamed_bytes)} ({len(self.streamed)} of {self.layers} layers) "
+                f"is read from disk in every pass"
+            )
+        if self.cached:
+            text += f", {format_size(self.cached_bytes)} of experts as the page cache keeps them"
+        return text
+
+
+def make_plan(
+    tensors: Sequence[Tensor], memory: int, needed: int, *, on_device: int = 0, page: int = PAGESIZE
+) -> Plan | None:
+    """Decide what is pinned and what is streamed; None if everything fits and nothing has to be done.
+
+    Args:
+        tensors: of the whole model.
+        memory: bytes for everything.
+        needed: bytes that are not these weights: draft model, key-value caches, buffers, the program itself.
+        on_device: that many of the last layers lie in a GPU's own memory; they are no concern of this plan.
+        page: bytes of a page of memory.
+
+    Raises:
+        UsageError: not even the smallest plan fits; says how much it needs.
+    """
+    layer_of = {tensor: _layer(tensor) for tensor in tensors}
+    count = max(layer_of.values(), default=-1) + 1
+    host = [tensor for tensor, layer in layer_of.items() if layer < count - on_device]
+    if sum(tensor.size for tensor in host) + needed <= memory:
+        return None
+    # A tensor starts and ends in the middle of a page; a page that two layers share is pinned.
+    streamable = {index: _pages(_of_layer(host, layer_of, index), page) for index in range(count - on_device)}
+    experts = _pages((tensor for tensor in host if EXPERTS.search(tensor.name)), page)
+    everything = _merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
+    layers = [Layer(index, tuple(extents)) for index, extents in streamable.items() if extents]
+    always = sum(
+        extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + experts)
+    )
+    most = memory - needed
+    # Experts get what the others leave, so the others are streamed only where even they do not fit.
+    streamed = _choose(layers, most - always)
+    if streamed is None:
+        smallest = always + SLOTS * max((layer.size for layer in layers), default=0) + needed
+        raise UsageError(
+            f"{format_size(memory)} of memory are too little for this model: it needs at least {format_size(smallest)} "
+            f"({format_size(always)} embedding and output, {format_size(smallest - always - needed)} to read layers "
+            f"into, {format_size(needed)} for the program, caches and the draft)"
+        )
+    moving = [extent for layer in streamed for extent in layer.extents]
+    return Plan(
+        memory=memory,
+        needed=needed,
+        pinned=tuple(_without(everything, moving + experts)),
+        streamed=tuple(streamed),
+        cached=tuple(experts),
+        slots=min(SLOTS, len(streamed)),
+        layers=count,
+    )
+
+
+def _choose(layers: Sequence[Layer], room: int) -> list[Layer] | None:
+    """The fewest layers to stream, spread evenly, so that the others and the slots fit into `room` bytes."""
+    total = sum(layer.size for layer in layers)
+    for count in range(len(layers) + 1):
+        chosen = [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+        window = min(SLOTS, count) * max((layer.size for layer in chosen), default=0)
+        if total - sum(layer.size for layer in chosen) + window <= room:
+            return chosen
+    return None
+
+
+def _layer(tensor: Tensor) -> int:
+    match = re.match(r"blk\.(\d+)\.", tensor.name)
+    return int(match[1]) if match else -1
+
+
+def _of_layer(tensors: Iterable[Tensor], layer_of: dict[Tensor, int], index: int) -> list[Tensor]:
+    return [tensor for tensor in tensors if layer_of[tensor] == index and not EXPERTS.search(tensor.name)]
+
+
+def _pages(tensors: Iterable[Tensor], page: int) -> list[Extent]:
+    """The whole pages that hold nothing but these tensors; without small pieces."""
+    # Tensors are padded to some 32 bytes: neighbours are one piece.
+    pieces = _merge((Extent(t.file, t.start, t.start + t.size) for t in tensors), gap=page // 8)
+    inner = [Extent(p.file, -(-p.start // page) * page, p.stop // page * page) for p in pieces]
+    return [extent for extent in inner if extent.size >= SMALL]
+
+
+def _merge(extents: Iterable[Extent], gap: int = 0) -> list[Extent]:
+    """Sorted, with neighbours and overlapping ones made one."""
+    merged: list[Extent] = []
+    for extent in sorted(extents):
+        last = merged[-1] if merged else None
+        if last and last.file == extent.file and extent.start <= last.stop + gap:
+            merged[-1] = Extent(last.file, last.start, max(last.stop, extent.stop))
+        else:
+            merged.append(extent)
+    return merged
+
+
+def _without(extents: Sequence[Extent], holes: Sequence[Extent]) -> list[Extent]:
+    """What is left of `extents` where no hole is; both inside one another and free of overlaps among themselves."""
+    left = []
+    for extent in extents:
+        start = extent.start
+        for hole in sorted(holes):
+            if hole.file == extent.file and start <= hole.start < extent.stop:
+                if hole.start > start:
+                    left.append(Extent(extent.file, start, hole.start))
+                start = hole.stop
+        if start < extent.stop:
+            left.append(Extent(extent.file, start, extent.stop))
+    return left
