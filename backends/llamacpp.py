@@ -22,7 +22,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -526,7 +526,7 @@ def load(
             a few tokens. A draft does without.
         memory: bytes this model, what is `beside` it and the program may take; default: what is free.
         beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
-        resident: do not stream; another model's plan has left room for this one.
+        resident: do not stream, whatever is free: another model's plan has left room for this one.
 
     Raises:
         ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
@@ -535,11 +535,13 @@ def load(
     _check_options(context_length, budget, sessions, threads)
     size = ContextSize(context_length, budget, sessions, MIN_NODES)
     plan, notes = None, list[str]()
-    if not (resident or _plainly_fits(path, memory, beside)):
+    plenty = _plenty(path, memory, beside)
+    if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
     known = {mapping.start for part in _parts(path) for mapping in mappings(part)} if plan else set()
-    # Repacked weights would be copies outside the file's mapping.
-    options = {"load_mode": llama_cpp.LLAMA_LOAD_MODE_MMAP, "use_extra_bufts": False} if plan else {}
+    options: dict[str, Any] = {"use_extra_bufts": plenty}  # repacked weights are copies outside the file's mapping
+    if plan:
+        options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
     model = _load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = None
     try:
@@ -618,10 +620,6 @@ def plan_memory(
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
         return None, size, [note] if memory is not None else []
     tensors = [tensor for number, part in enumerate(_parts(path)) for tensor in read_tensors(part, number)]
-    needed = private_memory() + MARGIN
-    for other in beside:
-        needed += sum(tensor.size for part in _parts(other) for tensor in read_tensors(part))
-        needed += next(_rehearse(other, [size]))
     count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_device = 0 if sys.platform == "darwin" else count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
@@ -630,7 +628,8 @@ def plan_memory(
         size,
         *(ContextSize(size.context_length, size.budget, size.sessions, n) for n in reversed(STREAMED_CHUNKS)),
     ]
-    buffers = list(_rehearse(path, sizes))
+    needed = sum(_weights_and_buffers(other, size) for other in beside)
+    buffers = _rehearse(path, sizes)
     plan = make_plan(tensors, room, needed + buffers[0], on_device=on_device)
     if plan is None:
         return None, size, []
@@ -650,20 +649,36 @@ def plan_memory(
         return make_plan(tensors, room, needed + buffers[0], on_device=on_device), size, notes
 
 
-def _plainly_fits(path: str, memory: int | None, beside: Sequence[str]) -> bool:
-    """Whether memory is so plentiful that nothing has to be counted. Repacking may double the weights."""
+def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
+    """Bytes for everything but a model's own weights: what is `beside` it, caches, buffers, this program."""
+    return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
+
+
+def _weights_and_buffers(path: str, size: ContextSize) -> int:
+    weights = sum(tensor.size for part in _parts(path) for tensor in read_tensors(part))
+    before = private_memory() + MARGIN
+    return weights + _rehearse(path, [size])[0] - before
+
+
+def _plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
+    """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
     if memory is not None or not supported():
         return memory is None
     total = sum(Path(part).stat().st_size for each in (path, *beside) if Path(each).is_file() for part in _parts(each))
     return 2 * total + ROOM_FOR_BUFFERS < available_memory()
 
 
-def _rehearse(path: str, sizes: Sequence[ContextSize]) -> Iterator[int]:
-    """Bytes of caches and buffers for each size: llama.cpp goes through the motions without allocating anything."""
+def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
+    """Bytes of this program with a model's tokenizer, caches and buffers, but without its weights, for each size.
+
+    llama.cpp goes through the motions without allocating caches and buffers, and says how large they would be.
+    """
     model = _load_model(
         path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
     )
+    needed = []
     try:
+        private = private_memory() + MARGIN
         for size in sizes:
             _size_lines.clear()
             context = llama_cpp.llama_init_from_model(model, size.params(model))
@@ -674,7 +689,8 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> Iterator[int]:
             found = [
                 re.search(r"(?:cache: |(?:compute|output) buffer )size = +([\d.]+) MiB", line) for line in _size_lines
             ]
-            yield int(sum(float(match[1]) for match in found if match) * (1 << 20))
+            needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
+        return needed
     finally:
         llama_cpp.llama_model_free(model)
 

@@ -23,7 +23,7 @@ from edgespec.machine import format_size
 
 SLOTS = 3  # one layer being computed, one ready or being read, and one so that reads never wait for the first
 SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
-MARGIN = 64 << 20  # what the allocators and the interpreter need beyond what is counted
+MARGIN = 96 << 20  # what allocators, work buffers and page tables take beyond what is counted
 SAFETY = 0.05  # of the memory found free is left alone, unless the user names the memory
 
 EXPERTS = re.compile(r"_(?:ch)?exps\.")
