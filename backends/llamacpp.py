@@ -22,7 +22,8 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -538,7 +539,7 @@ def load(
     plenty = _plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
-    known = {mapping.start for part in _parts(path) for mapping in mappings(part)} if plan else set()
+    known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
     options: dict[str, Any] = {"use_extra_bufts": plenty}  # repacked weights are copies outside the file's mapping
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -619,7 +620,7 @@ def plan_memory(
     if not supported():
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
         return None, size, [note] if memory is not None else []
-    tensors = [tensor for number, part in enumerate(_parts(path)) for tensor in read_tensors(part, number)]
+    tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
     count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_device = 0 if sys.platform == "darwin" else count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
@@ -655,7 +656,7 @@ def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> in
 
 
 def _weights_and_buffers(path: str, size: ContextSize) -> int:
-    weights = sum(tensor.size for part in _parts(path) for tensor in read_tensors(part))
+    weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
     before = private_memory() + MARGIN
     return weights + _rehearse(path, [size])[0] - before
 
@@ -664,7 +665,7 @@ def _plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
     """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
     if memory is not None or not supported():
         return memory is None
-    total = sum(Path(part).stat().st_size for each in (path, *beside) if Path(each).is_file() for part in _parts(each))
+    total = sum(Path(part).stat().st_size for each in (path, *beside) if Path(each).is_file() for part in parts(each))
     return 2 * total + ROOM_FOR_BUFFERS < available_memory()
 
 
@@ -697,16 +698,16 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
 
 def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streamer:
     """Pin and start to stream the weights of a model that has just been loaded; `known` mappings are not its own."""
-    parts = _parts(path)
+    files = parts(path)
     mapped = list[Mapping]()
     if sys.platform == "linux":
-        for part in parts:
+        for part in files:
             new = [mapping for mapping in mappings(part) if mapping.start not in known]
             if not new:
                 raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
             mapped.append(Mapping(new[0].start, new[-1].stop, new[0].offset))
     try:
-        store = open_store(parts, mapped, plan)
+        store = open_store(files, mapped, plan)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             store.pin(plan.pinned)
@@ -719,7 +720,7 @@ def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streame
         raise ModelError(f"{path}: cannot be streamed: {error}") from error
 
 
-def _parts(path: str) -> list[str]:
+def parts(path: str) -> list[str]:
     """The files of a model: model-00001-of-00003.gguf and so on, or the one file."""
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
     return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
@@ -731,12 +732,8 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
     Raises:
         ModelError: missing, not a GGUF, or damaged.
     """
-    _check_file(path)
     library = _library()
-    table = library.gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
-    if not table:
-        raise ModelError(f"{path}: is a damaged GGUF file: {_last_log()}")
-    try:
+    with _table(path) as table:
         base = library.gguf_get_data_offset(table)
         return [
             Tensor(
@@ -747,8 +744,19 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
             )
             for i in range(library.gguf_get_n_tensors(table))
         ]
+
+
+@contextmanager
+def _table(path: str) -> Iterator[Any]:
+    """The header of a GGUF file."""
+    _check_file(path)
+    table = _library().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
+    if not table:
+        raise ModelError(f"{path}: is a damaged GGUF file: {_last_log()}")
+    try:
+        yield table
     finally:
-        library.gguf_free(table)
+        _library().gguf_free(table)
 
 
 class GgufInit(ctypes.Structure):

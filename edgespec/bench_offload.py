@@ -32,6 +32,7 @@ from edgespec.registry import Defaults, Entry
 from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
 
+PLENTY = 1 << 42  # of memory, named so that weights are mapped as they are, not repacked
 LIBRARIES = 32 << 20  # of the interpreter's and the engine's files, mapped pages
 WARM_UP = "The first pass reads what loading has left out; its time is not counted. "
 GROUPS = Path("/sys/fs/cgroup")
@@ -260,8 +261,8 @@ def pass_times(
     with memory_group() as group:
         report["how"] = "memory control group" if group else "page cache dropped before each pass: no limit is allowed"
         say("in memory")
-        in_memory = [run(Task(target, stream=False, nodes=list(nodes), repeats=5), group, 0, [target])]
-        # Memory for the weights is what is left when the rest has what it takes. Weights in memory are never repacked here.
+        in_memory = [run(Task(target, memory=PLENTY, nodes=list(nodes), repeats=5), group, 0, [target])]
+        # Memory for the weights is what is left when the rest has what it takes.
         needed = in_memory[0].get("private", 0) + LIBRARIES
         for room in limits:
             limit = room + needed
@@ -278,7 +279,7 @@ def pass_times(
                     )  # fmt: skip
                     results.append(run(task, group, limit, [target]))
 
-            in_memory.append(run(Task(target, stream=False, nodes=list(nodes), repeats=5), group, 0, [target]))
+            in_memory.append(run(Task(target, memory=PLENTY, nodes=list(nodes), repeats=5), group, 0, [target]))
             entry = {"room": room, "needed": needed, "limit": limit, "bandwidth": median(speeds), "bandwidths": speeds}
             report["limits"].append(entry | {name: summary(results) for name, results in found.items()})
         report["in_memory"] = summary(in_memory)

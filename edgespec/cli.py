@@ -261,6 +261,44 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     return load(model, context_length=context_length, **options, **extra)
 
 
+@cli.command(
+    epilog="""\b
+Examples:
+  edgespec doctor big.gguf --draft small.gguf
+  edgespec doctor big.gguf --memory 12G --json"""
+)
+@click.argument("model", default="smollm2-135m")
+@click.option("--draft", metavar="MODEL", help="Draft model that guesses; a name, path or source like MODEL.")
+@click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
+@click.option("--budget", type=int, help="Most guessed tokens per pass. [default: the model's, else 64]")
+@click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
+@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(
+    model: str, draft: str | None, memory: str | None, budget: int | None, ctx: int | None,
+    models_file: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
+
+    The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
+    long as loading it.
+    """
+    from edgespec.doctor import as_dict, diagnose, report
+
+    options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
+    options["context_length"] = ctx
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("looking") as status:
+            found = diagnose(model, say=lambda what: status.update(f"measuring: {what}"), **options)
+    else:
+        found = diagnose(model, **options)
+    click.echo(json.dumps(as_dict(found)) if as_json else report(found))
+    if found.cannot_run:
+        sys.exit(1)
+
+
 @cli.command()
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")

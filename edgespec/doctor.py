@@ -1,0 +1,213 @@
+"""How a model will run on this machine: memory, disk, seconds per pass, and what limits them.
+
+Everything is measured: the disk with direct reads of the model's own file, the passes with the model itself, loaded as
+`edgespec run` would load it. Only the tokens per pass are taken from experience.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from edgespec.backend import BUILT_IN, Backend, Work, load_backend
+from edgespec.errors import UsageError
+from edgespec.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
+from edgespec.model import DEFAULT_CONTEXT, choose_budget
+from edgespec.registry import find_model, local_path
+from edgespec.residency import SAFETY, Plan
+
+SLOW = 0.5  # tokens per second below which a user is warned
+# Tokens per pass to expect of a tree of 64 nodes in a chat, from this project's own measurements (README, "Measured").
+EXPECTED_TOKENS = {"specexec": 7.0, "sssd": 2.0}
+BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of a model."""
+
+    nodes: int
+    seconds: float
+    waited: float  # of that, for the disk
+
+    @property
+    def limit(self) -> str:
+        """What makes it take so long."""
+        if self.waited > 0.25 * self.seconds:
+            return "disk"
+        return "memory" if self.nodes == 1 else "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that is known; sizes in bytes."""
+
+    target: str
+    file_size: int
+    file_system: str
+    memory: int
+    draft_size: int
+    plan: Plan | None  # None: everything fits
+    cannot_run: str  # why, or ""
+    disk: float  # bytes per second
+    passes: tuple[Pass, ...]  # over one node, and over a full tree; none if it cannot run
+    draft_seconds: float  # for drafting one tree
+    notes: tuple[str, ...]
+
+
+def time_pass(backend: Backend, nodes: int) -> Pass:
+    """Seconds of the better of two passes over a chain of `nodes` tokens, after one that is not counted."""
+    session = backend.open()
+    chain = np.arange(nodes, dtype=np.int32)
+    found = []
+    for _ in range(3):
+        waited, started = backend.wait_seconds, perf_counter()
+        backend.forward([Work(session, chain % backend.vocab.size, chain - 1, chain)])
+        found.append(Pass(nodes, perf_counter() - started, backend.wait_seconds - waited))
+        session.rewind(0)
+    session.close()
+    return min(found[1:], key=lambda one: one.seconds)
+
+
+def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
+    """Planner -> tokens per second to expect of a chat; planners that can be used, `none` among them."""
+    if not diagnosis.passes:
+        return {}
+    one, tree = diagnosis.passes
+    expected = {"none": 1 / one.seconds, "sssd": EXPECTED_TOKENS["sssd"] / tree.seconds}
+    if diagnosis.draft_size:
+        expected["specexec"] = EXPECTED_TOKENS["specexec"] / (tree.seconds + diagnosis.draft_seconds)
+    return expected
+
+
+def diagnose(
+    target: str,
+    *,
+    draft: str | None = None,
+    memory: str | int | None = None,
+    budget: int | None = None,
+    context_length: int | None = None,
+    models_file: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Diagnosis:
+    """Look at a model and at this machine; takes a few seconds.
+
+    Args:
+        target: as for `edgespec.load`.
+        draft: as for `edgespec.load`.
+        memory: as for `edgespec.load`.
+        budget: most guessed tokens per pass.
+        context_length: most tokens of text.
+        models_file: a models.yaml besides the built-in one.
+        say: told what is being measured.
+
+    Raises:
+        EdgespecError: a file is missing or damaged, or a value out of range.
+    """
+    entry = find_model(target, models_file)
+    path = local_path(entry.target)
+    draft = draft or entry.draft
+    beside = [local_path(find_model(draft, models_file).target)] if draft else []
+    budget = choose_budget(budget, entry)
+    context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
+    room = parse_size(memory) if isinstance(memory, str) else memory
+    engine = import_module(BUILT_IN["llamacpp"])
+    weights = _weights(engine, path)
+    say("memory")
+    size = engine.ContextSize(context_length, budget, 1, engine.MIN_NODES)
+    plan, notes, cannot_run = None, list[str](), ""
+    try:
+        plan, _, notes = engine.plan_memory(path, size, memory=room, beside=beside)
+    except UsageError as error:
+        cannot_run = str(error)
+    say("disk")
+    disk = disk_bandwidth(path)
+    passes, draft_seconds = tuple[Pass, ...](), 0.0
+    if not cannot_run:
+        say("passes")
+        options = {"context_length": context_length, "budget": budget}
+        with closing(load_backend("llamacpp", path, memory=room, beside=beside, **options)) as backend:
+            passes = time_pass(backend, 1), time_pass(backend, budget + 1)
+        for other in beside:
+            with closing(load_backend("llamacpp", other, resident=True, in_order=False, **options)) as backend:
+                draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * budget // BEAM)
+    return Diagnosis(
+        target=path,
+        file_size=weights,
+        file_system=file_system(path),
+        memory=room if room is not None else int(available_memory() * (1 - SAFETY)),
+        draft_size=sum(_weights(engine, other) for other in beside),
+        plan=plan,
+        cannot_run=cannot_run,
+        disk=disk,
+        passes=passes,
+        draft_seconds=draft_seconds,
+        notes=tuple(notes),
+    )
+
+
+def _weights(engine: Any, path: str) -> int:
+    return sum(Path(part).stat().st_size for part in engine.parts(path))
+
+
+def report(diagnosis: Diagnosis) -> str:
+    """For a person."""
+    lines = [
+        ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
+        ("memory to use", format_size(diagnosis.memory)),
+        ("disk", f"{diagnosis.disk / 1e9:.2f} GB/s" + f" ({diagnosis.file_system})" * bool(diagnosis.file_system)),
+    ]
+    if diagnosis.draft_size:
+        lines.insert(1, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))
+    if diagnosis.cannot_run:
+        lines.append(("result", f"this cannot run, because {diagnosis.cannot_run}"))
+        return _aligned(lines)
+    plan = diagnosis.plan
+    if plan is None:
+        lines.append(("plan", "everything fits into memory; nothing is streamed"))
+    else:
+        lines += [
+            ("stays", f"{format_size(plan.pinned_bytes)} of weights, {format_size(plan.needed)} for all else"),
+            (
+                "is streamed",
+                f"{format_size(plan.streamed_bytes)} per pass, {len(plan.streamed)} of {plan.layers} layers",
+            ),
+        ]
+        if plan.cached:
+            lines.append(("page cache", f"{format_size(plan.cached_bytes)} of experts"))
+    for made in diagnosis.passes:
+        nodes = "1 token" if made.nodes == 1 else f"{made.nodes} nodes"
+        lines.append((f"pass, {nodes}", f"{made.seconds:.2f} s; {made.limit} limits it"))
+    expected = tokens_per_second(diagnosis)
+    lines.append(("tokens/s", ", ".join(f"{name} about {speed:.1f}" for name, speed in expected.items())))
+    if max(expected.values()) < SLOW:
+        lines.append(("warning", f"below {SLOW} tokens/s: a faster disk, more memory or a smaller model would help"))
+    lines += [("note", note) for note in diagnosis.notes]
+    return _aligned(lines)
+
+
+def _aligned(lines: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in lines) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in lines)
+
+
+def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    """For JSON."""
+    found = asdict(diagnosis)
+    plan = diagnosis.plan
+    found["plan"] = plan and {
+        "pinned_bytes": plan.pinned_bytes,
+        "streamed_bytes": plan.streamed_bytes,
+        "streamed_layers": [layer.index for layer in plan.streamed],
+        "cached_bytes": plan.cached_bytes,
+        "window_bytes": plan.slots * plan.slot_bytes,
+        "needed_bytes": plan.needed,
+    }
+    found["passes"] = [asdict(one) | {"limit": one.limit} for one in diagnosis.passes]
+    found["tokens_per_second"] = tokens_per_second(diagnosis)
+    return found
