@@ -571,6 +571,7 @@ def load(
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
         logit_tolerance=TOLERANCE_FLOAT if float_weights else TOLERANCE_QUANTISED,
+        streams=bool(plan and plan.streamed),
     )
     backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch)
     backend.notes = notes

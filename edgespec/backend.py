@@ -26,6 +26,7 @@ class Capabilities:
     max_wanted: int  # most wanted nodes of one forward
     max_leaves: int  # most leaves among one session's uncommitted nodes
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
+    streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
 
 
 class Vocab(Protocol):

@@ -215,7 +215,7 @@ def load(
         target: a name from models.yaml, the path of a GGUF file, or a source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: what models.yaml says.
         planner: one of `PLANNERS`; default: what models.yaml says, else specexec with a draft, sssd with a
-            datastore, none otherwise.
+            datastore or if the target's weights are streamed, none otherwise.
         budget: most guessed tokens per pass.
         datastore: a file made by `edgespec datastore build`, for the planner sssd.
         context_length: most tokens of text; 0 = what the model was trained for.
@@ -232,6 +232,8 @@ def load(
     entry = find_model(target, models_file)
     defaults = entry.defaults
     draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
+    # With nothing to guess from, guesses from the text itself pay if a pass is slow anyway.
+    unsure = not (planner or defaults.planner or draft or datastore or planner_options)
     planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     budget = choose_budget(budget, entry)
@@ -239,6 +241,8 @@ def load(
         entry, draft if planner in NEED_DRAFT else None, models_file,
         context_length=context_length, budget=budget, threads=threads, gpu_layers=gpu_layers, memory=memory,
     )  # fmt: skip
+    if unsure and backends[0].capabilities.streams:
+        planner = "sssd"
     try:
         made = make_planner(planner, backends, datastore, **planner_options)
         model = Model(backends[0], made, budget=budget, sampling=defaults.sampling())
