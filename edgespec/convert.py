@@ -9,11 +9,12 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from edgespec.sampling import Float32Array
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: unknown)
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
+MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
@@ -36,8 +38,7 @@ class Converted:
 
     path: Path
     model_type: str
-    tensors: int
-    bytes: int  # of weights
+    bytes: int  # of weights, as they lie on disk
 
 
 def convert(
@@ -45,7 +46,7 @@ def convert(
     out: str | Path,
     *,
     dtype: str = "bfloat16",
-    bits: Literal[3, 4, 5, 6, 8] | None = None,
+    bits: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Converted:
@@ -55,12 +56,12 @@ def convert(
         source: a GGUF file; of a split GGUF, any part.
         out: must not exist yet.
         dtype: type of the weights: float32 (exactly the GGUF's values), float16 or bfloat16.
-        bits: quantise the result with mlx-lm, for mlx-lm only.
+        bits: quantise the result with mlx-lm to 2, 3, 4, 5, 6 or 8 bits; only mlx-lm can load it then.
         shard_bytes: most bytes of weights in a file, unless a single tensor is larger.
         progress: called with (phase, bytes done, bytes in all; 0 if unknown).
 
     Raises:
-        UsageError: `out` exists, its parent does not, or the dtype is not one of these.
+        UsageError: `out` exists, its parent does not, or the dtype or the number of bits is not one of these.
         ModelError: the file is damaged, or of a kind that cannot be converted.
         MissingPackage: gguf, safetensors, tokenizers, ml_dtypes or (for `bits`) mlx-lm is not installed.
         EdgespecError: the folder cannot be written.
@@ -89,11 +90,12 @@ def convert(
             folder / "tokenizer_config.json", tokenizer_config(gguf.metadata, config["max_position_embeddings"])
         )
         pieces = _pieces(gguf, names, config, dtype)
-        count = write_safetensors(folder, pieces, int(total), shard_bytes, lambda n: report("weights", n, int(total)))
+        write_safetensors(folder, pieces, int(total), shard_bytes, lambda done: report("weights", done, int(total)))
         if bits:
             report("quantising", 0, 0)
             _quantise(folder, bits)
-    return Converted(out, config["model_type"], count, int(total))
+    written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return Converted(out, config["model_type"], written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,8 @@ def _check_magic(path: Path) -> None:
 def _check(out: Path, dtype: str, bits: int | None) -> None:
     if dtype not in DTYPES:
         raise UsageError(f"dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}")
+    if bits is not None and bits not in MLX_BITS:
+        raise UsageError(f"bits is {bits}, but must be one of {', '.join(map(str, MLX_BITS))}")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: exists already; name a folder that does not")
     if not out.absolute().parent.is_dir():
@@ -193,13 +197,15 @@ def _named(path: Path) -> Iterator[None]:
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name at the end, or disappears."""
+    from safetensors import SafetensorError
+
     folder = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         folder.mkdir()
         yield folder
         os.rename(folder, out)
-    except OSError as error:
-        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -251,7 +257,7 @@ def write_safetensors(
     total: int,
     shard_bytes: int,
     progress: Callable[[int], None],
-) -> int:
+) -> None:
     """Write tensors into model.safetensors, or into numbered files of at most `shard_bytes` and their index.
 
     Args:
@@ -260,9 +266,6 @@ def write_safetensors(
         total: bytes of all tensors, for the index.
         shard_bytes: a larger tensor gets a file of its own.
         progress: called with the bytes read so far.
-
-    Returns:
-        How many tensors were written.
     """
     from safetensors.numpy import save_file
 
@@ -271,7 +274,11 @@ def write_safetensors(
     done = 0
 
     def flush() -> None:
-        save_file(held, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        file = folder / f"shard-{len(shards)}"
+        file.touch()
+        mode = file.stat().st_mode  # as the user wants files; safetensors would make them private
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(mode)
         shards.append(list(held))
         held.clear()
 
@@ -285,24 +292,23 @@ def write_safetensors(
     flush()
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
-        return len(shards[0])
+        return
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for i, file in enumerate(files):
         (folder / f"shard-{i}").rename(folder / file)
     index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
-    return len(index)
 
 
 def _quantise(folder: Path, bits: int) -> None:
-    """Replace a folder's content by mlx-lm's own quantisation of it."""
+    """Replace a folder's weights by mlx-lm's own quantisation of them; the tokenizer stays as it was written."""
     from mlx_lm import convert as mlx_convert
 
     quantised = folder / "quantised"
-    mlx_convert(str(folder), mlx_path=str(quantised), quantize=True, q_bits=bits)
-    for file in folder.iterdir():
-        if file != quantised:
-            file.unlink()
-    for file in quantised.iterdir():
-        file.rename(folder / file.name)
-    quantised.rmdir()
+    with redirect_stdout(sys.stderr):  # it reports on standard output
+        mlx_convert(str(folder), mlx_path=str(quantised), quantize=True, q_bits=bits)
+    for file in folder.glob("model*"):
+        file.unlink()
+    for file in [quantised / "config.json", *quantised.glob("model*")]:
+        file.replace(folder / file.name)
+    shutil.rmtree(quantised)
