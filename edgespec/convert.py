@@ -29,6 +29,7 @@ Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
+CHUNK = 2**22  # weights dequantised at once
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
 
@@ -223,10 +224,15 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _values(tensor: Any, path: str) -> Float32Array:
+    """Dequantised some rows at a time: gguf needs several times the memory of what it returns."""
     from gguf import dequantize
 
+    values: Float32Array = np.empty(tensor.shape[::-1].tolist(), np.float32)
+    rows, stored = values.reshape(-1, values.shape[-1]), tensor.data.reshape(-1, tensor.data.shape[-1])
+    step = max(1, CHUNK // values.shape[-1])
     try:
-        values: Float32Array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        for start in range(0, len(rows), step):
+            rows[start : start + step] = dequantize(stored[start : start + step], tensor.tensor_type)
     except NotImplementedError as error:
         raise ModelError(f"{path}: the tensor {tensor.name} has the type {tensor.tensor_type.name}: {error}") from error
     return values
@@ -243,12 +249,13 @@ def _pieces(
         if tensor.name not in names:
             continue
         values = _values(tensor, str(gguf.path))
-        if dtype == "float16" and values.size and np.abs(values).max() > np.finfo(np.float16).max:
+        if dtype == "float16" and max(values.max(), -values.min()) > np.finfo(np.float16).max:
             raise ModelError(f"{gguf.path}: {tensor.name} does not fit into float16; use bfloat16 or float32")
         with _named(gguf.path):
             for name, piece in folder_tensors(tensor.name, names[tensor.name], values, family, config):
-                # A copy, so that a shard of a few experts does not keep all of them in memory.
-                yield name, piece.astype(type_)
+                # An expert's matrix is copied: as a view, it would keep all the others in memory.
+                yield name, piece.astype(type_, copy="{}" in names[tensor.name])
+        del values, piece  # before the next tensor is read
 
 
 def write_safetensors(
@@ -288,8 +295,12 @@ def write_safetensors(
             flush()
         held[name] = values
         done += values.nbytes
+        del values  # the next tensor is made while this name would still hold the last one
+        if sum(array.nbytes for array in held.values()) >= shard_bytes:
+            flush()
         progress(done)
-    flush()
+    if held:
+        flush()
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return

@@ -224,6 +224,10 @@ def check_folder_tokenizer(folder: Path, vocab: Any) -> None:
             assert automatic.encode(text, add_special_tokens=False) == expected, kind
         # llama.cpp puts the start token before an empty text too.
         assert as_written.encode(text) == vocab.encode(text, add_bos=True, parse_special=True), kind
+    as_written.backend_tokenizer.encode_special_tokens = True  # control tokens are text, user-defined ones are not
+    for kind, text in marked.items():
+        expected = vocab.encode(text, add_bos=False, parse_special=False)
+        assert as_written.backend_tokenizer.encode(text, add_special_tokens=False).ids == expected, kind
     assert len(as_written) == vocab.size
     assert (automatic.chat_template or None) == vocab.chat_template
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
@@ -249,7 +253,8 @@ def test_smollm2_computes_what_llamacpp_computes(smollm2_f32: Path, smollm2_conv
     expected = llamacpp_logits(smollm2_f32, token_ids)
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_converted)
     np.testing.assert_allclose(transformers_logits(model, token_ids), expected, atol=1e-3)  # seen: 6e-5
-    np.testing.assert_allclose(mlx_logits(smollm2_converted, token_ids), expected, atol=1e-3)  # seen: 1.1e-4
+    # 40 tokens, since mlx takes half a minute for 200 on a CPU. Seen, with all 200: 1.1e-4.
+    np.testing.assert_allclose(mlx_logits(smollm2_converted, token_ids[:40]), expected[:40], atol=1e-3)
 
 
 def test_smollm2_has_the_token_ids_of_llamacpp(smollm2: Path, smollm2_converted: Path) -> None:
