@@ -336,6 +336,13 @@ def test_shards_hold_every_tensor_once_and_load(llama: Tiny, tmp_path: Path) -> 
     np.testing.assert_allclose(transformers_logits(loaded, IDS), transformers_logits(llama.model, IDS), atol=1e-5)
 
 
+def test_tensors_read_in_pieces_are_whole(llama: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.convert.CHUNK", 64 * 7)  # 288 rows are no multiple of 7
+    convert(llama.gguf, tmp_path / "out", dtype="float32")
+    file = "model.safetensors"
+    assert (tmp_path / "out" / file).read_bytes() == (llama.folder / file).read_bytes()
+
+
 def test_memory_stays_near_one_shard(tmp_path: Path) -> None:
     tensors = ((f"tensor{i}", np.full(2**20, i, np.uint8)) for i in range(40))
     tracemalloc.start()
