@@ -7,10 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ["llama_cpp", "torch", "mlx", "transformers", "pydivsufsort", "prompt_toolkit", "jinja2", "huggingface_hub"]
+HEAVY += ["gguf", "safetensors", "tokenizers", "ml_dtypes"]
 
 
 def test_importing_the_package_imports_no_engine() -> None:
-    script = f"import edgespec, edgespec.cli, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    modules = "edgespec, edgespec.cli, edgespec.convert"
+    script = f"import {modules}, sys; print([name for name in {HEAVY} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"
 
