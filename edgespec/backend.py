@@ -132,6 +132,7 @@ MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp",
     "reference": "edgespec.backends.reference",
+    "torch": "edgespec.backends.torch",
 }
 
 
