@@ -34,6 +34,7 @@ END_TOKENS = frozenset(
     ]
 )
 LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # how folders are read
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -156,6 +157,18 @@ def check_folder(path: str) -> Path:
     return folder
 
 
+def read_config(folder: Path) -> Any:
+    """The folder's config.json as transformers' configuration object.
+
+    Raises:
+        ModelError: it is damaged, or of an architecture that the installed transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, **LOCAL)
+    except Exception as error:  # the library raises nearly every type there is
+        raise ModelError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+
+
 def load_vocab(path: str) -> HfVocab:
     """The tokenizer of the model folder at `path`. Nothing is fetched, and no code of the folder is run.
 
@@ -163,13 +176,11 @@ def load_vocab(path: str) -> HfVocab:
         ModelError: the folder or its tokenizer is missing, damaged, or of a kind that cannot be used.
     """
     folder = check_folder(path)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    text_config = read_config(folder).get_text_config()
     try:
-        config = AutoConfig.from_pretrained(folder, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     except Exception as error:  # the libraries raise nearly every type there is
         raise ModelError(f"{path}: its tokenizer cannot be read: {first_line(error)}") from error
-    text_config = config.get_text_config()
     if not isinstance(getattr(text_config, "vocab_size", None), int):
         raise ModelError(f"{path}: config.json gives no vocab_size")
     try:

@@ -14,6 +14,7 @@ GPU's memory are streamed through it: `torch_offload.py`. 4-bit weights: `torch_
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from edgespec.backend import Capabilities, Logits, Work
-from edgespec.errors import ContextFull, EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 try:
@@ -36,7 +37,7 @@ try:
 except ImportError as error:
     raise MissingPackage("torch and transformers", "torch", "running model folders on PyTorch") from error
 
-from .hf_vocab import HfVocab, check_folder, first_line, load_vocab
+from .hf_vocab import LOCAL, HfVocab, check_folder, first_line, load_vocab, read_config
 from .torch_offload import (
     BUFFERS,
     Block,
@@ -544,19 +545,18 @@ def load_model(folder: Path, dtype: str | None) -> Any:
     Raises:
         ModelError: it cannot be loaded, or cannot hold a tree.
     """
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    config = read_config(folder)
+    check_config(config)
+    if dtype == NF4:
+        dtype = "float16" if config.dtype == torch.float16 else "bfloat16"
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        check_config(config)
-        if dtype == NF4:
-            dtype = "float16" if config.dtype == torch.float16 else "bfloat16"
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, **options, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
+            folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
-    except EdgespecError:
-        raise
     except Exception as error:  # the library raises nearly every type there is
         raise ModelError(f"cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:

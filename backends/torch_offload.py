@@ -149,6 +149,8 @@ class Streamer:
         self._held: list[int | None] = [None] * buffers  # the layer that is, or soon will be, in each buffer
         for i, block in enumerate(blocks):
             block.bind(self._buffers[i % buffers])
+        for buffer in range(buffers):
+            engine.release(buffer)  # the device may still compute in memory that the buffer now has
         for i in range(min(buffers, len(layers))):
             self._fetch(i)
         self._hooks = [
