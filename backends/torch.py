@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from edgespec.backend import Capabilities, Logits, Work
+from edgespec.backend import Capabilities, Logits, Vocab, Work
 from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise MissingPackage("torch and transformers", "torch", "running model folders on PyTorch") from error
 
-from .hf_vocab import LOCAL, HfVocab, check_folder, first_line, load_vocab, read_config
+from .hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
 from .torch_offload import (
     BUFFERS,
     Block,
@@ -372,19 +372,19 @@ class TorchBackend:
     def __init__(
         self,
         model: Any,
-        vocab: HfVocab,
+        vocab: Vocab,
         capabilities: Capabilities,
         windows: tuple[int | None, ...],
         caches: list[Any],
         streamer: Streamer | None,
     ) -> None:
-        self.vocab = vocab
+        self.vocab: Vocab = vocab
         self.capabilities = capabilities
         self._model = model
         self._windows = windows  # by layer
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
         self._device, self._dtype = caches[0].device, caches[0].dtype
-        self._streamer = streamer
+        self.streamer = streamer  # None: all weights are resident
 
     def open(self) -> TorchSession:
         if not self._free:
@@ -430,9 +430,9 @@ class TorchBackend:
         return Part(rows, session.cells, length, placement.first, masks)
 
     def close(self) -> None:
-        if self._streamer is not None:
-            self._streamer.close()
-        self._model = self._streamer = None
+        if self.streamer is not None:
+            self.streamer.close()
+        self._model = self.streamer = None
         self._free = []
 
 
@@ -498,28 +498,66 @@ def load(
     with _named(path), _out_of_memory("the model"):
         model = load_model(check_folder(path), dtype)
         if dtype == NF4:
-            _quantise(model, place)
-        config = model.config.get_text_config()
-        context_length = context_length or config.max_position_embeddings
-        _check_rope(config, context_length)
-        max_nodes = max(MIN_NODES_ON_GPU if place.type == "cuda" else MIN_NODES, budget + 1)
-        capabilities = Capabilities(
-            context_length=context_length,
-            max_nodes=max_nodes,
-            max_wanted=max_nodes,
-            max_leaves=max_nodes,
-            logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
-        )
-        shape = cache_shape(config, context_length + max_nodes)
-        if place.type == "cuda" and memory is None:
-            memory = torch.cuda.mem_get_info(place)[0]
-        streamer = None
-        if memory is not None:
-            fixed = sessions * math.prod(shape) * model.dtype.itemsize + work_bytes(model, capabilities, budget + 1)
-            streamer = place_layers(model, place, memory, fixed, copies or CudaCopies)
-        model.to(place)
-        windows = _inspect(model, shape, place)
-        caches = [torch.empty(shape, dtype=model.dtype, device=place) for _ in range(sessions)]
+            quantise_layers(model, place)
+        return assemble(
+            model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=memory,
+            copies=copies or CudaCopies,
+        )  # fmt: skip
+
+
+def assemble(
+    model: Any,
+    vocab: Vocab,
+    device: Any,
+    *,
+    context_length: int,
+    budget: int,
+    sessions: int,
+    memory: int | None,
+    copies: Callable[[Any, int], CopyEngine] = CudaCopies,
+) -> TorchBackend:
+    """Place a transformers model that uses `tree_attention` on a device, and make its caches.
+
+    Args:
+        model: on the host; emptied layer by layer where it is streamed.
+        vocab: its tokenizer.
+        device: where it computes.
+        context_length: see `load`, as for all others.
+        budget: …
+        sessions: …
+        memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
+        copies: makes the copy engine.
+
+    Raises:
+        ModelError: it cannot hold a tree.
+        UsageError: the memory is too small, or the context too long.
+    """
+    config = model.config.get_text_config()
+    context_length = context_length or config.max_position_embeddings
+    _check_rope(config, context_length)
+    max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, budget + 1)
+    capabilities = Capabilities(
+        context_length=context_length,
+        max_nodes=max_nodes,
+        max_wanted=max_nodes,
+        max_leaves=max_nodes,
+        logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
+    )
+    shape = cache_shape(config, context_length + max_nodes)
+    if device.type == "cuda" and memory is None:
+        memory = torch.cuda.mem_get_info(device)[0]
+    streamer = None
+    if memory is not None:
+        fixed = sessions * math.prod(shape) * model.dtype.itemsize + work_bytes(model, capabilities, budget + 1)
+        streamer = place_layers(model, device, memory, fixed, copies)
+    try:
+        model.to(device)
+        windows = _inspect(model, shape, device)
+        caches = [torch.empty(shape, dtype=model.dtype, device=device) for _ in range(sessions)]
+    except BaseException:
+        if streamer is not None:
+            streamer.close()
+        raise
     return TorchBackend(model, vocab, capabilities, windows, caches, streamer)
 
 
@@ -641,7 +679,7 @@ def place_layers(
     return Streamer([layers[i] for i in streamed], blocks, device, copies(device, BUFFERS))
 
 
-def _quantise(model: Any, device: Any) -> None:
+def quantise_layers(model: Any, device: Any) -> None:
     """Bring the layers to 4 bits, one at a time on the device, where it is quick."""
     from .torch_nf4 import quantise
 

@@ -143,7 +143,7 @@ class Streamer:
             buffers: how many buffers there are on the device.
         """
         size = max(block.host.numel() for block in blocks)
-        self._blocks = blocks
+        self.blocks = blocks
         self._engine = engine
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self._held: list[int | None] = [None] * buffers  # the layer that is, or soon will be, in each buffer
@@ -165,7 +165,7 @@ class Streamer:
     def _fetch(self, i: int) -> None:
         buffer = i % len(self._buffers)
         self._held[buffer] = i
-        source = self._blocks[i].host
+        source = self.blocks[i].host
         self._engine.fill(buffer, self._buffers[buffer][: source.numel()], source)
 
     def _before(self, i: int) -> Callable[..., None]:
@@ -182,7 +182,7 @@ class Streamer:
     def _after(self, i: int) -> Callable[..., None]:
         buffer = i % len(self._buffers)
         following = i + len(self._buffers)
-        following = following if following < len(self._blocks) else buffer  # the next pass's first in this buffer
+        following = following if following < len(self.blocks) else buffer  # the next pass's first in this buffer
 
         def hook(*_: Any) -> None:
             self._engine.release(buffer)
@@ -196,9 +196,9 @@ class Streamer:
         for hook in self._hooks:
             hook.remove()
         self._engine.close()
-        for block in self._blocks:
+        for block in self.blocks:
             block.close()
-        self._hooks, self._buffers, self._blocks = [], [], []
+        self._hooks, self._buffers, self.blocks = [], [], []
 
 
 def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS) -> int:

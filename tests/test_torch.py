@@ -265,7 +265,7 @@ class TestOffload:
             for tensor in [*layer.parameters(), *layer.buffers()]
         }
         assert len(places) == BUFFERS
-        assert sum(block.host.numel() for block in backend._streamer._blocks) == sum(map(block_bytes, streamed))
+        assert sum(block.host.numel() for block in backend.streamer.blocks) == sum(map(block_bytes, streamed))
 
     def test_a_pass_that_breaks_off(self, llama):
         backend, _, streamed = streaming(llama, 0)
