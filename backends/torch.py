@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from edgespec.backend import Capabilities, Logits, Vocab, Work
-from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
+from edgespec.errors import ContextFull, EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 try:
@@ -46,6 +46,7 @@ from .torch_offload import (
     Streamer,
     block_bytes,
     count_resident,
+    gigabytes,
     parse_bytes,
     streamed_layers,
 )
@@ -544,8 +545,11 @@ def assemble(
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
     )
     shape = cache_shape(config, context_length + max_nodes)
-    if device.type == "cuda" and memory is None:
-        memory = torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if memory is not None and memory > free:
+            raise UsageError(f"gpu_memory is {gigabytes(memory)}, but only {gigabytes(free)} are free")
+        memory = memory or free
     streamer = None
     if memory is not None:
         fixed = sessions * math.prod(shape) * model.dtype.itemsize + work_bytes(model, capabilities, budget + 1)
@@ -637,9 +641,21 @@ def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
     return config.num_hidden_layers, 2, getattr(config, "num_key_value_heads", None) or heads, cells, d
 
 
+def decoder_layers(model: Any) -> Any:
+    """The layers that can be streamed.
+
+    Raises:
+        ModelError: the model keeps them elsewhere.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise ModelError(f"{type(model).__name__} has no list of layers to stream or to bring to 4 bits")
+    return layers
+
+
 def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
     """Device memory for all but layers and caches: embeddings, and what the widest pass computes at one time."""
-    layers = model.get_decoder().layers
+    layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
     config, item = model.config.get_text_config(), model.dtype.itemsize
@@ -666,7 +682,7 @@ def place_layers(
     Raises:
         UsageError: the memory cannot hold two layers.
     """
-    layers = list(model.get_decoder().layers)
+    layers = list(decoder_layers(model))
     resident = count_resident(memory, [block_bytes(layer) for layer in layers], fixed)
     streamed = streamed_layers(len(layers), resident)
     if not streamed:
@@ -684,7 +700,7 @@ def quantise_layers(model: Any, device: Any) -> None:
     from .torch_nf4 import quantise
 
     console = Console(stderr=True)
-    layers = model.get_decoder().layers
+    layers = decoder_layers(model)
     for layer in track(layers, "Quantising", console=console, transient=True, disable=not console.is_terminal):
         layer.to(device)
         quantise(layer)
@@ -701,8 +717,13 @@ def _inspect(model: Any, shape: tuple[int, ...], device: Any) -> tuple[int | Non
         ModelError: says what is different.
     """
     probe, count = Probe(), shape[0]
-    with torch.inference_mode():
-        run(model, [0], [0], [0], probe, device)
+    try:
+        with torch.inference_mode():
+            run(model, [0], [0], [0], probe, device)
+    except (EdgespecError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model class that does not hand everything on to attention
+        raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
     if sorted(probe.heads) != list(range(count)):
         raise ModelError(
             f"{len(probe.heads)} of its {count} layers are attention; the others cannot branch into a tree"

@@ -5,6 +5,7 @@ measured without any copying, on a few resident layers of the same model, and ex
 """
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ import torch
 import transformers
 
 from edgespec.backend import Vocab, Work, prefill
+from edgespec.errors import UsageError
 
 from .torch import ATTENTION, NF4, TorchBackend, assemble, quantise_layers
 from .torch_offload import Block, CopyEngine, CudaCopies, block_bytes
@@ -34,7 +36,7 @@ LLAMA_70B = {
 }
 CONTEXT = 512  # tokens before the tree
 HOST_SHARE = 0.75  # of the free host memory that weights may take
-FEW = (1, 3)  # layers of the two models whose difference is the cost of a layer
+FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
 REPEATS = 3
 
 
@@ -156,6 +158,13 @@ def host_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _free(device: Any) -> None:
+    """Give a closed model's memory back at once: the next one is planned by what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def measure(
     shape: dict[str, Any],
     dtype: str,
@@ -178,6 +187,9 @@ def measure(
         host_bytes: free host memory; more layers than fit are left out.
         deadline: `perf_counter` time after which no further size is begun.
         copies: makes the copy engine.
+
+    Raises:
+        UsageError: the device's memory is too small.
     """
     options: dict[str, Any] = {"context_length": CONTEXT + max(sizes), "budget": max(sizes), "sessions": 1}
     vocab = cast(Vocab, NoVocab(shape["vocab_size"]))
@@ -185,9 +197,13 @@ def measure(
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)
         layer = block_bytes(model.model.layers[0])
-        backend = assemble(model, vocab, device, memory=2**62, copies=copies, **options)
+        backend = assemble(model, vocab, device, memory=None, copies=copies, **options)
+        if backend.streamer is not None:
+            raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
         few.append(dict(pass_seconds(backend, sizes)))
         backend.close()
+        del model, backend
+        _free(device)
     layers = fitting_layers(shape, layer, host_bytes)
     rate = bandwidth(device, layer)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
@@ -201,4 +217,6 @@ def measure(
         if perf_counter() > deadline:
             break
     backend.close()
+    del model, backend
+    _free(device)
     return Report(dtype, layers, shape["num_hidden_layers"], streamed, layer, streamed * layer, rate, rows)

@@ -32,7 +32,7 @@ from edgespec.backends.torch_offload import (
     parse_bytes,
     streamed_layers,
 )
-from hf_models import FAMILIES, save, tiny_model, torch, transformers
+from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
 from edgespec.backend import load_backend, prefill
 from edgespec.errors import MissingPackage, ModelError, UsageError
@@ -79,7 +79,19 @@ class TestFamilies:
         np.testing.assert_allclose(logits.row(last), expected[-1], atol=1e-4)
 
 
-def test_wide_passes_and_16_bit_weights(llama):
+def test_a_text_model_inside_one_that_sees(tmp_path):
+    """Gemma 3 from 4 B up: the folder holds a vision model, too, which is not used."""
+    name, differences = FAMILIES["gemma3"]
+    assert name == "gemma3_text"
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=SMALL | differences, vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=270, boi_token_index=268, eoi_token_index=269,
+    )  # fmt: skip
+    tree_equals_chains(partial(load, str(save(transformers.Gemma3ForConditionalGeneration(config), tmp_path))))
+
+
+def test_16_bit_weights(llama):
     for dtype in ("float16", "bfloat16"):
         tree_equals_chains(partial(load, str(llama), threads=1, dtype=dtype))
         random_growth(partial(load, str(llama), threads=1, dtype=dtype))
