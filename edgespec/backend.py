@@ -37,7 +37,10 @@ class Vocab(Protocol):
     eos_id: int | None  # end of text
     eog_ids: frozenset[int]  # end of text, end of turn, …: generation stops here
     chat_template: str | None  # Jinja source
-    fingerprint: str  # equal for two tokenizers exactly when all token texts are equal
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers exactly when all token texts are equal."""
 
     def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
         """Token ids of `text`.
@@ -138,6 +141,7 @@ MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp",
     "reference": "edgespec.backends.reference",
+    "torch": "edgespec.backends.torch",
 }
 
 

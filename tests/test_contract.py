@@ -30,10 +30,21 @@ def llamacpp_factory(model: Path) -> Factory:
     return load
 
 
-@pytest.fixture(scope="module", params=["reference", "smollm2", "smollm2_f32"])
+def torch_factory(folder: Path) -> Factory:
+    """A tiny model; one on SmolLM2 would take minutes."""
+    pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+    from edgespec.backends import torch
+    from hf_models import save, tiny_model
+
+    return partial(torch.load, str(save(tiny_model("llama"), folder)), threads=1)
+
+
+@pytest.fixture(scope="module", params=["reference", "smollm2", "smollm2_f32", "torch"])
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
+    if request.param == "torch":
+        return torch_factory(tmp_path_factory.mktemp("torch"))
     return llamacpp_factory(request.getfixturevalue(request.param))
 
 

@@ -1,0 +1,469 @@
+"""The PyTorch backend: every family, offloading, 4 bits, and what is refused."""
+
+import json
+import math
+import sys
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from contract import (
+    BUDGET,
+    CHECKS,
+    CONTEXT,
+    TREE,
+    chain_rows,
+    commit_any_path,
+    growth_layer_by_layer,
+    random_tokens,
+    several_sessions_in_one_forward,
+    tree_equals_chains,
+    work,
+)
+from edgespec.backends import torch as backend_module
+from edgespec.backends.torch import build_mask, load, top_on_device, visible
+from edgespec.backends.torch_offload import (
+    BUFFERS,
+    block_bytes,
+    count_resident,
+    parse_bytes,
+    streamed_layers,
+)
+from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
+
+from edgespec.backend import load_backend, prefill
+from edgespec.errors import MissingPackage, ModelError, UsageError
+from edgespec.sampling import top_of_rows
+from edgespec.tree import ancestor_mask, depths
+
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None,
+    reason="needs bitsandbytes: pip install 'edgespec[nf4]'",
+)
+TREE_CHECKS = [tree_equals_chains, growth_layer_by_layer, commit_any_path, several_sessions_in_one_forward]
+OPTIONS = {"context_length": CONTEXT, "budget": BUDGET, "sessions": 3, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Six layers, so that there is something to stream."""
+    return save(tiny_model("llama", num_hidden_layers=6), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return save(tiny_model(request.param), tmp_path_factory.mktemp("family"))
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("check", TREE_CHECKS, ids=lambda check: check.__name__)
+    def test_trees_are_texts(self, folder, check):
+        check(partial(load, str(folder), threads=1))
+
+    def test_texts_are_what_transformers_computes(self, folder):
+        """Its own attention, masks, windows and positions, on a text longer than any window."""
+        backend = load(str(folder), **OPTIONS)
+        text = random_tokens(backend, 30, 1)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([text])).logits[0].numpy()
+        assert expected.std() > 1
+        np.testing.assert_allclose(chain_rows(backend, text), expected, atol=1e-4)
+        session = backend.open()
+        logits, last = prefill(backend, session, text, want_last=True)
+        np.testing.assert_allclose(logits.row(last), expected[-1], atol=1e-4)
+
+
+def test_a_text_model_inside_one_that_sees(tmp_path):
+    """Gemma 3 from 4 B up: the folder holds a vision model, too, which is not used."""
+    name, differences = FAMILIES["gemma3"]
+    assert name == "gemma3_text"
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=SMALL | differences, vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=270, boi_token_index=268, eoi_token_index=269,
+    )  # fmt: skip
+    tree_equals_chains(partial(load, str(save(transformers.Gemma3ForConditionalGeneration(config), tmp_path))))
+
+
+def test_16_bit_weights(llama):
+    for dtype in ("float16", "bfloat16"):
+        tree_equals_chains(partial(load, str(llama), threads=1, dtype=dtype))
+
+
+def test_it_is_a_built_in_backend(llama):
+    backend = load_backend("torch", str(llama), context_length=32)
+    assert chain_rows(backend, [5, 6])[-1].shape == (backend.vocab.size,)
+    backend.close()
+    backend.close()
+
+
+class TestMasks:
+    def test_visible_is_the_ancestor_mask(self):
+        generator = np.random.default_rng(1)
+        for _ in range(20):
+            parents = [int(generator.integers(-1, i)) for i in range(12)]
+            sees = []
+            for first, end in pairwise([0, 1, 5, 12]):
+                sees.extend(visible(sees, parents[first:end]))
+            expected = ancestor_mask(parents)
+            for node, row in enumerate(sees):
+                np.testing.assert_array_equal(row, expected[node, : len(row)])
+
+    def test_a_chain_needs_no_loop(self):
+        sees = list(visible([], [-1, 0, 0]))
+        np.testing.assert_array_equal(visible(sees, [1, 3, 4]), ancestor_mask([-1, 0, 0, 1, 3, 4])[3:])
+        np.testing.assert_array_equal(visible(sees, [-1, 3]), ancestor_mask([-1, 0, 0, -1, 3])[3:])
+
+    @pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
+    @pytest.mark.parametrize("length", [0, 1, 7])
+    def test_masks_by_their_definition(self, length, window):
+        parents = np.array(TREE)
+        sees = ancestor_mask(parents)
+        positions = [length + int(depth) for depth in depths(parents)]
+        low, mask = build_mask(sees[4:], positions, length, window, torch.float32, torch.device("cpu"))
+        where = [*range(length), *positions]  # of every cell
+        for node in range(4, len(parents)):
+            for cell, position in enumerate(where):
+                inside = window is None or positions[node] - position < window
+                visible_ = inside and (cell < length or sees[node, cell - length])
+                found = cell >= low and (mask is None or mask[node - 4, cell - low] == 0)
+                assert found == visible_
+        assert mask is None or set(mask.unique().tolist()) <= {0.0, -math.inf}
+
+    def test_no_mask_where_kernels_need_none(self):
+        make = partial(build_mask, dtype=torch.float32, device=torch.device("cpu"))
+        tree = ancestor_mask([-1, 0, 0])
+        assert make(np.tri(3, dtype=bool), [0, 1, 2], 0, None) == (0, None)  # a prompt's first chunk
+        assert make(np.ones((1, 1), bool), [7], 7, None) == (0, None)  # plain decoding
+        assert make(np.ones((1, 1), bool), [7], 7, 8) == (0, None)
+        assert make(np.ones((1, 1), bool), [7], 7, 7)[0] == 1  # the window's first cell
+        assert make(tree, [0, 1, 1], 0, None)[1] is not None
+        assert make(np.tri(3, dtype=bool), [1, 2, 3], 1, None)[1] is not None
+
+
+def test_top_on_a_device_is_top_on_the_host():
+    generator = np.random.default_rng(2)
+    logits = generator.normal(size=(4, 500)).astype(np.float32)
+    long, short = generator.gumbel(size=520).astype(np.float32), generator.gumbel(size=430).astype(np.float32)
+    short[7] = -np.inf
+    noise, index = [long, None, short, short], [3, 0, 0, 2]
+    for k in (1, 5, 450, 600):
+        ids, values = top_on_device(torch.from_numpy(logits), index, k, 0.7, noise)
+        expected_ids, expected = top_of_rows((logits[i] for i in index), k, 0.7, noise)
+        for found, right, some, others in zip(ids, expected_ids, values, expected, strict=True):
+            finite = np.isfinite(others)
+            assert found[finite].tolist() == right[finite].tolist()
+            assert len(found) == len(right) == len(set(found.tolist()))
+            np.testing.assert_allclose(some, others, atol=1e-5)
+
+
+class Recorder:
+    """A copy engine that fills a buffer only when it must, with what cannot pass for weights until then."""
+
+    def __init__(self, device, buffers):
+        self.events = []
+        self.waiting = {}
+        self.free = [False] * buffers
+        self.closed = False
+
+    def fill(self, buffer, target, source):
+        assert self.free[buffer], "the buffer is still in use"
+        self.free[buffer] = False
+        target.fill_(255)  # NaN in every floating-point format
+        self.waiting[buffer] = target, source
+        self.events.append(("fill", buffer))
+
+    def wait(self, buffer):
+        if buffer in self.waiting:
+            target, source = self.waiting.pop(buffer)
+            target.copy_(source)
+        self.events.append(("wait", buffer))
+
+    def release(self, buffer):
+        self.free[buffer] = True
+        self.events.append(("release", buffer))
+
+    def close(self):
+        self.closed = True
+
+
+def memory_for(folder, resident, **options):
+    """Bytes that let so many layers stay on the device."""
+    backend = load(str(folder), **options)
+    model, cache = backend._model, backend.open().cells
+    fixed = options.get("sessions", 1) * cache.numel() * cache.element_size()
+    fixed += backend_module.work_bytes(model, backend.capabilities, options["budget"] + 1)
+    layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
+    return fixed + (resident + BUFFERS) * layer
+
+
+def streaming(folder, resident, **options):
+    """A backend with so many resident layers, its recorder, and its streamed layers."""
+    engines = []
+
+    def copies(device, buffers):
+        engines.append(Recorder(device, buffers))
+        return engines[0]
+
+    options = OPTIONS | options
+    memory = memory_for(folder, resident, **options)
+    backend = load(str(folder), **options, gpu_memory=memory, copies=copies)
+    layers = backend._model.get_decoder().layers
+    streamed = [layers[i] for i in streamed_layers(len(layers), resident)]
+    for i, layer in enumerate(streamed):
+        layer.register_forward_pre_hook(lambda *_, i=i: engines[0].events.append(("compute", i)))
+    engines[0].events.clear()
+    return backend, engines[0], streamed
+
+
+class TestOffload:
+    @pytest.mark.parametrize("resident", [0, 1, 2, 3])
+    def test_the_logits_are_the_same_to_the_bit(self, llama, resident):
+        text = [5, 9, 30, 7]
+        backend, _, _ = streaming(llama, resident)
+        np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_contract(self, llama, check):
+        def factory(**options):
+            options["context_length"] = options["context_length"] or 640
+            return load(str(llama), **options, threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)
+
+        check(factory)
+
+    @pytest.mark.parametrize("resident", [0, 1, 2])
+    def test_order_overlap_and_reuse(self, llama, resident):
+        """One pass after another: what is filled when, and what has been asked for by then."""
+        backend, recorder, streamed = streaming(llama, resident)
+        count = len(streamed)
+        assert count == 6 - resident
+        held = {buffer: buffer for buffer in range(BUFFERS)}  # after the pass that `load` makes
+        session = backend.open()
+        for _ in range(3):
+            backend.forward([work(session, [5], [-1])])
+            session.commit([0])
+            computed = [i for kind, i in recorder.events if kind == "compute"]
+            assert computed == list(range(count))  # order
+            for kind, value in recorder.events:
+                if kind == "fill":
+                    # The buffer goes to the next layer that lives in it, of this pass or the next.
+                    following = held[value] + BUFFERS
+                    held[value] = following if following < count else value
+                elif kind == "compute":
+                    assert held[value % BUFFERS] == value  # the right layer lies in the buffer …
+                    if value + 1 < count:
+                        assert held[(value + 1) % BUFFERS] == value + 1  # … and the next one is on its way
+            for before, after in pairwise(recorder.events):
+                if after[0] == "compute":
+                    assert before == ("wait", after[1] % BUFFERS)  # nothing is used before it is there
+                if after[0] == "fill":
+                    assert before == ("release", after[1])  # nothing is overwritten before it was used
+            assert held == {buffer: buffer for buffer in range(BUFFERS)}  # the next pass's first layers are coming
+            recorder.events.clear()
+
+    def test_device_memory_is_the_buffers(self, llama):
+        """Streamed weights are views of two buffers; the blocks hold each of them once."""
+        backend, _, streamed = streaming(llama, 1)
+        places = {
+            tensor.untyped_storage().data_ptr()
+            for layer in streamed
+            for tensor in [*layer.parameters(), *layer.buffers()]
+        }
+        assert len(places) == BUFFERS
+        assert sum(block.host.numel() for block in backend.streamer.blocks) == sum(map(block_bytes, streamed))
+
+    def test_a_pass_that_breaks_off(self, llama):
+        backend, _, streamed = streaming(llama, 0)
+        expected = chain_rows(backend, [5, 6, 7])
+        session = backend.open()
+        for stop in range(6):
+
+            def interrupt(*_):
+                raise KeyboardInterrupt
+
+            hook = streamed[stop].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                backend.forward([work(session, [9], [-1])])
+            hook.remove()
+            np.testing.assert_array_equal(chain_rows(backend, [5, 6, 7]), expected)
+        assert session.token_ids == []
+        backend.forward([work(session, [5], [-1])])
+        session.commit([0])
+        assert session.token_ids == [5]
+
+    def test_close_stops_copying(self, llama):
+        backend, recorder, _ = streaming(llama, 2)
+        backend.close()
+        backend.close()
+        assert recorder.closed
+
+    def test_enough_memory_streams_nothing(self, llama):
+        made = []
+        load(str(llama), **OPTIONS, gpu_memory=2**40, copies=lambda *arguments: made.append(arguments))
+        assert made == []
+
+    @pytest.mark.parametrize("memory", ["1M", 2**29])
+    def test_memory_smaller_than_two_layers(self, llama, memory):
+        with pytest.raises(UsageError, match=r"cannot hold 2 layers of .* MB besides the .*: give at least "):
+            load(str(llama), **OPTIONS, gpu_memory=memory, copies=Recorder)
+
+    def test_the_message_gives_what_is_enough(self):
+        with pytest.raises(UsageError, match=r"1\.00 GB of GPU memory cannot .* 3\.00 GB .* at least 7\.00 GB"):
+            count_resident(2**30, [2**31] * 4, 3 * 2**30)
+        assert count_resident(7 * 2**30, [2**31] * 4, 3 * 2**30) == 0
+        assert count_resident(9 * 2**30, [2**31] * 4, 3 * 2**30) == 1
+        assert count_resident(11 * 2**30 - 1, [2**31] * 4, 3 * 2**30) == 1
+        assert count_resident(11 * 2**30, [2**31] * 4, 3 * 2**30) == 4  # no buffers, so all fit
+
+    def test_streamed_layers_are_spread(self):
+        assert streamed_layers(6, 6) == []
+        assert streamed_layers(6, 0) == [0, 1, 2, 3, 4, 5]
+        assert streamed_layers(6, 3) == [1, 3, 5]
+        for count in range(1, 40):
+            for resident in range(count):
+                layers = streamed_layers(count, resident)
+                assert len(layers) == count - resident
+                gaps = [b - a for a, b in pairwise([*layers, layers[0] + count])]  # also over the end of the pass
+                assert max(gaps) - min(gaps) <= 1
+
+    def test_sizes(self):
+        sizes = {"10G": 10 * 2**30, "512M": 2**29, "1.5GiB": 3 * 2**29, "2 kb": 2**11, "77": 77, 5: 5}
+        for text, size in sizes.items():
+            assert parse_bytes(text) == size
+        for text in ("", "G", "-1G", "0", "10X", "ten"):
+            with pytest.raises(UsageError, match="must be a size such as 10G"):
+                parse_bytes(text)
+
+
+@needs_bitsandbytes
+class TestNf4:
+    def test_a_layer_by_its_definition(self):
+        from edgespec.backends.torch_nf4 import NF4Linear
+
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(128, 64).requires_grad_(False)
+        packed = NF4Linear(linear)
+        # Every weight is one of 16 levels times the largest magnitude of its 64.
+        codes = packed.codes.flatten().to(torch.int64)
+        levels = packed.levels[torch.stack([codes >> 4, codes & 15], 1).flatten()]
+        weight = (levels.view(-1, 64) * linear.weight.abs().view(-1, 64).amax(1, keepdim=True)).view(64, 128)
+        assert (weight - linear.weight).abs().max() < 0.16 * linear.weight.abs().max()  # half the widest gap of levels
+        for rows in (1, 5):
+            x = torch.randn(rows, 128)
+            torch.testing.assert_close(packed(x), x @ weight.T + linear.bias, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("check", TREE_CHECKS, ids=lambda check: check.__name__)
+    def test_trees_are_texts(self, llama, check):
+        check(partial(load, str(llama), threads=1, dtype="nf4"))
+
+    def test_a_model_by_its_definition(self, llama, tmp_path):
+        """The same as with the matrices rounded beforehand."""
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+        for linear in [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.Linear)]:
+            linear.weight.data = dequantize_4bit(*quantize_4bit(linear.weight.data, quant_type="nf4", blocksize=64))
+        rounded = load(str(save(model, tmp_path)), **OPTIONS, dtype="bfloat16")
+        text = [5, 9, 30, 7, 100, 50]
+        rows = [np.stack(chain_rows(backend, text)) for backend in (load(str(llama), **OPTIONS, dtype="nf4"), rounded)]
+        assert rows[0].std() > 1
+        np.testing.assert_allclose(*rows, atol=0.1)
+
+    def test_it_is_streamed_in_4_bits(self, llama):
+        text = [5, 9, 30, 7]
+        backend, _, streamed = streaming(llama, 1, dtype="nf4")
+        np.testing.assert_array_equal(
+            chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS, dtype="nf4"), text)
+        )
+        weights = 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48
+        padding = 7 * 3 * 256 + 2 * 256  # codes, scales and levels of seven matrices; norms
+        assert weights * 4.5 / 8 <= block_bytes(streamed[0]) <= weights * 4.5 / 8 + padding
+
+    def test_fused_experts_are_refused(self, tmp_path):
+        with pytest.raises(ModelError, match=r"experts' weights are fused \(mlp\.experts\..*: use a 16-bit dtype"):
+            load(str(save(tiny_model("mixtral"), tmp_path)), dtype="nf4")
+
+
+def test_nf4_without_its_package(llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.delitem(sys.modules, "edgespec.backends.torch_nf4", raising=False)
+    with pytest.raises(MissingPackage, match=r"pip install 'edgespec\[nf4\]'"):
+        load(str(llama), dtype="nf4")
+
+
+class TestRefusals:
+    """One clear line each."""
+
+    def refused(self, message, path, kind=ModelError, **options):
+        with pytest.raises(kind, match=message) as caught:
+            load(str(path), **options)
+        assert "\n" not in str(caught.value)
+        if kind is ModelError:
+            assert str(caught.value).startswith(f"{path}: ")
+
+    def edit_config(self, folder, **changes):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    def test_folders(self, tmp_path):
+        self.refused("there is no such folder", tmp_path / "none")
+        self.refused(r"has no config\.json", tmp_path)
+
+    def test_weights(self, tmp_path):
+        folder = save(tiny_model("llama"), tmp_path)
+        file = folder / "model.safetensors"
+        data = file.read_bytes()
+        file.unlink()
+        self.refused("cannot be loaded: .*model.safetensors", folder)
+        file.write_bytes(data[: len(data) // 2])
+        self.refused("cannot be loaded: .", folder)
+        file.write_bytes(b"hello")
+        self.refused("cannot be loaded: .", folder)
+        file.write_bytes(data)
+        self.edit_config(folder, num_hidden_layers=4)
+        self.refused(r"lack 9 of the model's tensors, such as model\.layers\.3\.", folder)
+        self.edit_config(folder, num_hidden_layers=3, hidden_size=64)
+        self.refused("cannot be loaded: .", folder)
+
+    def test_architectures(self, tmp_path):
+        folder = save(tiny_model("llama"), tmp_path)
+        self.edit_config(folder, model_type="nonsense")
+        self.refused(r"config\.json cannot be used: .*nonsense", folder)
+        self.edit_config(folder, model_type="llama", quantization_config={"quant_method": "gptq", "bits": 4})
+        self.refused("weights are quantised already", folder)
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "message"),
+        [
+            ("mamba", {}, "linear_attention, which cannot branch into a tree"),
+            ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention, which cannot"),
+            ("gpt_oss", {"sliding_window": 8}, "a term .s_aux. that this backend does not compute"),
+            ("bloom", {}, "computes attention in its own way"),
+        ],
+    )
+    def test_models_that_cannot_hold_a_tree(self, tmp_path, name, changes, message):
+        small = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "n_layer": 2}
+        small |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "n_head": 4, "state_size": 4}
+        small |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+        small |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+        small |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 16, "pad_token_id": 1}
+        config = transformers.AutoConfig.for_model(name, **(small | changes))
+        self.refused(message, save(transformers.AutoModelForCausalLM.from_config(config), tmp_path))
+
+    def test_positions_that_change_with_the_length(self, tmp_path):
+        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        folder = save(tiny_model("llama", max_position_embeddings=48, rope_parameters=rope), tmp_path)
+        self.refused("positions change beyond 48: use at most that", folder, UsageError, context_length=64)
+        tree_equals_chains(lambda **options: load(str(folder), **options | {"context_length": 48}))
+
+    def test_options(self, llama):
+        absent = "cuda" if not torch.cuda.is_available() else "cuda:77"
+        self.refused(f"device '{absent}' is not there: this PyTorch .* sees .*cpu", llama, UsageError, device=absent)
+        self.refused("device 'toaster' is not there", llama, UsageError, device="toaster")
+        self.refused("dtype is 'int3', but must be one of float32", llama, UsageError, dtype="int3")
+        self.refused("budget is 0", llama, UsageError, budget=0)
+        self.refused("sessions is 0", llama, UsageError, sessions=0)
+        self.refused("gpu_memory is for GPUs", llama, UsageError, device="cpu", gpu_memory="1G")
