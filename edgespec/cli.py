@@ -18,13 +18,13 @@ from edgespec.tree import Source
 COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta"}  # TARGET stays plain
 
 
-def main() -> None:
-    """Entry point: run the command, turn errors into one line and an exit code.
+def main(command: click.Command | None = None) -> None:
+    """Entry point: run the command (`edgespec`, if none is named), turn errors into one line and an exit code.
 
     Click itself ends quietly, with code 1, when the reader of a pipe has gone.
     """
     try:
-        cli.main(standalone_mode=False)
+        (command or cli).main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -258,7 +258,9 @@ def test_positions_that_are_not_rotary(tmp_path):
 @pytest.mark.skipif(backend_module.on_gpu(), reason="a GPU can run it")
 def test_what_mlx_cannot_compute(tmp_path):
     folder = write_model(tmp_path / "model", FAMILIES["mixtral"], dtype=mx.bfloat16)
-    with pytest.raises(ModelError, match=r"MLX cannot run it on this device: \[GatherMM::eval\] Currently only supports"):
+    with pytest.raises(
+        ModelError, match=r"MLX cannot run it on this device: \[GatherMM::eval\] Currently only supports"
+    ):
         load(str(folder))
 
 
