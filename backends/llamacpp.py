@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
-from edgespec.sampling import Float32Array, IdArray, Scores, top_log_probs
+from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 try:
     import llama_cpp
@@ -290,14 +290,7 @@ class LlamaLogits:
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        ids, values = list[IdArray](), list[Scores]()
-        for node, extra in zip(nodes, noise, strict=True):
-            row = self._view(node)
-            scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
-            best, log_probs = top_log_probs(scores if temperature == 1 else scores / np.float32(temperature), k)
-            ids.append(best)
-            values.append(log_probs)
-        return ids, values
+        return top_of_rows(map(self._view, nodes), k, temperature, noise)
 
 
 class LlamaBackend:

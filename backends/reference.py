@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ContextFull, ModelError, UsageError
-from edgespec.sampling import Float32Array, IdArray, Scores, top_log_probs
+from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf, path_to
 
 Array = NDArray[np.float64]
@@ -209,14 +209,7 @@ class ReferenceLogits:
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        ids, values = list[IdArray](), list[Scores]()
-        for node, extra in zip(nodes, noise, strict=True):
-            row = self._rows[node]
-            scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
-            best, log_probs = top_log_probs(scores / np.float32(temperature), k)
-            ids.append(best)
-            values.append(log_probs)
-        return ids, values
+        return top_of_rows([self._rows[node] for node in nodes], k, temperature, noise)
 
 
 class ReferenceSession:

@@ -133,6 +133,7 @@ BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp",
     "mlx": "edgespec.backends.mlx",
     "reference": "edgespec.backends.reference",
+    "torch": "edgespec.backends.torch",
 }
 
 

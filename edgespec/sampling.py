@@ -10,7 +10,7 @@ tree, the planner, the budget, or on how tokens fell into passes. T = 0 is plain
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -159,6 +159,19 @@ def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
     """The k best ids of one row and their log-softmax over the whole row; shapes [k], [k]."""
     ids = top_ids(scores, k)
     return ids, scores[ids].astype(np.float64) - log_sum_exp(scores)
+
+
+def top_of_rows(
+    rows: Iterable[Float32Array], k: int, temperature: float, noise: Iterable[Float32Array | None]
+) -> tuple[list[IdArray], list[Scores]]:
+    """What `edgespec.backend.Logits.top` promises, for rows [V] in the host's memory."""
+    ids, values = list[IdArray](), list[Scores]()
+    for row, extra in zip(rows, noise, strict=True):
+        scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
+        best, log_probs = top_log_probs(scores if temperature == 1 else scores / np.float32(temperature), k)
+        ids.append(best)
+        values.append(log_probs)
+    return ids, values
 
 
 def candidates(logits: Float32Array, params: SamplingParams) -> IdArray | None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,3 +71,18 @@ def smollm2_pruned(smollm2: Path, smollm2_folder: Path) -> Path:
 def smollm2_f32(smollm2: Path, smollm2_folder: Path) -> Path:
     """A copy in float32, whose logits hardly depend on the shape of a pass."""
     return quantised(smollm2, smollm2_folder / "f32.gguf", F32)
+
+
+@pytest.fixture(scope="session")
+def smollm2_hf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The model folder in float32 that MLX and PyTorch load."""
+    from edgespec.convert import convert
+    from edgespec.errors import MissingPackage
+
+    folder = tmp_path_factory.mktemp("smollm2") / "hf"
+    try:
+        convert(smollm2, folder, dtype="float32")
+    except MissingPackage as error:
+        pytest.skip(str(error))
+    yield folder
+    shutil.rmtree(folder)

@@ -1,0 +1,61 @@
+"""Linear layers in NF4, a 4-bit format (QLoRA, arXiv 2305.14314), by bitsandbytes.
+
+Why bitsandbytes: its wheels need no compiler and hold kernels for CUDA and for CPUs; it quantises without calibration
+data, layer by layer; and a quantised matrix is two plain tensors (codes and scales) in one layout for all devices, so
+it can be streamed compressed, byte for byte. torchao's int4 packs weights differently for every device and kernel,
+inside tensor subclasses that cannot be views of a streaming buffer.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from edgespec.errors import MissingPackage, ModelError
+
+try:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would recommend further packages
+    import bitsandbytes
+    from bitsandbytes.functional import QuantState, quantize_4bit
+except ImportError as error:
+    raise MissingPackage("bitsandbytes", "nf4", "4-bit weights (nf4)") from error
+
+GROUP = 64  # weights that share a scale
+
+
+class NF4Linear(torch.nn.Module):  # type: ignore[misc]
+    """y = x W^T + b with W [out, in] held as 4-bit codes and one float32 scale for every 64 weights: 4.5 bits each."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        codes, state = quantize_4bit(weight.contiguous(), quant_type="nf4", blocksize=GROUP)
+        self._shape = weight.shape
+        self.register_buffer("codes", codes)  # uint8 [out * in / 2, 1]
+        self.register_buffer("scales", state.absmax)  # float32 [out * in / 64]
+        self.register_buffer("levels", state.code)  # float32 [16]
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Any) -> Any:
+        """[…, in] -> […, out]."""
+        state = QuantState(
+            absmax=self.scales, shape=self._shape, code=self.levels, blocksize=GROUP, quant_type="nf4", dtype=x.dtype
+        )
+        return bitsandbytes.matmul_4bit(x, self.codes.t(), quant_state=state, bias=self.bias)
+
+
+def quantise(layer: Any) -> None:
+    """Replace the linear modules of a decoder layer. Norms and the like stay as they are.
+
+    Raises:
+        ModelError: the layer holds most of its weights otherwise, as fused experts do.
+    """
+    for module in list(layer.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, NF4Linear(child))
+    wide = [name for name, parameter in layer.named_parameters() if parameter.ndim > 2]
+    if wide:
+        raise ModelError(
+            f"nf4 is for linear layers, but the experts' weights are fused ({wide[0]}): use a 16-bit dtype"
+        )

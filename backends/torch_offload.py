@@ -1,0 +1,247 @@
+"""Weights larger than the GPU's memory: decoder layers wait in host memory and are streamed through it.
+
+SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Every streamed layer is one block of pinned host memory, so
+it travels in one copy. The device holds a few buffers; while one layer computes, the next one is copied on a stream
+of its own. Layers and buffers are matched once and for all (streamed layer i lives in buffer i modulo their number),
+so the modules' weights are views that never change. As soon as a buffer is free, the layer that needs it next is
+asked for, also beyond the end of a pass: the first layers of the next pass arrive while the draft model works.
+
+`Streamer` decides what is copied when; a `CopyEngine` does it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from edgespec.errors import ModelError, UsageError
+
+BUFFERS = 2  # enough to keep either the copies or the computation busy all the time
+ALIGNMENT = 256  # bytes; where a tensor may start in a block
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class CopyEngine(Protocol):
+    """Copies blocks into device buffers, in the order of the calls, while other work goes on."""
+
+    def fill(self, buffer: int, target: Any, source: Any) -> None:
+        """Copy `source` to `target`, the buffer's memory, once all work on the buffer that was released is done."""
+
+    def wait(self, buffer: int) -> None:
+        """What is computed from now on finds the buffer filled."""
+
+    def release(self, buffer: int) -> None:
+        """All work on the buffer's present contents has been asked for."""
+
+    def close(self) -> None:
+        """Let no copy run on."""
+
+
+class CudaCopies:
+    """Copies on a CUDA stream of their own. Events keep the order, so the host never waits."""
+
+    def __init__(self, device: Any, buffers: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._filled = [torch.cuda.Event() for _ in range(buffers)]
+        self._free = [torch.cuda.Event() for _ in range(buffers)]
+
+    def fill(self, buffer: int, target: Any, source: Any) -> None:
+        self._stream.wait_event(self._free[buffer])  # an event that was never recorded holds nobody up
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            self._filled[buffer].record(self._stream)
+
+    def wait(self, buffer: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._filled[buffer])
+
+    def release(self, buffer: int) -> None:
+        self._free[buffer].record(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class Block:
+    """A layer's weights as one run of bytes in host memory. The layer is empty until `bind`."""
+
+    def __init__(self, layer: Any, pin: bool) -> None:
+        """
+        Raises:
+            ModelError: so much memory cannot be pinned.
+        """
+        tensors = list(_tensors(layer))
+        self.host = torch.empty(block_bytes(layer), dtype=torch.uint8)
+        self._pinned = pin
+        if pin:
+            # Registered memory: PyTorch's own pinned memory is rounded up to a power of two.
+            status = torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.host.numel(), 0)
+            if int(status) != 0:
+                raise ModelError(f"cannot pin {gigabytes(self.host.numel())} of host memory: CUDA error {int(status)}")
+        self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # where, name, parameter?, offset, likeness
+        offset = 0
+        for store, name, is_parameter in tensors:
+            tensor = store[name]
+            _view(self.host, offset, tensor).copy_(tensor.detach())
+            self._places.append((store, name, is_parameter, offset, torch.empty_like(tensor, device="meta")))
+            offset += _aligned(tensor)
+            store[name] = None
+
+    def bind(self, buffer: Any) -> None:
+        """Make the layer's weights views of `buffer`, which will be filled with `host`."""
+        for store, name, is_parameter, offset, like in self._places:
+            view = _view(buffer, offset, like)
+            store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
+
+    def close(self) -> None:
+        """Unpin the memory."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
+        self._pinned = False
+
+
+def _tensors(layer: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
+    """Where a module and its children keep their tensors: dictionary, key, and whether it is a parameter."""
+    for module in layer.modules():
+        for store, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for name in [name for name, tensor in store.items() if tensor is not None]:
+                yield store, name, is_parameter
+
+
+def _aligned(tensor: Any) -> int:
+    size: int = tensor.numel() * tensor.element_size()
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _view(block: Any, offset: int, like: Any) -> Any:
+    """The tensor of `like`'s shape and type that starts `offset` bytes into the block."""
+    return block[offset : offset + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def block_bytes(layer: Any) -> int:
+    """Bytes of a layer's block."""
+    return sum(_aligned(store[name]) for store, name, _ in _tensors(layer))
+
+
+class Streamer:
+    """Keeps the weights of `layers` coming, in order, pass after pass.
+
+    Before a layer computes, its buffer must have arrived; after it, the buffer is free for the layer that needs it
+    next. A pass that breaks off halfway leaves the wrong layers in the buffers; they are then fetched anew.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], blocks: Sequence[Block], device: Any, engine: CopyEngine, buffers: int = BUFFERS
+    ) -> None:
+        """
+        Args:
+            layers: the streamed layers in the order in which they compute.
+            blocks: their weights.
+            device: where they compute.
+            engine: does the copying.
+            buffers: how many buffers there are on the device.
+        """
+        size = max(block.host.numel() for block in blocks)
+        self._blocks = blocks
+        self._engine = engine
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
+        self._held: list[int | None] = [None] * buffers  # the layer that is, or soon will be, in each buffer
+        for i, block in enumerate(blocks):
+            block.bind(self._buffers[i % buffers])
+        for i in range(min(buffers, len(layers))):
+            self._fetch(i)
+        self._hooks = [
+            hook
+            for i, layer in enumerate(layers)
+            for hook in (
+                layer.register_forward_pre_hook(self._before(i), with_kwargs=True),
+                layer.register_forward_hook(self._after(i), with_kwargs=True),
+            )
+        ]
+
+    def _fetch(self, i: int) -> None:
+        buffer = i % len(self._buffers)
+        self._held[buffer] = i
+        source = self._blocks[i].host
+        self._engine.fill(buffer, self._buffers[buffer][: source.numel()], source)
+
+    def _before(self, i: int) -> Callable[..., None]:
+        buffer = i % len(self._buffers)
+
+        def hook(*_: Any) -> None:
+            if self._held[buffer] != i:
+                self._engine.release(buffer)
+                self._fetch(i)
+            self._engine.wait(buffer)
+
+        return hook
+
+    def _after(self, i: int) -> Callable[..., None]:
+        buffer = i % len(self._buffers)
+        following = i + len(self._buffers)
+        following = following if following < len(self._blocks) else buffer  # the next pass's first in this buffer
+
+        def hook(*_: Any) -> None:
+            self._engine.release(buffer)
+            if self._held[buffer] != following:
+                self._fetch(following)
+
+        return hook
+
+    def close(self) -> None:
+        """Stop copying and free the buffers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.close()
+        for block in self._blocks:
+            block.close()
+        self._hooks, self._buffers, self._blocks = [], [], []
+
+
+def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS) -> int:
+    """How many layers can stay on the device.
+
+    Args:
+        memory: bytes of device memory to use.
+        layer_bytes: each layer's size.
+        fixed: bytes of everything but the layers: embeddings, caches, room to compute.
+        buffers: how many buffers streaming takes.
+
+    Raises:
+        UsageError: there is no room even for the buffers.
+    """
+    if fixed + sum(layer_bytes) <= memory:
+        return len(layer_bytes)
+    largest = max(layer_bytes)
+    room = memory - fixed - buffers * largest
+    if room < 0:
+        raise UsageError(
+            f"{gigabytes(memory)} of GPU memory cannot hold {buffers} layers of {gigabytes(largest)} besides the "
+            f"{gigabytes(fixed)} of everything else: give at least {gigabytes(fixed + buffers * largest)}, or use a "
+            f"smaller context, budget or dtype"
+        )
+    return room // largest
+
+
+def streamed_layers(count: int, resident: int) -> list[int]:
+    """Which of `count` layers are streamed: evenly spread, so that copies go on while resident layers compute."""
+    streamed = count - resident
+    return [i for i in range(count) if (i + 1) * streamed // count > i * streamed // count]
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of "10G", "512M", "1.5GiB" or a plain number; units are powers of 1024.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise UsageError(f"GPU memory is {text!r}, but must be a size such as 10G, 512M or a number of bytes")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def gigabytes(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**30:.2f} GB" if size >= 2**27 else f"{size / 2**20:.2f} MB"

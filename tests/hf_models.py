@@ -1,0 +1,109 @@
+"""Tiny model folders with random weights, one for each family, and tokenizers for them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
+
+SPECIAL = ["<s>", "</s>", "<unk>", "<|im_end|>"]
+VOCAB_SIZE = 272  # 256 bytes, the special tokens, and ids that the tokenizer does not know
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 640,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 5}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# family -> transformers' name of it, and what differs from SMALL. Windows are shorter than the contract's texts.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, no grouped heads": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 5}),
+    "mixtral": ("mixtral", EXPERTS | {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0}),
+    "gemma3": ("gemma3_text", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "phi3": ("phi3", {"original_max_position_embeddings": 640}),
+}
+
+
+def byte_tokenizer() -> Any:
+    """Byte-level BPE without merges; the end of a turn is an added token that is not marked as special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*SPECIAL[:3], *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL[:3]])
+    tokenizer.add_tokens([AddedToken(SPECIAL[3], special=False), AddedToken("<tool>", special=False)])
+    return wrapped(tokenizer)
+
+
+def piece_tokenizer() -> Any:
+    """SentencePiece as Llama 2 has it: ▁ for spaces, bytes for what has no piece of its own."""
+    pieces = ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "▁to", "▁be", "ot"]
+    texts = [*SPECIAL[:3], *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [("▁", "t"), ("▁t", "o"), ("b", "e"), ("▁", "be"), ("o", "t")]
+    texts.insert(-2, "be")
+    model = models.BPE(
+        vocab={text: i for i, text in enumerate(texts)}, merges=merges, byte_fallback=True, unk_token="<unk>"
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL[:3]])
+    return wrapped(tokenizer)
+
+
+def wrapped(tokenizer: Any) -> Any:
+    """The same as transformers wants it."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model of the family with random weights in float32."""
+    name, differences = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(name, **(SMALL | differences | changes))
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def perturbed(model: Any, scale: float, seed: int) -> Any:
+    """The model with noise on every matrix, `scale` of the matrix's own size. Changes it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight += scale * weight.std() * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def save(model: Any, folder: Path, tokenizer: Any = None) -> Path:
+    """Write the folder that the backends load."""
+    model.save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    return folder

@@ -1,0 +1,164 @@
+"""Tokenizers of model folders: bytes, control tokens, ends, and fingerprints equal to llama.cpp's."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
+
+from edgespec.backends.hf_vocab import HfVocab, load_vocab
+from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
+from tokenizers import Tokenizer, decoders, models
+
+from edgespec.backend import MAX_PADDING, check_same_vocab
+from edgespec.errors import ModelError, VocabMismatch
+
+TEXTS = ["to be or not to be", " two  spaces\n\ttab", "žluťoučký kůň, 日本語, 🎉", "a</s>b<|im_end|>", ""]
+
+
+def tokenizer_folder(folder: Path, tokenizer, size: int = VOCAB_SIZE, **config) -> Path:
+    """What `load_vocab` reads: no weights."""
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size} | config))
+    return folder
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_byte_of_byte_level_bpe_comes_back(text):
+    vocab = HfVocab(byte_tokenizer(), VOCAB_SIZE)
+    ids = vocab.encode(text, add_bos=False, parse_special=False)
+    assert b"".join(map(vocab.token_bytes, ids)).decode() == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_byte_of_sentencepiece_comes_back(text):
+    vocab = HfVocab(piece_tokenizer(), 400)
+    ids = vocab.encode(text, add_bos=False, parse_special=False)
+    prefix = " " if text else ""  # SentencePiece puts a space before the first word
+    assert b"".join(map(vocab.token_bytes, ids)).decode() == prefix + text
+
+
+def test_sentencepiece_pieces():
+    vocab = HfVocab(piece_tokenizer(), 400)
+    ids = vocab.encode("to be\n", add_bos=False, parse_special=False)
+    assert [vocab.token_text(token) for token in ids] == ["▁to", "▁be", "<0x0A>"]
+    assert [vocab.token_bytes(token) for token in ids] == [b" to", b" be", b"\n"]
+
+
+def test_control_tokens_are_text_only_when_asked():
+    vocab = HfVocab(byte_tokenizer(), VOCAB_SIZE)
+    for name in ("<s>", "</s>", "<|im_end|>"):  # the last is not marked as special, but looks it
+        (token,) = vocab.encode(name, add_bos=False, parse_special=True)
+        assert vocab.token_text(token) == name
+        assert vocab.token_bytes(token) == b""
+        assert token not in vocab.encode(f"a{name}", add_bos=False, parse_special=False)
+    (tool,) = vocab.encode("<tool>", add_bos=False, parse_special=False)  # an added token that is plain text
+    assert vocab.token_bytes(tool) == b"<tool>"
+
+
+def test_where_generation_stops(tmp_path):
+    folder = tokenizer_folder(tmp_path, byte_tokenizer(), eos_token_id=7)
+    names = {load_vocab(str(folder)).token_text(token) for token in load_vocab(str(folder)).eog_ids}
+    assert {"</s>", "<|im_end|>"} < names
+    assert 7 in load_vocab(str(folder)).eog_ids
+    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9, 5000]}')
+    ends = load_vocab(str(folder)).eog_ids
+    assert {8, 9} < ends
+    assert not {7, 5000} & ends  # what generation_config.json says counts, as far as the model has such tokens
+
+
+def test_the_start_token_comes_first_where_the_tokenizer_puts_it():
+    tokenizer = byte_tokenizer()
+    assert HfVocab(tokenizer, VOCAB_SIZE).encode("a", add_bos=True, parse_special=False) != [0]
+    plain = HfVocab(tokenizer, VOCAB_SIZE).encode("ab", add_bos=True, parse_special=False)
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    vocab = HfVocab(tokenizer, VOCAB_SIZE)
+    assert vocab.encode("ab", add_bos=True, parse_special=False) == [0, *plain]
+    assert vocab.encode("ab", add_bos=False, parse_special=False) == plain
+
+
+def test_padding_at_the_end():
+    tokenizer = byte_tokenizer()
+    vocab, more = HfVocab(tokenizer, VOCAB_SIZE), HfVocab(tokenizer, VOCAB_SIZE + 64)
+    last = VOCAB_SIZE - 1
+    assert vocab.token_text(last) == f"[PAD{last}]"
+    assert vocab.token_bytes(last) == b""
+    assert vocab.fingerprint != more.fingerprint
+    check_same_vocab(vocab, more)
+    with pytest.raises(VocabMismatch, match="not 272"):
+        check_same_vocab(vocab, HfVocab(tokenizer, VOCAB_SIZE + MAX_PADDING + 1))
+    with pytest.raises(VocabMismatch, match="token 3 is '!' in the target and '<0x00>'"):
+        check_same_vocab(vocab, HfVocab(piece_tokenizer(), VOCAB_SIZE))
+
+
+def test_a_token_that_the_model_does_not_have():
+    vocab = HfVocab(byte_tokenizer(), 200)
+    with pytest.raises(ModelError, match="but the model has 200 tokens"):
+        vocab.encode("žluťoučký <tool>", add_bos=False, parse_special=False)
+
+
+def test_chat_templates(tmp_path):
+    tokenizer = byte_tokenizer()
+    assert HfVocab(tokenizer, VOCAB_SIZE).chat_template is None
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert load_vocab(str(tokenizer_folder(tmp_path, tokenizer))).chat_template == "{{ messages[0]['content'] }}"
+    tokenizer.chat_template = {"default": "one", "tool_use": "two"}
+    assert HfVocab(tokenizer, VOCAB_SIZE).chat_template == "one"
+
+
+@dataclass
+class Slow:
+    """A tokenizer that is not backed by the library tokenizers."""
+
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+
+
+def test_tokenizers_of_other_kinds(tmp_path):
+    with pytest.raises(ModelError, match=r"is a Slow; one that tokenizer\.json describes"):
+        HfVocab(Slow(), 10)
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    folder = tokenizer_folder(tmp_path, transformers.PreTrainedTokenizerFast(tokenizer_object=words))
+    with pytest.raises(ModelError, match="joins its tokens by WordPiece; byte-level BPE and SentencePiece"):
+        load_vocab(str(folder))
+
+
+def test_folders_that_are_not_models(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    with pytest.raises(ModelError, match="there is no such folder"):
+        load_vocab(str(folder))
+    file.touch()
+    with pytest.raises(ModelError, match="is a file; a model folder"):
+        load_vocab(str(file))
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_vocab(str(folder))
+    for text in ("{", '{"model_type": "nonsense"}', '{"model_type": "llama", "vocab_size": 9}'):  # and no tokenizer
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"its tokenizer cannot be read: .") as caught:
+            load_vocab(str(folder))
+        assert "\n" not in str(caught.value)
+    tokenizer_folder(folder, byte_tokenizer())
+    (folder / "generation_config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
+        load_vocab(str(folder))
+
+
+def test_smollm2_is_the_same_as_in_llama_cpp(smollm2, smollm2_hf):
+    from edgespec.backends import llamacpp
+
+    ours, theirs = load_vocab(str(smollm2_hf)), llamacpp.load_vocab(str(smollm2))
+    for name in ("size", "bos_id", "eos_id", "eog_ids", "chat_template", "fingerprint"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for token in range(ours.size):
+        assert ours.token_bytes(token) == theirs.token_bytes(token)
+        assert ours.token_text(token) == theirs.token_text(token)
+    for text in (*TEXTS, "def f(x):\n    return x + 1234"):
+        for parse_special in (False, True):
+            options = {"add_bos": True, "parse_special": parse_special}
+            assert ours.encode(text, **options) == theirs.encode(text, **options)
