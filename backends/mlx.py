@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
-from edgespec.sampling import Float32Array, IdArray, Scores, top_log_probs
+from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import ancestor_mask, depths
 
 try:
@@ -45,8 +45,8 @@ except ImportError as error:
     raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error
 
 # After mlx_lm, which stops transformers from recommending PyTorch.
-from edgespec.backends import hf_vocab
-from edgespec.backends.hf_vocab import HfVocab, check_folder, first_line
+from . import hf_vocab
+from .hf_vocab import HfVocab, check_folder, first_line
 
 MIN_NODES = 512  # prompts are read in chunks of this size
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
@@ -143,7 +143,7 @@ class TreeRope(nn.Module):  # type: ignore[misc]
 
 
 def takes_array(rope: Any) -> bool:
-    """Can the rope rotate a batch of tokens by a position each? Most pass their offset on to MLX's kernel, which can."""
+    """Can the rope rotate a batch of tokens by a position each? Most call MLX's kernel, which can."""
     width = getattr(rope, "dims", None) or getattr(rope, "dim", None)
     if not isinstance(width, int):
         return False
@@ -282,10 +282,12 @@ class MlxLogits:
 
     @cached_property
     def _host(self) -> Float32Array:
-        return np.array(self._rows, copy=False)
+        rows: Float32Array = np.array(self._rows, copy=False)
+        return rows
 
     def row(self, node: int) -> Float32Array:
-        return self._host[self._index[node]].copy()
+        row: Float32Array = self._host[self._index[node]].copy()
+        return row
 
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
@@ -293,20 +295,8 @@ class MlxLogits:
         index = [self._index[node] for node in nodes]
         if on_gpu():
             return device_top(self._rows, index, k, temperature, noise)
-        return host_top(self._host, index, k, temperature, noise)
-
-
-def host_top(
-    rows: Float32Array, index: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-) -> tuple[list[IdArray], list[Scores]]:
-    """`Logits.top` of rows [n, V] in numpy: on a CPU five to ten times as fast as in MLX."""
-    ids, values = list[IdArray](), list[Scores]()
-    for i, extra in zip(index, noise, strict=True):
-        scores = rows[i] if extra is None else rows[i, : len(extra)] + extra[: rows.shape[1]]
-        best, log_probs = top_log_probs(scores / np.float32(temperature), k)
-        ids.append(best)
-        values.append(log_probs)
-    return ids, values
+        rows = (self._host[i] for i in index)  # five to ten times as fast there as MLX on a CPU
+        return top_of_rows(rows, k, temperature, noise)
 
 
 def device_top(
@@ -513,8 +503,8 @@ def _windows(model: Any, path: str) -> list[int | None]:
             windows.append(cache.max_size)
         else:
             raise ModelError(
-                f"{path}: has layers that keep their past in a {type(cache).__name__}, which cannot branch into a tree; "
-                f"use an attention model"
+                f"{path}: has layers that keep their past in a {type(cache).__name__}, which cannot branch into a "
+                f"tree; use an attention model"
             )
     return windows
 
@@ -556,7 +546,7 @@ def on_gpu() -> bool:
 
 def set_memory_limits() -> None:
     """On a Mac, keep the weights wired and bound the freed buffers that MLX keeps for reuse. Nothing elsewhere."""
-    size = mx.device_info().get("max_recommended_working_set_size")
+    size = int(mx.device_info().get("max_recommended_working_set_size", 0))
     if size:
         mx.set_wired_limit(size)
         mx.set_cache_limit(size // CACHE_SHARE)
@@ -590,6 +580,6 @@ def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
     error_of_tree, effect = (float(np.abs(row - rows[1]).max()) for row in (rows[0], rows[2]))
     if not error_of_tree <= 0.25 * effect:
         raise ModelError(
-            f"{path}: {model_type} models cannot read a tree on MLX: a node sees more than its ancestors, or its position "
-            f"is another's"
+            f"{path}: {model_type} models cannot read a tree on MLX: a node sees more than its ancestors, or its "
+            f"position is another's"
         )

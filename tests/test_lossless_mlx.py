@@ -1,7 +1,5 @@
 """Speculative text on MLX: plain text, but where rounding may decide. Tiny random models, and SmolLM2."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")

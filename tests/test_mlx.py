@@ -15,7 +15,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 import huggingface_hub
 import mlx.core as mx
 from edgespec.backends import mlx as backend_module
-from edgespec.backends.mlx import TreeRope, device_top, host_top, load, load_vocab, takes_array
+from edgespec.backends.mlx import TreeRope, device_top, load, load_vocab, takes_array
 from huggingface_hub.errors import LocalEntryNotFoundError
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -24,6 +24,7 @@ from mlx_models import FAMILIES, SHARED, VOCAB_SIZE, write_model
 
 from edgespec.backend import prefill
 from edgespec.errors import ModelError, UsageError
+from edgespec.sampling import top_of_rows
 
 CHECKS = [
     contract.tree_equals_chains,
@@ -188,7 +189,7 @@ def test_candidates_on_the_device(size, k):
     noise += [noise[1], np.zeros(size + 9, np.float32)]
     index = [0, 4, 1, 2, 3, 5]
     ids, values = device_top(mx.array(rows), index, k, 0.7, noise)
-    expected_ids, expected_values = host_top(rows, index, k, 0.7, noise)
+    expected_ids, expected_values = top_of_rows(rows[index], k, 0.7, noise)
     for found, right in zip(ids, expected_ids, strict=True):
         assert sorted(found.tolist()) == sorted(right.tolist())
     for found, right in zip(values, expected_values, strict=True):
@@ -361,7 +362,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         raise LocalEntryNotFoundError("no network,\nand nothing kept")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(ModelError, match="no such folder, and cannot be fetched from the hub: no network,$"):
+    with pytest.raises(ModelError, match=r"no such folder, and cannot be fetched from the hub: no network,$"):
         load("mlx-community/tiny-model")
 
 
