@@ -3,7 +3,7 @@
 mlx-lm's classes read one sequence, front to back. Three small replacements make them read a tree:
 
     rotary positions    every rope module is asked for the nodes' positions instead of a running offset
-    mask                the cache hands out a boolean mask: committed tokens, ancestors, the node itself
+    mask                the cache hands out booleans, as mlx-lm's own caches do: committed tokens, ancestors, itself
     final rows          the layers' output is cut to the wanted nodes before the model's own head
 
 A session has one preallocated buffer of keys and one of values per layer. Committed tokens come first, the nodes
@@ -50,7 +50,8 @@ from .hf_vocab import HfVocab, check_folder, first_line
 
 MIN_NODES = 512  # prompts are read in chunks of this size
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
-CACHE_SHARE = 16  # of the memory a Mac's GPU may use, this part may hold freed buffers for reuse
+CACHE_SHARE = 16  # of the memory a Mac's GPU may use, 1 / CACHE_SHARE may hold freed buffers for reuse
+WIRED_SHARE = 0.9  # … and this part weights, before the user is told; where mlx-lm warns too
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
@@ -77,8 +78,11 @@ class Pass:
         self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)
         self._masks: dict[int | None, mx.array] = {}
 
-    def __bool__(self) -> bool:
+    def __eq__(self, other: object) -> bool:
         raise TypeError("positions are needed outside the rotary embedding")
+
+    def __bool__(self) -> bool:
+        return self == 0  # refused too: a model that asks whether its cache is empty
 
     @cached_property
     def positions(self) -> Any:
@@ -343,10 +347,18 @@ class MlxBackend:
     """See `edgespec.backend.Backend`. Make it with `load`."""
 
     def __init__(
-        self, model: Any, vocab: HfVocab, capabilities: Capabilities, windows: Sequence[int | None], sessions: int
+        self,
+        model: Any,
+        vocab: HfVocab,
+        capabilities: Capabilities,
+        windows: Sequence[int | None],
+        sessions: int,
+        notes: Sequence[str],
     ) -> None:
         self.vocab = vocab
         self.capabilities = capabilities
+        self.notes = notes
+        self.wait_seconds = 0.0  # MLX does not tell how long it waits for the disk
         self._model = model
         self._windows = windows
         self._max_sessions = sessions
@@ -424,7 +436,7 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
     model = _load_weights(folder)
     vocab = hf_vocab.load_vocab(str(folder))
     windows = _windows(model, path)
-    set_memory_limits()
+    notes = set_memory_limits(sum(array.nbytes for _, array in tree_flatten(model.parameters())))
     wrap_ropes(model)
     max_nodes = max(MIN_NODES, budget + 1)
     text_config = config.get("text_config") or config
@@ -435,7 +447,7 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
         max_leaves=max_nodes,
         logit_tolerance=_tolerance(model),
     )
-    backend = MlxBackend(model, vocab, capabilities, windows, sessions)
+    backend = MlxBackend(model, vocab, capabilities, windows, sessions, notes)
     try:
         _check_tree(backend, path, config["model_type"])
     except BaseException:
@@ -544,12 +556,23 @@ def on_gpu() -> bool:
     return bool(mx.default_device() == mx.gpu)
 
 
-def set_memory_limits() -> None:
-    """On a Mac, keep the weights wired and bound the freed buffers that MLX keeps for reuse. Nothing elsewhere."""
+def set_memory_limits(weights: int) -> list[str]:
+    """On a Mac, keep weights in the GPU's memory and bound the freed buffers that MLX keeps. Nothing elsewhere.
+
+    Args:
+        weights: bytes of the model's weights.
+
+    Returns:
+        What the user should know.
+    """
     size = int(mx.device_info().get("max_recommended_working_set_size", 0))
-    if size:
-        mx.set_wired_limit(size)
-        mx.set_cache_limit(size // CACHE_SHARE)
+    if not size:
+        return []
+    mx.set_wired_limit(size)
+    mx.set_cache_limit(size // CACHE_SHARE)
+    if weights <= WIRED_SHARE * size:
+        return []
+    return [f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes will be slow"]
 
 
 def _tolerance(model: Any) -> float:

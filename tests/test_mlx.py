@@ -132,9 +132,10 @@ def test_ropes_by_position(name, together, tmp_path):
 def test_positions_may_not_leak():
     """A model that computes with the cache's offset fails instead of computing with a wrong one."""
     here = backend_module.Pass([-1, 0], 0, length=3)
-    for use in (lambda: here + 1, lambda: here > 0, lambda: bool(here), lambda: mx.arange(here), lambda: int(here)):
+    uses = [lambda x: x + 1, lambda x: x > 0, lambda x: x == 0, lambda x: x != 0, bool, int, mx.arange]
+    for use in uses:
         with pytest.raises(TypeError):
-            use()
+            use(here)
 
 
 def test_a_commit_leaves_the_prefix_where_it_is(llama):
@@ -212,11 +213,14 @@ def test_memory_limits_on_a_mac(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", lambda size: seen.append(("wired", size)))
     monkeypatch.setattr(mx, "set_cache_limit", lambda size: seen.append(("cache", size)))
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
-    backend_module.set_memory_limits()
+    assert backend_module.set_memory_limits(10**12) == []
     assert seen == []
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 16 * 10**9})
-    backend_module.set_memory_limits()
+    assert backend_module.set_memory_limits(14 * 10**9) == []
     assert seen == [("wired", 16 * 10**9), ("cache", 10**9)]
+    (note,) = backend_module.set_memory_limits(15 * 10**9)
+    assert "15.0 GB" in note
+    assert "16.0 GB" in note
 
 
 def test_a_gpu_is_taken_to_be_less_exact(llama, monkeypatch):
