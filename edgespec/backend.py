@@ -140,6 +140,7 @@ MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ
 # name -> module with `load(path, **options) -> Backend` and `load_vocab(path) -> Vocab`.
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp",
+    "mlx": "edgespec.backends.mlx",
     "reference": "edgespec.backends.reference",
     "torch": "edgespec.backends.torch",
 }

@@ -39,12 +39,22 @@ def torch_factory(folder: Path) -> Factory:
     return partial(torch.load, str(save(tiny_model("llama"), folder)), threads=1)
 
 
-@pytest.fixture(scope="module", params=["reference", "smollm2", "smollm2_f32", "torch"])
+def mlx_factory(folder: Path) -> Factory:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+    from edgespec.backends import mlx
+    from mlx_models import FAMILIES, write_model
+
+    return partial(mlx.load, str(write_model(folder / "model", FAMILIES["llama-3"])))
+
+
+@pytest.fixture(scope="module", params=["reference", "torch", "mlx", "smollm2", "smollm2_f32"])
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
     if request.param == "torch":
         return torch_factory(tmp_path_factory.mktemp("torch"))
+    if request.param == "mlx":
+        return mlx_factory(tmp_path_factory.mktemp("mlx"))
     return llamacpp_factory(request.getfixturevalue(request.param))
 
 

@@ -1,0 +1,122 @@
+"""Tiny random models in folders that mlx-lm reads. Import only where mlx_lm is installed."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import MODEL_REMAPPING, quantize_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+SPECIAL = ["<s>", "</s>"]
+VOCAB_SIZE = 288  # 256 bytes, the two above, and padding as big models have it
+SHARED = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 640,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+ROPE_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+ROPE_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ROPE_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+# name -> what its config.json has beyond SHARED
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-3": {"model_type": "llama", "rope_scaling": ROPE_LLAMA3},
+    "llama-yarn": {"model_type": "llama", "rope_scaling": ROPE_YARN},
+    "llama-dynamic": {"model_type": "llama", "rope_scaling": ROPE_DYNAMIC, "max_position_embeddings": 20},
+    "mistral": {"model_type": "mistral"},
+    "mistral-windows": {"model_type": "mistral", **WINDOWS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 8},
+    "gemma3": {
+        "model_type": "gemma3_text", "query_pre_attn_scalar": 8, "sliding_window": 6, "sliding_window_pattern": 2,
+    },
+}  # fmt: skip
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: bytes are the ids 0 to 255."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)} | {text: 256 + i for i, text in enumerate(SPECIAL)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def write_model(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    seed: int = 1,
+    damage: float = 0.0,
+    dtype: mx.Dtype = mx.float32,
+    bits: int = 0,
+) -> Path:
+    """A folder with random weights.
+
+    Args:
+        folder: made.
+        config: beyond SHARED.
+        seed: of the weights.
+        damage: how much noise is on top of them, in parts of each matrix's own size.
+        dtype: of the weights, or of what is not quantised.
+        bits: 0, or quantise by mlx_lm's own function.
+    """
+    config = SHARED | config
+    folder.mkdir(parents=True)
+    kind = config["model_type"]
+    module = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    sharpen(model)
+    noise = mx.random.key(seed + 1000)
+
+    def finish(weights: mx.array) -> mx.array:
+        nonlocal noise
+        if damage and weights.ndim > 1:
+            noise, key = mx.random.split(noise)
+            weights = weights + damage * mx.std(weights) * mx.random.normal(weights.shape, key=key)
+        return weights.astype(dtype)
+
+    model.apply(finish)
+    if bits:
+        model, config = quantize_model(model, config, group_size=32, bits=bits)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    return folder
+
+
+def sharpen(model: nn.Module) -> None:
+    """Make attention and the choice of tokens decided: with MLX's small initial weights, all logits are alike."""
+    for name, weights in tree_flatten(model.parameters()):
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            model.load_weights([(name, 3 * weights)], strict=False)
+        if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+            model.load_weights([(name, 4 * weights)], strict=False)
