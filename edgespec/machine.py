@@ -1,6 +1,7 @@
 """What this machine has: memory that is really free, and how fast a file comes off its disk."""
 
 import ctypes
+import math
 import os
 import re
 import sys
@@ -47,9 +48,11 @@ def parse_size(text: str) -> int:
     return size
 
 
-def format_size(size: float) -> str:
-    """For people: "1.04 GiB", "312 MiB"."""
-    return f"{size / (1 << 30):.2f} GiB" if abs(size) >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
+def format_size(size: float, *, up: bool = False) -> str:
+    """For people: "1.04 GiB", "312 MiB"; with `up` never less than the size."""
+    unit, digits, name = (1 << 30, 2, "GiB") if abs(size) >= 1 << 30 else (1 << 20, 0, "MiB")
+    number = math.ceil(size / unit * 10**digits) / 10**digits if up else size / unit
+    return f"{number:.{digits}f} {name}"
 
 
 def available_memory(root: Path = Path("/")) -> int:

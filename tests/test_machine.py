@@ -1,5 +1,6 @@
 """What the machine has: sizes, free memory inside control groups, file systems, the speed of a disk."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -57,10 +58,8 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
 
 @given(st.text(alphabet="0123456789.kKmMgGtTiIbB -+e", max_size=30) | st.text(max_size=8))
 def test_any_text_is_a_size_above_zero_or_refused(text: str) -> None:
-    try:
+    with contextlib.suppress(UsageError):
         assert parse_size(text) > 0
-    except UsageError:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -77,6 +76,11 @@ def test_any_text_is_a_size_above_zero_or_refused(text: str) -> None:
 )
 def test_sizes_for_people(size: float, text: str) -> None:
     assert format_size(size) == text
+
+
+@given(st.integers(1, 1 << 45))
+def test_a_size_rounded_up_can_be_given_back(size: int) -> None:
+    assert size <= parse_size(format_size(size, up=True)) <= size * 1.011 + MIB
 
 
 # --- free memory -------------------------------------------------------------------------------------------------
