@@ -20,10 +20,12 @@ import ctypes
 import hashlib
 import os
 import re
+import signal
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -314,18 +316,50 @@ class LayerWatch:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self.streamer = streamer
         self._last_nodes: set[str] = set()
-        self.begin()
+        self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
+        self._handlers: dict[int, Any] = {}
+        self._learning, self._layer, self._name, self._reported = True, -1, "", True
 
     def begin(self) -> None:
-        """A pass starts."""
+        """A pass starts. Raises ModelError: the weights cannot be read any more."""
+        self.streamer.begin()
         self.error = None
         self._learning = not self._last_nodes
         self._layer, self._name, self._reported = -1, "", True
 
+    @contextmanager
+    def signals_held(self) -> Iterator[None]:
+        """Within, Ctrl-C is noted, and obeyed at the next node or at the end.
+
+        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
+        lost, and llama.cpp takes the pass for finished.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        for number in self._handlers:
+            signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
+        try:
+            yield
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._obey()
+
+    def _obey(self) -> None:
+        while self._signals:
+            number, frame = self._signals.pop()
+            self._handlers[number](number, frame)
+
     def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
         if not ask:
             return self.error is None  # False ends the pass
+        if self.error is not None:
+            return True
         try:
+            self._obey()
             return self._asked(_library().ggml_get_name(tensor).decode())
         except BaseException as error:
             self.error = error
@@ -470,16 +504,16 @@ class LlamaBackend:
         return logits
 
     def _decode(self, total: int) -> None:
-        if self._watch:
-            self._watch.begin()
-        try:
+        watch = self._watch
+        if watch:
+            watch.begin()
+        with watch.signals_held() if watch else nullcontext():
             status = llama_cpp.llama_decode(self._context, self._batch)
             llama_cpp.llama_synchronize(self._context)
-        finally:
-            if self._watch:
-                self._watch.streamer.finish()
-        if self._watch and self._watch.error is not None:
-            raise self._watch.error
+            if watch:
+                watch.streamer.finish()
+        if watch and watch.error is not None:
+            raise watch.error
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {_last_log()}")
 
@@ -626,12 +660,12 @@ def plan_memory(
     needed = sum(_weights_and_buffers(other, size) for other in beside)
     buffers = _rehearse(path, sizes)
     plan = make_plan(tensors, room, needed + buffers[0], on_device=on_device)
-    if plan is None:
-        return None, size, []
-    best = max(i for i, taken in enumerate(buffers) if i == 0 or taken - buffers[0] <= room // CHUNK_SHARE)
     notes = []
     if memory is not None and memory > found:
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
+    if plan is None:
+        return None, size, notes
+    best = max(i for i, taken in enumerate(buffers) if i == 0 or taken - buffers[0] <= room // CHUNK_SHARE)
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
@@ -699,7 +733,8 @@ def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streame
             new = [mapping for mapping in mappings(part) if mapping.start not in known]
             if not new:
                 raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
-            mapped.append(Mapping(new[0].start, new[-1].stop, new[0].offset))
+            # Pieces of another model of the same file that is streamed come and go; they are smaller than a fresh one.
+            mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
     try:
         store = open_store(files, mapped, plan)
         try:

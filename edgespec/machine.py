@@ -1,6 +1,7 @@
 """What this machine has: memory that is really free, and how fast a file comes off its disk."""
 
 import ctypes
+import math
 import os
 import re
 import sys
@@ -40,16 +41,18 @@ def parse_size(text: str) -> int:
     Raises:
         UsageError: it is not a size, or not above zero.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
-    size = int(float(match[1]) * (1 << UNITS[match[2]])) if match else 0
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT])I?)?B?\s*", text.upper())
+    size = int(float(match[1]) * (1 << UNITS[match[2] or ""])) if match else 0
     if size <= 0:
         raise UsageError(f"{text!r} is not a size: write for example 12G, 900M or 1.5GiB")
     return size
 
 
-def format_size(size: float) -> str:
-    """For people: "1.04 GiB", "312 MiB"."""
-    return f"{size / (1 << 30):.2f} GiB" if abs(size) >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
+def format_size(size: float, *, up: bool = False) -> str:
+    """For people: "1.04 GiB", "312 MiB"; with `up` never less than the size."""
+    unit, digits, name = (1 << 30, 2, "GiB") if abs(size) >= 1 << 30 else (1 << 20, 0, "MiB")
+    number = math.ceil(size / unit * 10**digits) / 10**digits if up else size / unit
+    return f"{number:.{digits}f} {name}"
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -74,7 +77,11 @@ def _meminfo(root: Path) -> dict[str, int]:
 def _group_room(root: Path) -> list[int]:
     """Limit - use + page cache, for each limited control group this process is in, versions 1 and 2."""
     rooms = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             base, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
@@ -93,7 +100,7 @@ def _group_room(root: Path) -> list[int]:
                     continue
                 stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
                 rooms.append(int(most) - int((group / used).read_text()) + sum(int(stat[name]) for name in cache))
-            except (OSError, KeyError):
+            except (OSError, KeyError, ValueError):
                 continue
     return rooms
 
@@ -130,7 +137,7 @@ def file_system(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     found: tuple[str, str] = ("", "")
     for line in lines:
         fields, kind = line.split(" - ", 1)
-        point = fields.split()[4].replace("\\040", " ")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(found[0]):
             found = point, kind.split()[0]
@@ -162,8 +169,9 @@ def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS)
     Raises:
         ModelError: the file cannot be read.
     """
-    descriptor, direct = open_direct(path)
+    descriptor = -1
     try:
+        descriptor, direct = open_direct(path)
         size = os.fstat(descriptor).st_size
         blocks = max(1, size // READ_SIZE)
         if not direct and hasattr(os, "posix_fadvise"):
@@ -189,4 +197,5 @@ def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)

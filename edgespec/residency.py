@@ -133,24 +133,27 @@ def make_plan(
     host = [tensor for tensor, layer in layer_of.items() if layer < count - on_device]
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
-    # A tensor starts and ends in the middle of a page; a page that two layers share is pinned.
-    streamable = {index: _pages(_of_layer(host, layer_of, index), page) for index in range(count - on_device)}
-    experts = _pages((tensor for tensor in host if EXPERTS.search(tensor.name)), page)
+    pages = _whole_pages(tensors, page)
+    experts = [extent for index in range(count - on_device) for extent in pages.get((index, True), ())]
+    layers = [
+        Layer(index, tuple(extents)) for index in range(count - on_device) if (extents := pages.get((index, False)))
+    ]
     everything = _merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
-    layers = [Layer(index, tuple(extents)) for index, extents in streamable.items() if extents]
     always = sum(
         extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + experts)
     )
-    most = memory - needed
     # Experts get what the others leave, so the others are streamed only where even they do not fit.
-    streamed = _choose(layers, most - always)
-    if streamed is None:
-        smallest = always + SLOTS * max((layer.size for layer in layers), default=0) + needed
+    choices = [_spread(layers, count) for count in range(len(layers) + 1)]
+    needs = [always + _resident_bytes(layers, chosen) + needed for chosen in choices]
+    fitting = [chosen for chosen, need in zip(choices, needs, strict=True) if need <= memory]
+    if not fitting:
         raise UsageError(
-            f"{format_size(memory)} of memory are too little for this model: it needs at least {format_size(smallest)} "
-            f"({format_size(always)} embedding and output, {format_size(smallest - always - needed)} to read layers "
-            f"into, {format_size(needed)} for the program, caches and the draft)"
+            f"{format_size(memory)} of memory are too little for this model: it needs at least "
+            f"{format_size(min(needs), up=True)} ({format_size(always)} embedding and output, "
+            f"{format_size(min(needs) - always - needed)} for layers, "
+            f"{format_size(needed)} for the program, caches and the draft)"
         )
+    streamed = min(fitting, key=lambda chosen: sum(layer.size for layer in chosen))
     moving = [extent for layer in streamed for extent in layer.extents]
     return Plan(
         memory=memory,
@@ -163,15 +166,16 @@ def make_plan(
     )
 
 
-def _choose(layers: Sequence[Layer], room: int) -> list[Layer] | None:
-    """The fewest layers to stream, spread evenly, so that the others and the slots fit into `room` bytes."""
-    total = sum(layer.size for layer in layers)
-    for count in range(len(layers) + 1):
-        chosen = [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
-        window = min(SLOTS, count) * max((layer.size for layer in chosen), default=0)
-        if total - sum(layer.size for layer in chosen) + window <= room:
-            return chosen
-    return None
+def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
+    """That many layers, evenly over the model."""
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+def _resident_bytes(layers: Sequence[Layer], streamed: Sequence[Layer]) -> int:
+    """Of the layers, when these are streamed: all others, and the slots."""
+    moving = sum(layer.size for layer in streamed)
+    window = min(SLOTS, len(streamed)) * max((layer.size for layer in streamed), default=0)
+    return sum(layer.size for layer in layers) - moving + window
 
 
 def _layer(tensor: Tensor) -> int:
@@ -179,24 +183,35 @@ def _layer(tensor: Tensor) -> int:
     return int(match[1]) if match else -1
 
 
-def _of_layer(tensors: Iterable[Tensor], layer_of: dict[Tensor, int], index: int) -> list[Tensor]:
-    return [tensor for tensor in tensors if layer_of[tensor] == index and not EXPERTS.search(tensor.name)]
+def _whole_pages(tensors: Iterable[Tensor], page: int) -> dict[tuple[int, bool], list[Extent]]:
+    """By (layer, whether experts), the whole pages that hold nothing else; without small pieces.
+
+    A tensor starts and ends in the middle of a page, so what two owners share belongs to neither.
+    """
+    runs: list[tuple[tuple[int, bool], Extent]] = []
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
+        owner = _layer(tensor), bool(EXPERTS.search(tensor.name))
+        stop = tensor.start + tensor.size
+        if runs:
+            before, last = runs[-1]
+            if (before, last.file) == (owner, tensor.file) and tensor.start - last.stop < page:  # but for padding
+                runs[-1] = owner, Extent(last.file, last.start, stop)
+                continue
+        runs.append((owner, Extent(tensor.file, tensor.start, stop)))
+    pages: dict[tuple[int, bool], list[Extent]] = {}
+    for owner, run in runs:
+        inner = Extent(run.file, -(-run.start // page) * page, run.stop // page * page)
+        if inner.size >= SMALL:
+            pages.setdefault(owner, []).append(inner)
+    return pages
 
 
-def _pages(tensors: Iterable[Tensor], page: int) -> list[Extent]:
-    """The whole pages that hold nothing but these tensors; without small pieces."""
-    # Tensors are padded to some 32 bytes: neighbours are one piece.
-    pieces = _merge((Extent(t.file, t.start, t.start + t.size) for t in tensors), gap=page // 8)
-    inner = [Extent(p.file, -(-p.start // page) * page, p.stop // page * page) for p in pieces]
-    return [extent for extent in inner if extent.size >= SMALL]
-
-
-def _merge(extents: Iterable[Extent], gap: int = 0) -> list[Extent]:
+def _merge(extents: Iterable[Extent]) -> list[Extent]:
     """Sorted, with neighbours and overlapping ones made one."""
     merged: list[Extent] = []
     for extent in sorted(extents):
         last = merged[-1] if merged else None
-        if last and last.file == extent.file and extent.start <= last.stop + gap:
+        if last and last.file == extent.file and extent.start <= last.stop:
             merged[-1] = Extent(last.file, last.start, max(last.stop, extent.stop))
         else:
             merged.append(extent)
@@ -206,9 +221,10 @@ def _merge(extents: Iterable[Extent], gap: int = 0) -> list[Extent]:
 def _without(extents: Sequence[Extent], holes: Sequence[Extent]) -> list[Extent]:
     """What is left of `extents` where no hole is; both inside one another and free of overlaps among themselves."""
     left = []
+    holes = sorted(holes)
     for extent in extents:
         start = extent.start
-        for hole in sorted(holes):
+        for hole in holes:
             if hole.file == extent.file and start <= hole.start < extent.stop:
                 if hole.start > start:
                     left.append(Extent(extent.file, start, hole.start))

@@ -43,6 +43,9 @@ class Store(Protocol):
 
     note: str  # how pinned weights are kept, for a person
 
+    def check(self) -> None:
+        """Fail if a file has shrunk: whoever touches weights mapped beyond its end is killed by the system."""
+
     def pin(self, extents: Sequence[Extent]) -> None:
         """Read these, and keep them in memory as well as this process may."""
 
@@ -91,8 +94,21 @@ class Streamer:
         for thread in self._threads:
             thread.start()
 
+    def begin(self) -> None:
+        """A pass starts.
+
+        Raises:
+            ModelError: a file has shrunk.
+        """
+        try:
+            self._store.check()
+        except OSError as error:
+            raise ModelError(f"the model cannot be read any more: {error}") from error
+
     def enter(self, index: int) -> None:
         """All layers before `index` are computed; return when that layer is in memory.
+
+        A layer that this pass has already left is not waited for: it is read by the system, slowly.
 
         Raises:
             ModelError: it cannot be read.
@@ -103,7 +119,7 @@ class Streamer:
             self._free(count)
             if before < len(self._layers) and self._layers[before].index == index:
                 started = perf_counter()
-                while count not in self._shown and self._error is None and not self._closed:
+                while count >= self._freed and count not in self._shown and not (self._error or self._closed):
                     self._changed.wait()
                 self.wait_seconds += perf_counter() - started
             if self._error is not None:
@@ -144,7 +160,7 @@ class Streamer:
                             self._store.show(slot, layer)
                             self._shown.add(count)
                         self._changed.notify_all()
-            except OSError as error:
+            except Exception as error:  # whatever it is, `enter` must not wait for this thread
                 with self._changed:
                     self._error = ModelError(f"layer {layer.index} cannot be read: {error}")
                     self._changed.notify_all()
@@ -156,7 +172,9 @@ class Streamer:
                 if (piece := next(self._pieces, None)) is not None:
                     return piece
                 count = max(self._next, self._freed)
-                if count < self._freed + len(self._occupant) and self._vacate(count % len(self._occupant)):
+                # All slots, not only the one needed: after a pass given up, another may still show this very layer.
+                empty = [self._vacate(slot) for slot in range(len(self._occupant))]
+                if count < self._freed + len(self._occupant) and empty[count % len(empty)]:
                     self._next = count + 1
                     self._occupant[count % len(self._occupant)] = count
                     pieces = [(count, *piece) for piece in _pieces(self._layers[count % len(self._layers)])]
@@ -177,7 +195,7 @@ class Streamer:
             self._shown.remove(count)
             try:
                 self._store.hide(slot, self._layers[count % len(self._layers)])
-            except OSError as error:
+            except Exception as error:
                 self._error = ModelError(f"memory of a computed layer cannot be taken back: {error}")
                 self._changed.notify_all()
                 return False
@@ -213,9 +231,21 @@ def warm(descriptor: int, extents: Iterable[Extent], threads: int = READ_THREADS
             pass
 
 
-def _touch(descriptor: int, start: int, stop: int) -> None:
-    if not os.pread(descriptor, min(READ_SIZE, stop - start), start):
+def _touch(descriptor: int, start: int, stop: int) -> int:
+    done = len(os.pread(descriptor, min(READ_SIZE, stop - start), start))
+    if not done:
         raise OSError(f"the file ends at byte {start}; it must have shrunk")
+    return done
+
+
+def _file_sizes(descriptors: Iterable[int]) -> list[int]:
+    return [os.fstat(descriptor).st_size for descriptor in descriptors]
+
+
+def _check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequence[int]) -> None:
+    for path, now, then in zip(paths, _file_sizes(descriptors), sizes, strict=True):
+        if now < then:
+            raise OSError(f"{path} has shrunk from {then} to {now} bytes")
 
 
 def libc() -> Any:
@@ -273,13 +303,16 @@ class Mapping:
 
 
 def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
-    """All mappings of a file in this process (Linux)."""
-    status = os.stat(path)
+    """All mappings of a file in this process (Linux).
+
+    Some file systems (btrfs, overlays) tell another device here than to `stat`, so the same path will do.
+    """
+    status, real = os.stat(path), os.path.realpath(path)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     found = []
     for line in maps.read_text().splitlines():
         fields = line.split(maxsplit=5)
-        if fields[3] == device and int(fields[4]) == status.st_ino:
+        if (fields[3] == device and int(fields[4]) == status.st_ino) or fields[5:] == [real]:
             start, stop = (int(number, 16) for number in fields[0].split("-"))
             found.append(Mapping(start, stop, int(fields[2], 16)))
     return found
@@ -299,6 +332,7 @@ class LinuxStore:
             library: the C library; for tests.
         """
         self._libc = library or libc()
+        self._paths = paths
         self._mapped = mapped
         self._locked: list[tuple[int, int]] = []
         self._inside: dict[Extent, int] = {}  # extent -> offset in its slot
@@ -313,16 +347,28 @@ class LinuxStore:
         self._slot_size = -(-size // HUGE) * HUGE
         self._slots: list[tuple[int, int]] = []  # (address, what to unmap)
         self._shown: dict[int, Layer] = {}
-        self._cached = [os.open(path, os.O_RDONLY) for path in paths]
-        opened = [open_direct(path) for path in paths]
-        self._direct = [descriptor for descriptor, _ in opened]
-        self.is_direct = all(direct for _, direct in opened)
-        for _ in range(plan.slots):
-            address = self._map(
-                None, self._slot_size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0
-            )
-            self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
-            self._slots.append((-(-address // HUGE) * HUGE, address))
+        self._cached: list[int] = []
+        self._direct: list[int] = []
+        self.is_direct = True
+        try:
+            for path in paths:
+                self._cached.append(os.open(path, os.O_RDONLY))
+                descriptor, direct = open_direct(path)
+                self._direct.append(descriptor)
+                self.is_direct &= direct
+            self._sizes = _file_sizes(self._cached)
+            for _ in range(plan.slots):
+                address = self._map(
+                    None, self._slot_size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0
+                )
+                self._slots.append((-(-address // HUGE) * HUGE, address))
+                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        _check_sizes(self._paths, self._cached, self._sizes)
 
     def pin(self, extents: Sequence[Extent]) -> None:
         for number, descriptor in enumerate(self._cached):
@@ -391,14 +437,25 @@ class DarwinStore:
 
     def __init__(self, paths: Sequence[str], library: Any = None) -> None:
         self._libc = library or libc()
-        self._descriptors = [os.open(path, os.O_RDONLY) for path in paths]
-        self._sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
+        self._paths = paths
+        self._descriptors: list[int] = []
+        self._sizes: list[int] = []
         self._locked: list[tuple[int, int]] = []
         self._starts: list[int] = []
-        for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
-            start = self._libc.mmap(None, size, PROT_READ, MAP_SHARED, descriptor, 0)
-            _check(start, "mmap")
-            self._starts.append(start)
+        try:
+            for path in paths:
+                self._descriptors.append(os.open(path, os.O_RDONLY))
+            self._sizes = _file_sizes(self._descriptors)
+            for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
+                start = self._libc.mmap(None, size, PROT_READ, MAP_SHARED, descriptor, 0)
+                _check(start, "mmap")
+                self._starts.append(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        _check_sizes(self._paths, self._descriptors, self._sizes)
 
     def pin(self, extents: Sequence[Extent]) -> None:
         for number, descriptor in enumerate(self._descriptors):
@@ -410,7 +467,8 @@ class DarwinStore:
             _check(self._libc.msync(self._starts[extent.file] + extent.start, extent.size, MS_INVALIDATE), "msync")
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        _touch(self._descriptors[extent.file], start, stop)
+        if _touch(self._descriptors[extent.file], start, stop) < stop - start:
+            raise OSError(f"the file ends before byte {stop}; it must have shrunk")
 
     def show(self, slot: int, layer: Layer) -> None:
         pass  # what was read is in the page cache, and so in the engine's mapping
@@ -421,7 +479,7 @@ class DarwinStore:
     def close(self) -> None:
         for address, size in self._locked:
             self._libc.munlock(address, size)
-        for start, size in zip(self._starts, self._sizes, strict=True):
+        for start, size in zip(self._starts, self._sizes, strict=False):
             self._libc.munmap(start, size)
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -1,0 +1,318 @@
+"""What the machine has: sizes, free memory inside control groups, file systems, the speed of a disk."""
+
+import contextlib
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec import machine
+from edgespec.errors import ModelError, UsageError
+from edgespec.machine import (
+    available_memory,
+    disk_bandwidth,
+    file_system,
+    format_size,
+    open_direct,
+    parse_size,
+    private_memory,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1073741824", GIB),
+        ("12G", 12 * GIB),
+        ("12g", 12 * GIB),
+        ("12GB", 12 * GIB),
+        ("12GiB", 12 * GIB),
+        ("1.5GiB", 3 * GIB // 2),
+        (" 900 M ", 900 * MIB),
+        ("7k", 7 << 10),
+        ("0.5T", 1 << 39),
+        ("1.04GiB", int(1.04 * GIB)),
+        ("5B", 5),
+    ],
+)
+def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+BAD_SIZES = ["", " ", "abc", "G", "12X", "12GG", "-1G", "+1G", "1e9", "0", "0.0G", "0.1", "1,5G", "1.G", ".5G", "nan"]
+
+
+@pytest.mark.parametrize("text", [*BAD_SIZES, "inf", "12G B", "12IB", "12 34", "9" * 40, "9" * 400 + "T"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a size: write for example 12G") as caught:
+        parse_size(text)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(alphabet="0123456789.kKmMgGtTiIbB -+e", max_size=30) | st.text(max_size=8))
+def test_any_text_is_a_size_above_zero_or_refused(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        assert parse_size(text) > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 MiB"),
+        (MIB, "1 MiB"),
+        (312.4 * MIB, "312 MiB"),
+        (GIB - 1, "1024 MiB"),
+        (GIB, "1.00 GiB"),
+        (1.04 * GIB, "1.04 GiB"),
+        (-2 * GIB, "-2.00 GiB"),
+    ],
+)
+def test_sizes_for_people(size: float, text: str) -> None:
+    assert format_size(size) == text
+
+
+@given(st.integers(1, 1 << 45))
+def test_a_size_rounded_up_can_be_given_back(size: int) -> None:
+    assert size <= parse_size(format_size(size, up=True)) <= size * 1.011 + MIB
+
+
+# --- free memory -------------------------------------------------------------------------------------------------
+
+
+def system(root: Path, *, free: int, cgroup: str | None = None) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: {99 * GIB >> 10} kB\nMemFree: 1 kB\nMemAvailable: {free >> 10} kB\nHugePages_Total: 0\n"
+    )
+    if cgroup is not None:
+        (root / "proc/self/cgroup").write_text(cgroup)
+    return root
+
+
+def group1(root: Path, path: str, limit: int, used: int, active: int = 0, inactive: int = 0) -> None:
+    folder = root / "sys/fs/cgroup/memory" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(
+        f"cache 5\nactive_file 1\ninactive_file 1\ntotal_active_file {active}\ntotal_inactive_file {inactive}\n"
+    )
+
+
+def group2(root: Path, path: str, limit: int | str, used: int = 0, active: int = 0, inactive: int = 0) -> None:
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\nfile 9\nactive_file {active}\ninactive_file {inactive}\n")
+
+
+V1 = "5:cpu:/other\n4:memory:/box/inner\n1:name=systemd:/\n0::/\n"
+NO_LIMIT_V1 = 9223372036854771712
+
+
+def test_free_memory_is_the_systems_where_no_group_limits(tmp_path: Path) -> None:
+    assert available_memory(system(tmp_path, free=5 * GIB, cgroup="0::/\n")) == 5 * GIB
+
+
+def test_no_control_groups_at_all(tmp_path: Path) -> None:
+    """A kernel, or a sandbox, without them has no such file."""
+    assert available_memory(system(tmp_path, free=5 * GIB)) == 5 * GIB
+
+
+def test_version_1_limits_of_the_group_and_of_those_around_it(tmp_path: Path) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup=V1)
+    group1(root, "", NO_LIMIT_V1, 30 * GIB)
+    group1(root, "box", 8 * GIB, 3 * GIB, active=GIB, inactive=GIB // 2)
+    group1(root, "box/inner", NO_LIMIT_V1, 2 * GIB)
+    assert available_memory(root) == 8 * GIB - 3 * GIB + GIB + GIB // 2
+    group1(root, "box/inner", 4 * GIB, 3 * GIB)
+    assert available_memory(root) == GIB
+
+
+@pytest.mark.parametrize(
+    ("limits", "room"),
+    [
+        (("max", "max", "max"), 50 * GIB),
+        ((6 * GIB, "max", "max"), 5 * GIB),
+        (("max", 6 * GIB, "max"), 5 * GIB),
+        (("max", "max", 6 * GIB), 5 * GIB),
+        ((9 * GIB, 3 * GIB, 7 * GIB), 2 * GIB),
+        ((9 * GIB, 60 * GIB, 2 * GIB), GIB),
+    ],
+)
+def test_version_2_the_tightest_of_nested_limits_counts(
+    tmp_path: Path, limits: tuple[int | str, ...], room: int
+) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup="0::/a/b/c\n")
+    for path, limit in zip(("a", "a/b", "a/b/c"), limits, strict=True):
+        group2(root, path, limit, used=GIB)
+    assert available_memory(root) == room
+
+
+def test_version_2_page_cache_counts_as_free(tmp_path: Path) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup="0::/a\n")
+    group2(root, "a", 4 * GIB, used=3 * GIB, active=GIB, inactive=GIB)
+    assert available_memory(root) == 3 * GIB
+
+
+@pytest.mark.parametrize("path", ["/docker/0123abc", "/../../outside"])
+def test_in_a_container_the_mounted_root_counts(tmp_path: Path, path: str) -> None:
+    """The path in /proc/self/cgroup is the host's; what is mounted is the container's own group."""
+    root = system(tmp_path, free=50 * GIB, cgroup=f"0::{path}\n")
+    group2(root, "", 2 * GIB, used=GIB // 2)
+    assert available_memory(root) == 3 * GIB // 2
+    (root / "proc/self/cgroup").write_text(f"4:memory:{path}\n")
+    group1(root, "", 3 * GIB, GIB)
+    assert available_memory(root) == 2 * GIB
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup="0::/a\n")
+    group2(root, "a", GIB, used=2 * GIB)
+    assert available_memory(root) == 0
+
+
+def test_a_group_whose_files_are_odd_is_passed_over(tmp_path: Path) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup="0::/a/b/c\n")
+    group2(root, "a", 4 * GIB)
+    group2(root, "a/b", GIB)
+    (root / "sys/fs/cgroup/a/b/memory.stat").write_text("anon 7\n")
+    group2(root, "a/b/c", "")
+    assert available_memory(root) == 4 * GIB
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="memory is only looked up there")
+def test_this_machine_has_memory() -> None:
+    assert 16 * MIB < available_memory() < 1 << 50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux's")
+def test_private_memory_grows_with_what_is_written() -> None:
+    before = private_memory()
+    assert before > MIB
+    block = bytearray(os.urandom(1)) * (64 * MIB)
+    grown = private_memory() - before
+    assert 60 * MIB < grown < 80 * MIB
+    del block
+
+
+def test_private_memory_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert private_memory() == 0
+
+
+# --- file systems and disks --------------------------------------------------------------------------------------
+
+
+def mountinfo(folder: Path, *mounts: tuple[str, str]) -> Path:
+    path = folder / "mountinfo"
+    path.write_text(
+        "".join(
+            f"{30 + i} 1 8:{i} / {point} rw,relatime shared:{i} - {kind} /dev/x{i} rw\n"
+            for i, (point, kind) in enumerate(mounts)
+        )
+    )
+    return path
+
+
+def test_the_longest_mount_point_names_the_file_system(tmp_path: Path) -> None:
+    mounts = mountinfo(
+        tmp_path, ("/", "ext4"), ("/mnt/models", "nfs4"), ("/mnt", "xfs"), ("/mnt/my\\040disk", "btrfs"), ("/m", "zfs")
+    )
+    assert file_system("/mnt/models/a.gguf", mounts) == "nfs4"
+    assert file_system("/mnt/models", mounts) == "nfs4"
+    assert file_system("/mnt/models2/a.gguf", mounts) == "xfs"  # a name that only begins alike
+    assert file_system("/mnt/my disk/a.gguf", mounts) == "btrfs"
+    assert file_system("/home/a.gguf", mounts) == "ext4"
+
+
+def test_of_mounts_on_one_point_the_last_counts(tmp_path: Path) -> None:
+    assert file_system("/data/a", mountinfo(tmp_path, ("/data", "autofs"), ("/data", "nfs"))) == "nfs"
+
+
+def test_odd_names_of_mount_points(tmp_path: Path) -> None:
+    mounts = mountinfo(tmp_path, ("/", "ext4"), ("/a\\011b\\134c", "nfs"))
+    assert file_system("/a\tb\\c/file", mounts) == "nfs"
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    mounts = mountinfo(tmp_path, ("/", "ext4"), (str(real.resolve()), "nfs"))
+    assert file_system(str(tmp_path / "link" / "a.gguf"), mounts) == "nfs"
+
+
+def test_no_mount_table(tmp_path: Path) -> None:
+    assert file_system("/a", tmp_path / "missing") == ""
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.preadv is not there")
+@pytest.mark.parametrize("size", [1000, 5 * MIB, 24 * MIB])
+def test_bandwidth_of_a_real_file(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1) * size)
+    files, threads = open_files(), threading.active_count()
+    assert 0 < disk_bandwidth(str(path), seconds=0.1) < 1e12
+    assert (open_files(), threading.active_count()) == (files, threads)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.preadv is not there")
+def test_bandwidth_where_direct_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 9 * MIB)
+    monkeypatch.setattr(machine, "open_direct", lambda name: (os.open(name, os.O_RDONLY), False))
+    assert disk_bandwidth(str(path), seconds=0.1) > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.preadv is not there")
+def test_bandwidth_of_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = open_files()
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ModelError, match=rf"^{path}: cannot be read: \w+"):
+            disk_bandwidth(str(path), seconds=0.1)
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * MIB)
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(ModelError, match="cannot be read: Input/output error"):
+        disk_bandwidth(str(path), seconds=0.1)
+    assert open_files() == files
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no O_DIRECT on this system")
+def test_where_direct_reads_are_refused_the_file_opens_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"hello")
+    really = os.open
+
+    def refuse(name: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really(name, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    descriptor, direct = open_direct(str(path))
+    assert not direct
+    assert os.read(descriptor, 9) == b"hello"
+    os.close(descriptor)

@@ -1,0 +1,729 @@
+"""llama.cpp with weights that are streamed: the same numbers, to the bit, and nothing left behind.
+
+SmolLM2's weights are Q4_1, whose kernels are the same with and without llama.cpp's repacking.
+"""
+
+import gc
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from conftest import quantised
+from edgespec.backends import llamacpp
+from edgespec.backends.llamacpp import LlamaBackend, load
+
+from edgespec import cli, streaming
+from edgespec.backend import Work, prefill
+from edgespec.errors import ModelError, UsageError
+from edgespec.generate import generate_tokens
+from edgespec.machine import parse_size
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+pytestmark = pytest.mark.skipif(not streaming.supported(), reason="weights are streamed on Linux and macOS")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+
+MIB = 1 << 20
+Q4_1 = 3  # llama_ftype in llama.h
+OPTIONS: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
+PROMPT = "Count: one two three four one two three four one two"
+
+
+@pytest.fixture(autouse=True)
+def _steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process itself takes differs from test to test; here plans are to depend on the model alone."""
+    monkeypatch.setattr(llamacpp, "private_memory", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(smollm2: Path, smollm2_folder: Path) -> Path:
+    """A copy with six layers: fast, and quite mad."""
+    return quantised(smollm2, smollm2_folder / "tiny.gguf", Q4_1, tuple(range(6, 30)))
+
+
+def least_memory(path: Path, **options: Any) -> int:
+    """What the error names."""
+    with pytest.raises(UsageError, match="it needs at least") as caught:
+        load(str(path), memory=1, **options)
+    return parse_size(re.search(r"at least ([\d.]+ \w+)", str(caught.value))[1])  # type: ignore[index]
+
+
+def load_streamed(path: Path, more: int = 0, **options: Any) -> LlamaBackend:
+    """With the least memory, or that much more."""
+    options = OPTIONS | options
+    backend = load(str(path), memory=least_memory(path, **options) + more, **options)
+    assert backend.streamer is not None
+    assert len(backend.streamer.plan.streamed) >= 4
+    return backend
+
+
+@pytest.fixture(scope="module")
+def resident(smollm2: Path) -> Iterator[LlamaBackend]:
+    backend = load(str(smollm2), resident=True, **OPTIONS)
+    assert backend.streamer is None
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def streamed(smollm2: Path) -> Iterator[LlamaBackend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llamacpp, "private_memory", lambda: 0)
+        backend = load_streamed(smollm2, 10 * MIB)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_resident(tiny: Path) -> Iterator[LlamaBackend]:
+    backend = load(str(tiny), resident=True, **OPTIONS)
+    yield backend
+    backend.close()
+
+
+def last_row(backend: LlamaBackend, tokens: list[int]) -> np.ndarray:
+    session = backend.open()
+    try:
+        last = prefill(backend, session, tokens, want_last=True)
+        assert last
+        return last[0].row(last[1])
+    finally:
+        session.close()
+
+
+def tree_rows(backend: LlamaBackend) -> np.ndarray:
+    """Logits after a prompt: of a tree, and of a tree grown from it."""
+    session = backend.open()
+    prefill(backend, session, [1, 9, 12, 44, 100])
+    rows = []
+    for tokens, parents in (([7, 8, 9, 10, 11], [-1, 0, 0, 1, -1]), ([3, 4, 5], [2, 5, 4])):
+        first = len(rows)
+        numbers = np.arange(first, first + len(tokens), dtype=np.int32)
+        logits = backend.forward([Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), numbers)])[0]
+        rows += [logits.row(int(node)) for node in numbers]
+    session.close()
+    return np.array(rows)
+
+
+def write(backend: LlamaBackend, planner: Any, sampling: SamplingParams, count: int = 24) -> list[int]:
+    prompt = backend.vocab.encode(PROMPT, add_bos=True, parse_special=False)
+    session, output = backend.open(), []
+    try:
+        for round_ in generate_tokens(
+            backend, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=GenerationStats()
+        ):
+            output += round_.tokens
+    finally:
+        session.close()
+    return output
+
+
+def exact(backend: LlamaBackend, other: LlamaBackend) -> None:
+    np.testing.assert_array_equal(tree_rows(backend), tree_rows(other))
+
+
+class Enters:
+    """Notes what is entered, pass by pass, and can fail at one layer."""
+
+    def __init__(self, backend: LlamaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert backend.streamer
+        self.really, self.passes, self.fail = backend.streamer.enter, list[list[int]](), dict[int, BaseException]()
+        begin = backend.streamer.begin
+        monkeypatch.setattr(backend.streamer, "enter", self.enter)
+        monkeypatch.setattr(backend.streamer, "begin", lambda: (self.passes.append([]), begin()))
+
+    def enter(self, index: int) -> None:
+        self.passes[-1].append(index)
+        if index in self.fail:
+            raise self.fail.pop(index)
+        self.really(index)
+
+
+# --- the same numbers --------------------------------------------------------------------------------------------
+
+
+def test_logits_are_the_same_to_the_bit(streamed: LlamaBackend, resident: LlamaBackend) -> None:
+    assert streamed.streamer
+    assert 4 < len(streamed.streamer.plan.streamed) < 30  # some stay, some are streamed
+    exact(streamed, resident)
+    np.testing.assert_array_equal(last_row(streamed, list(range(5, 70))), last_row(resident, list(range(5, 70))))
+
+
+def test_all_layers_streamed(smollm2: Path, resident: LlamaBackend) -> None:
+    backend = load_streamed(smollm2)
+    assert backend.streamer
+    assert len(backend.streamer.plan.streamed) >= 28
+    exact(backend, resident)
+    backend.close()
+
+
+PLAIN: dict[float, list[int]] = {}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("kind", ["none", "sssd", "specexec"])
+def test_texts_are_the_same(streamed: LlamaBackend, resident: LlamaBackend, kind: str, temperature: float) -> None:
+    """The draft is the same file again, in the same process."""
+    sampling = SamplingParams(temperature=temperature, seed=4)
+    if temperature not in PLAIN:
+        PLAIN[temperature] = write(resident, NonePlanner(), sampling)
+    makers: dict[str, Callable[[], Any]] = {
+        "none": NonePlanner,
+        "sssd": SssdPlanner,
+        "specexec": lambda: SpecExecPlanner(resident, depth=6, beam=4),
+    }
+    planner = makers[kind]()
+    assert write(streamed, planner, sampling) == PLAIN[temperature]
+    planner.close()
+
+
+def test_every_streamed_byte_is_read_once_in_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    kind = streaming.LinuxStore if sys.platform == "linux" else streaming.DarwinStore
+    really = kind.read
+
+    def counted(self: Any, slot: int, layer: Any, extent: Any, start: int, stop: int) -> None:
+        really(self, slot, layer, extent, start, stop)
+        sizes.append(stop - start)
+
+    monkeypatch.setattr(kind, "read", counted)
+    backend = load_streamed(tiny)
+    assert backend.streamer
+    plan, passes = backend.streamer.plan, 6
+    for count in range(passes):
+        last_row(backend, [5 + count])
+    backend.close()
+    ahead = sum(layer.size for layer in plan.streamed[: plan.slots])
+    assert passes * plan.streamed_bytes <= sum(sizes) <= passes * plan.streamed_bytes + ahead
+
+
+def test_several_sessions_in_one_pass(tiny: Path) -> None:
+    rows = []
+    for backend in (load_streamed(tiny, sessions=3), load(str(tiny), resident=True, sessions=3, **OPTIONS)):
+        sessions = [backend.open() for _ in range(3)]
+        for number, session in enumerate(sessions):
+            prefill(backend, session, list(range(10, 14 + 3 * number)))
+        one, root = np.array([77], np.int32), np.array([-1], np.int32)
+        logits = backend.forward([Work(session, one, root, np.array([0], np.int32)) for session in sessions])
+        rows.append([each.row(0) for each in logits])
+        backend.close()
+    np.testing.assert_array_equal(rows[0], rows[1])
+
+
+def test_a_prompt_of_several_chunks(tiny: Path) -> None:
+    rows = []
+    options = OPTIONS | {"context_length": 700}
+    for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
+        assert backend.capabilities.max_nodes == 512
+        rows.append(last_row(backend, [20 + i % 300 for i in range(600)]))
+        backend.close()
+    np.testing.assert_array_equal(rows[0], rows[1])
+
+
+def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens whose cells were given up are computed again, and may make a pass too large for one graph."""
+    rows, enters = [], []
+    options = OPTIONS | {"context_length": 1000}
+    for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
+        session = backend.open()
+        length = 300
+        # The first branch is given up, so the cells behind its gap are, too.
+        tokens = np.array([5, *range(20, 20 + length)], np.int32)
+        parents = np.array([-1, -1, *range(1, length)], np.int32)
+        backend.forward([Work(session, tokens, parents, np.array([0], np.int32))])
+        session.commit(list(range(1, length + 1)))
+        assert session.lost == length
+        if backend.streamer:
+            enters.append(Enters(backend, monkeypatch))
+        nodes = np.arange(length, dtype=np.int32)
+        logits = backend.forward([Work(session, nodes + 30, nodes - 1, nodes[-1:])])[0]
+        rows.append(logits.row(length - 1))
+        if backend.streamer:
+            np.testing.assert_array_equal(enters[0].passes, [[*range(6), *range(6)]])
+        backend.close()
+    np.testing.assert_array_equal(rows[0], rows[1])
+
+
+def test_two_streamed_models_by_turns(
+    streamed: LlamaBackend, resident: LlamaBackend, tiny: Path, tiny_resident: LlamaBackend
+) -> None:
+    other = load_streamed(tiny)
+    for _ in range(2):
+        exact(streamed, resident)
+        exact(other, tiny_resident)
+    other.close()
+    exact(streamed, resident)
+
+
+def test_one_file_streamed_twice(tiny: Path, tiny_resident: LlamaBackend) -> None:
+    """Each moves weights in its own mapping, also while the other one loads."""
+    first = load_streamed(tiny)
+    last_row(first, [5])
+    second = load_streamed(tiny)
+    assert first.streamer
+    assert second.streamer
+    if sys.platform == "linux":
+        places = [backend.streamer._store._mapped[0] for backend in (first, second)]
+        assert places[0].stop <= places[1].start or places[1].stop <= places[0].start
+        assert places[0].stop - places[0].start == places[1].stop - places[1].start
+    for backend in (first, second, first):
+        exact(backend, tiny_resident)
+    first.close()
+    exact(second, tiny_resident)
+    second.close()
+
+
+# --- the watch ---------------------------------------------------------------------------------------------------
+
+
+def test_every_layer_is_entered_once_before_it_is_computed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load_streamed(tiny)
+    enters = Enters(backend, monkeypatch)
+    for tokens in ([5], [5, 6, 7], list(range(9, 60))):  # the first pass learns; later graphs have other sizes
+        last_row(backend, tokens)
+    assert enters.passes == [list(range(6))] * 3
+    backend.close()
+
+
+@pytest.mark.parametrize("names", [{"nothing"}, {"l_out-2"}, {"norm-0", "norm-1", "Qcur-3", "ffn_out-5"}])
+def test_graphs_unlike_the_first(
+    tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch, names: set[str]
+) -> None:
+    """The nodes learnt do not come, or come elsewhere: nothing is wrong, no layer is forgotten."""
+    backend = load_streamed(tiny)
+    enters = Enters(backend, monkeypatch)
+    for _ in range(2):
+        backend._watch._last_nodes = set(names)  # type: ignore[union-attr]
+        backend._watch._learning = False  # type: ignore[union-attr]
+        exact(backend, tiny_resident)
+    assert all(layers == list(range(6)) for layers in enters.passes)
+    backend.close()
+
+
+def test_only_the_ends_of_layers_are_reported(tiny: Path) -> None:
+    """Each report stops the engine once; the first pass has one for each node, later ones have one for each layer."""
+    backend = load_streamed(tiny)
+    watch = backend._watch
+    assert watch
+    for tokens in ([5], [5, 6], list(range(30)), [9]):
+        last_row(backend, tokens)
+    assert len(watch._last_nodes) <= 6 + 1
+    backend.close()
+
+
+# --- passes that end badly ---------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Broken("broken"), ModelError("bad"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_an_error_in_the_middle_of_a_pass(
+    tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """It comes out as it is, and the next text is right: also when the pass was the first, from which is learnt."""
+    backend = load_streamed(tiny)
+    enters = Enters(backend, monkeypatch)
+    for layer in (3, 0, 1, 5):
+        enters.fail[layer] = error
+        with pytest.raises(type(error)) as caught:
+            last_row(backend, [7, 8, 9])
+        assert caught.value is error
+        assert not enters.fail
+        assert enters.passes[-1] == list(range(layer + 1))  # nothing was computed after it
+        exact(backend, tiny_resident)
+    session = backend.open()  # in the middle of a text
+    prefill(backend, session, [1, 2, 3])
+    enters.fail[2] = error
+    with pytest.raises(type(error)):
+        prefill(backend, session, [1, 2, 3, 4, 5])
+    assert session.token_ids == [1, 2, 3]
+    last = prefill(backend, session, [1, 2, 3, 4, 5], want_last=True)
+    assert last
+    np.testing.assert_array_equal(last[0].row(last[1]), np_rows(tiny_resident))
+    session.close()
+    backend.close()
+
+
+def np_rows(backend: LlamaBackend) -> np.ndarray:
+    session = backend.open()
+    prefill(backend, session, [1, 2, 3])
+    last = prefill(backend, session, [1, 2, 3, 4, 5], want_last=True)
+    assert last
+    row = last[0].row(last[1])
+    session.close()
+    return row
+
+
+def test_ctrl_c_while_a_pass_computes(
+    smollm2: Path, streamed: LlamaBackend, resident: LlamaBackend, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A real signal: Python handles it on entry to the callback, from where no exception comes through."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for delay in (0.05, 0.1, 0.15, 0.2):
+            session = streamed.open()
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                prefill(streamed, session, list(range(5, 205)))
+            timer.join()
+            assert session.token_ids == []
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            session.close()
+        exact(streamed, resident)
+        seen: list[int] = []  # a handler that does not raise: the pass goes on
+        signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        row = last_row(streamed, list(range(5, 70)))
+        timer.join()
+        assert seen == [signal.SIGINT]
+        np.testing.assert_array_equal(row, last_row(resident, list(range(5, 70))))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "ignored" not in capfd.readouterr().err
+
+
+def test_a_pass_on_another_thread(tiny: Path, tiny_resident: LlamaBackend) -> None:
+    """Signals are the main thread's affair; a server computes elsewhere."""
+    backend, rows = load_streamed(tiny), list[np.ndarray]()
+    thread = threading.Thread(target=lambda: rows.append(tree_rows(backend)))
+    thread.start()
+    thread.join(60)
+    np.testing.assert_array_equal(rows[0], tree_rows(tiny_resident))
+    backend.close()
+
+
+def test_a_read_error_is_one_model_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = streaming.LinuxStore if sys.platform == "linux" else streaming.DarwinStore
+    really, calls = kind.read, list[int]()
+
+    def broken(self: Any, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) > 20:
+            raise OSError(5, "Input/output error")
+        really(self, *arguments)
+
+    monkeypatch.setattr(kind, "read", broken)
+    before = reading_threads()
+    backend = load_streamed(tiny)
+    for _ in range(2):  # and it stays so
+        with pytest.raises(ModelError, match=r"^layer \d cannot be read: .*Input/output error$"):
+            write(backend, NonePlanner(), SamplingParams())
+    backend.close()
+    assert reading_threads() == before
+
+
+SHRINK = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from test_offload_llamacpp import *
+llamacpp.private_memory = lambda: 0
+path = Path(sys.argv[1])
+backend = load_streamed(path)
+last_row(backend, [5])
+os.truncate(path, path.stat().st_size // 3)
+for _ in range(2):
+    try:
+        last_row(backend, [5])
+    except ModelError as error:
+        print(error)
+backend.close()
+print("alive")
+"""
+
+
+def test_a_file_that_shrinks_while_it_is_loaded(tiny: Path, tmp_path: Path) -> None:
+    """In a process of its own: touching a page behind a file's end would kill it."""
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(tiny, copy)
+    done = subprocess.run(
+        [sys.executable, "-c", SHRINK, str(copy), str(Path(__file__).parent)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert re.fullmatch(rf"the model cannot be read any more: {copy} has shrunk from \d+ to \d+ bytes", lines[0])
+    assert lines[1:] == [lines[0], "alive"]
+
+
+# --- what stays behind -------------------------------------------------------------------------------------------
+
+
+def reading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("edgespec-read")]
+
+
+def left_behind(path: Path) -> tuple[list[str], int, int, int]:
+    """Reading threads, descriptors, locked KiB, mappings of the file."""
+    gc.collect()
+    locked = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert locked
+    mapped = len(streaming.mappings(str(path)))
+    return reading_threads(), len(os.listdir("/proc/self/fd")), int(locked[1]), mapped
+
+
+@linux_only
+def test_closing_leaves_nothing_and_may_be_done_twice(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(tiny, copy)
+    before = left_behind(copy)
+    assert before[3] == 0
+    for passes in range(3):
+        backend = load_streamed(copy)
+        assert len(reading_threads()) > len(before[0])
+        session = backend.open()
+        for token in range(passes):
+            prefill(backend, session, [token + 5])
+        backend.close()
+        backend.close()
+        session.close()
+        assert left_behind(copy) == before
+
+
+@linux_only
+@pytest.mark.parametrize("where", ["pin", "drop", "context"])
+def test_a_load_that_fails_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(tiny, copy)
+    memory = least_memory(copy, **OPTIONS)
+    before = left_behind(copy)
+
+    def broken(*_: object) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    if where == "context":
+        really = llamacpp.llama_cpp.llama_init_from_model
+        monkeypatch.setattr(
+            llamacpp.llama_cpp,
+            "llama_init_from_model",
+            lambda model, params: None if params.cb_eval else really(model, params),
+        )
+    else:
+        monkeypatch.setattr(streaming.LinuxStore, where, broken)
+    with pytest.raises(ModelError, match="no memory for a context" if where == "context" else "cannot be streamed"):
+        load(str(copy), memory=memory, **OPTIONS)
+    assert left_behind(copy) == before
+
+
+@linux_only
+def test_a_thousand_passes_do_not_grow(tiny: Path) -> None:
+    def taken() -> tuple[int, int, int]:
+        deadline = time.monotonic() + 10  # until the ring is at rest
+        while len(backend.streamer._shown) < backend.streamer.plan.slots:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        entries = len(Path("/proc/self/maps").read_text().splitlines())
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), entries
+
+    def passes(count: int) -> None:
+        for number in range(count):
+            session.rewind(session_start)
+            backend.forward([Work(session, one + number % 1000, root, root[:0])])
+
+    backend = load_streamed(tiny)
+    session, one, root = backend.open(), np.array([5], np.int32), np.array([-1], np.int32)
+    prefill(backend, session, [1, 2, 3])
+    session_start = 3
+    passes(50)
+    before, memory = taken(), resident_bytes()
+    passes(1000)
+    after = taken()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 3
+    assert resident_bytes() - memory < 6 * MIB
+    backend.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# --- memory and the command line ---------------------------------------------------------------------------------
+
+
+def test_the_least_memory_named_works_and_less_does_not(tiny: Path) -> None:
+    least = least_memory(tiny, **OPTIONS)
+    backend = load(str(tiny), memory=least, **OPTIONS)
+    assert backend.streamer
+    plan = backend.streamer.plan
+    assert plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.needed <= least
+    backend.close()
+    with pytest.raises(UsageError, match="are too little for this model: it needs at least"):
+        load(str(tiny), memory=least - 2 * MIB, **OPTIONS)
+
+
+def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks = []
+    really = llamacpp.llama_cpp.llama_init_from_model
+    monkeypatch.setattr(
+        llamacpp.llama_cpp,
+        "llama_init_from_model",
+        lambda model, params: (callbacks.append(bool(params.cb_eval)), really(model, params))[1],
+    )
+    monkeypatch.setattr(llamacpp, "available_memory", lambda: 8 << 30)
+    backend = load(str(tiny), memory=4 << 30, **OPTIONS)
+    assert backend.streamer is None
+    assert backend.notes == []
+    assert backend.wait_seconds == 0
+    assert not any(callbacks)
+    backend.close()
+
+
+def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "available_memory", lambda: 1 << 30)
+    backend = load(str(tiny), memory=4 << 30, **OPTIONS)
+    assert backend.notes == ["4.00 GiB of memory are asked for, but only 1.00 GiB are free"]
+    backend.close()
+
+
+def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
+    alone = least_memory(tiny, **OPTIONS)
+    beside = least_memory(tiny, beside=[str(smollm2)], **OPTIONS)
+    assert beside - alone > smollm2.stat().st_size
+
+
+def command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command line, in this process."""
+    monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
+    capfd.readouterr()
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("1M", "1 MiB of memory are too little for this model: it needs at least "),
+        ("abc", "'abc' is not a size: write for example 12G, 900M or 1.5GiB"),
+        ("0", "'0' is not a size"),
+        ("-5G", "'-5G' is not a size"),
+    ],
+)
+def test_bad_memory_is_one_line(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], size: str, says: str
+) -> None:
+    code, out, err = command(monkeypatch, capfd, "run", str(tiny), "hi", "--memory", size)
+    assert code == 2
+    assert out == ""
+    assert err.startswith(f"edgespec: {says}")
+    assert err.count("\n") == 1
+
+
+def test_run_tells_what_it_streams(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "run",
+        str(tiny),
+        "hi",
+        "-n",
+        "8",
+        "--ctx",
+        "256",
+        "--budget",
+        "8",
+        "--raw",
+        "--threads",
+        "1",
+        "--seed",
+        "1",
+    ]
+    plain = command(monkeypatch, capfd, *arguments)
+    least = least_memory(tiny, context_length=256, budget=8)
+    code, out, err = command(monkeypatch, capfd, *arguments, "--memory", f"{least // MIB}M")
+    assert code == plain[0] == 0
+    assert out == plain[1] != ""
+    lines = err.splitlines()
+    assert re.fullmatch(
+        r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(\d of 6 layers\) is read from disk "
+        r"in every pass; \d+ MiB (locked in memory|of \d+ MiB kept in the page cache, not locked.*)",
+        lines[0],
+    )
+    assert "in every pass" not in plain[2]
+    roomy = command(monkeypatch, capfd, *arguments, "--memory", "3G")
+    assert roomy[:2] == plain[:2]
+    assert "in every pass" not in roomy[2]
+
+
+# --- an ordinary user --------------------------------------------------------------------------------------------
+
+ORDINARY = """
+import ctypes, re, resource, sys
+from pathlib import Path
+from edgespec.backends import llamacpp
+from edgespec.backends.llamacpp import load
+from edgespec.backend import prefill
+from edgespec.errors import UsageError
+from edgespec.machine import parse_size
+
+llamacpp.private_memory = lambda: 0  # it grows with every load
+
+def row(**options):
+    backend = load(sys.argv[1], context_length=256, threads=1, budget=16, **options)
+    session = backend.open()
+    last = prefill(backend, session, [1, 9, 12, 44], want_last=True)
+    print(backend.streamer is not None, *backend.notes)
+    result = last[0].row(last[1]).tobytes()
+    print(re.search(r"VmLck:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+    backend.close()
+    return result
+
+try:
+    load(sys.argv[1], context_length=256, threads=1, budget=16, memory=1)
+except UsageError as error:
+    least = parse_size(re.search(r"at least ([\\d.]+ \\w+)", str(error))[1])
+assert row(memory=least + (10 << 20)) == row(resident=True)
+"""
+
+
+@linux_only
+def test_an_ordinary_user_streams_without_locking_and_is_told(smollm2: Path) -> None:
+    user: list[str] = []
+    if os.geteuid() == 0:
+        if not shutil.which("setpriv"):
+            pytest.skip("this is root, and there is no setpriv to become somebody else")
+        user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--inh-caps=-all"]
+        probe = [*user, sys.executable, "-c", f"import edgespec.backends.llamacpp; open({str(smollm2)!r}, 'rb')"]
+        if subprocess.run(probe, capture_output=True, check=False, timeout=60).returncode != 0:
+            pytest.skip("another user may not read the model or run the interpreter")
+    done = subprocess.run(
+        [*user, sys.executable, "-c", ORDINARY, str(smollm2)], capture_output=True, text=True, timeout=120, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("True model of ")
+    assert re.search(r"; \d+ MiB of \d+ MiB kept in the page cache, not locked; the limit .* is 0 MiB", lines[0])
+    assert lines[1] == "0"
+    assert lines[2] == "False"

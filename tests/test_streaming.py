@@ -1,0 +1,1012 @@
+"""Weights that move: the ring of layers over a store that watches the rules, and the stores of the systems."""
+
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import streaming
+from edgespec.errors import ModelError
+from edgespec.machine import READ_SIZE
+from edgespec.residency import Extent, Layer, Plan
+from edgespec.streaming import DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
+
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="mremap, O_DIRECT and /proc are Linux's")
+posix_only = pytest.mark.skipif(sys.platform == "win32", reason="there is no C library with mlock on Windows")
+
+
+def plan_for(layers: list[Layer], slots: int = 3, pinned: tuple[Extent, ...] = ()) -> Plan:
+    count = 1 + max((layer.index for layer in layers), default=0)
+    return Plan(1 << 40, 0, pinned, tuple(layers), (), min(slots, len(layers)), count)
+
+
+def fake_layers(indices: list[int], pieces: int = 1) -> list[Layer]:
+    size = (pieces - 1) * READ_SIZE + PAGE
+    return [Layer(i, (Extent(0, n * 100 * READ_SIZE, n * 100 * READ_SIZE + size),)) for n, i in enumerate(indices)]
+
+
+def within(seconds: float, action: Callable[[], Any]) -> Any:
+    """Do it, but not for ever: what hangs is a failure, not a test run that never ends."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((action(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert outcome, "it hangs"
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+class WatchfulStore:
+    """Keeps no bytes, but notes every call that breaks a rule."""
+
+    note = ""
+
+    def __init__(self, slots: int, delay: Callable[[], float] = lambda: 0.0) -> None:
+        self.slots = slots
+        self.delay = delay
+        self.lock = threading.Lock()
+        self.wrong: list[str] = []
+        self.log: list[tuple[str, int]] = []  # (what, layer)
+        self.reading: list[tuple[int, int]] = []  # (slot, layer) of the reads under way
+        self.held: dict[int, tuple[int, int]] = {}  # slot -> (layer, bytes read)
+        self.shown: dict[int, int] = {}  # slot -> layer
+        self.computing: int | None = None
+        self.closed = 0
+
+    def rule(self, kept: bool, text: str) -> None:
+        if not kept:
+            self.wrong.append(text)
+
+    def check(self) -> None:
+        pass
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        with self.lock:
+            self.rule(not self.closed, "read after close")
+            self.rule(0 <= slot < self.slots, f"there is no slot {slot}")
+            self.rule(slot not in self.shown, f"slot {slot} is read into while the engine uses it")
+            self.rule(
+                all(other == layer.index for s, other in self.reading if s == slot), f"two layers read into slot {slot}"
+            )
+            self.rule(extent in layer.extents and extent.start <= start < stop <= extent.stop, "not of this layer")
+            self.rule(stop - start <= READ_SIZE, "more than one read")
+            if self.held.get(slot, (None,))[0] != layer.index or self.held[slot][1] == layer.size:
+                self.held[slot] = (layer.index, 0)
+                self.log.append(("read", layer.index))
+            self.reading.append((slot, layer.index))
+        time.sleep(self.delay())
+        with self.lock:
+            self.reading.remove((slot, layer.index))
+            self.held[slot] = (layer.index, self.held[slot][1] + stop - start)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        with self.lock:
+            self.rule(not self.closed, "show after close")
+            self.rule(self.held.get(slot) == (layer.index, layer.size), f"layer {layer.index} shown, not read")
+            self.rule(slot not in self.shown, f"slot {slot} shown twice")
+            self.rule(layer.index not in self.shown.values(), f"layer {layer.index} shown in two slots")
+            self.rule((slot, layer.index) not in self.reading, "shown while it is read")
+            self.shown[slot] = layer.index
+            self.log.append(("show", layer.index))
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        with self.lock:
+            self.rule(self.shown.get(slot) == layer.index, f"layer {layer.index} hidden, not shown in slot {slot}")
+            self.rule(layer.index != self.computing, f"layer {layer.index} hidden while it is computed")
+            self.shown.pop(slot, None)
+            self.held.pop(slot, None)
+            self.log.append(("hide", layer.index))
+
+    def close(self) -> None:
+        with self.lock:
+            self.rule(not self.reading, "closed while reading")
+            self.closed += 1
+
+    def pin(self, extents: Any) -> None:
+        raise NotImplementedError
+
+    def drop(self, extents: Any) -> None:
+        raise NotImplementedError
+
+
+def compute(streamer: Streamer, store: WatchfulStore, index: int, seconds: float = 0.0) -> None:
+    """As an engine does: have the layer, and use it for a while."""
+    with store.lock:
+        store.computing = None
+    streamer.enter(index)
+    with store.lock:
+        store.computing = index
+        moving = index in [layer.index for layer in streamer.plan.streamed]
+        store.rule(not moving or index in store.shown.values(), f"layer {index} computed, not shown")
+    time.sleep(seconds)
+
+
+def finish(streamer: Streamer, store: WatchfulStore) -> None:
+    with store.lock:
+        store.computing = None
+    streamer.finish()
+
+
+def reads(store: WatchfulStore) -> list[int]:
+    return [layer for what, layer in store.log if what == "read"]
+
+
+def done(store: WatchfulStore, what: str) -> int:
+    return sum(entry[0] == what for entry in store.log)
+
+
+# --- the ring ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("indices", [[0], [3], [0, 1, 2], [1, 4, 7, 10], [0, 2, 4, 6, 8], list(range(12))])
+@pytest.mark.parametrize(("pieces", "threads"), [(1, 1), (1, 4), (3, 4)])
+def test_passes_in_order(indices: list[int], slots: int, pieces: int, threads: int) -> None:
+    layers = fake_layers(indices, pieces)
+    plan = plan_for(layers, slots)
+    store = WatchfulStore(plan.slots)
+    streamer = Streamer(plan, store, threads)
+
+    def passes() -> None:
+        for _ in range(3):
+            for index in range(plan.layers):
+                compute(streamer, store, index)
+            finish(streamer, store)
+
+    within(30, passes)
+    until(lambda: done(store, "show") == 3 * len(indices) + plan.slots)  # the next pass's first layers, too
+    assert sorted(store.shown.values()) == sorted(indices[: plan.slots])
+    within(10, streamer.close)
+    assert store.wrong == []
+    order = indices * 3 + indices[: plan.slots]
+    assert Counter(reads(store)) == Counter(order)
+    assert threads > 1 or reads(store) == order  # several threads write the log out of order
+    assert store.closed == 1
+
+
+def test_the_first_layers_are_read_before_anybody_asks() -> None:
+    store = WatchfulStore(3)
+    streamer = Streamer(plan_for(fake_layers([1, 3, 5, 7])), store)
+    until(lambda: sorted(store.shown.values()) == [1, 3, 5])
+    time.sleep(0.05)
+    assert sorted(reads(store)) == [1, 3, 5]  # and nothing that would need a fourth slot
+    streamer.close()
+    assert store.wrong == []
+
+
+def test_a_slot_is_free_again_as_soon_as_the_next_layer_is_entered() -> None:
+    store = WatchfulStore(2)
+    streamer = Streamer(plan_for(fake_layers([0, 1, 2, 3]), 2), store)
+    compute(streamer, store, 0)
+    compute(streamer, store, 1)  # so 0 is done
+    until(lambda: sorted(reads(store)) == [0, 1, 2])
+    time.sleep(0.02)
+    assert len(reads(store)) == 3
+    streamer.close()
+    assert store.wrong == []
+
+
+def test_pinned_layers_never_wait() -> None:
+    gate = threading.Event()
+    store = WatchfulStore(1, delay=lambda: float(not gate.wait(20)))
+    streamer = Streamer(plan_for(fake_layers([5]), 1), store)
+    within(5, lambda: [streamer.enter(i) for i in range(5)])  # the disk has not answered yet
+    assert streamer.wait_seconds == 0
+    gate.set()
+    within(5, lambda: compute(streamer, store, 5))
+    streamer.close()
+    assert store.wrong == []
+
+
+def test_the_time_waited_for_the_disk_is_counted() -> None:
+    gate = threading.Event()
+    store = WatchfulStore(1, delay=lambda: float(not gate.wait(20)))
+    streamer = Streamer(plan_for(fake_layers([0]), 1), store)
+    threading.Timer(0.05, gate.set).start()
+    streamer.enter(0)
+    assert streamer.wait_seconds > 0.01
+    streamer.close()
+
+
+def test_nothing_is_streamed_nothing_is_started() -> None:
+    store = WatchfulStore(0)
+    before = threading.active_count()
+    streamer = Streamer(plan_for([]), store)
+    assert threading.active_count() == before
+    for index in range(4):
+        streamer.enter(index)
+    streamer.finish()
+    streamer.close()
+    assert store.log == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_pass_given_up_anywhere(count: int, slots: int) -> None:
+    """After any layer, with the ring full or not, the next pass starts over, and whole."""
+    plan = plan_for(fake_layers([2 * i for i in range(count)]), slots)
+    for last, full in itertools.product(range(-1, plan.layers), (False, True)):
+        store = WatchfulStore(plan.slots)
+        streamer = Streamer(plan, store)
+
+        def passes(last: int = last, full: bool = full, streamer: Streamer = streamer, store: Any = store) -> None:
+            for _ in range(2):
+                for index in range(last + 1):
+                    compute(streamer, store, index)
+                if full:  # else the threads are somewhere in the middle
+                    computed = sum(2 * i < last for i in range(count))
+                    ahead = {2 * ((computed + i) % count) for i in range(plan.slots)}
+                    until(lambda ahead=ahead: set(store.shown.values()) == ahead)
+                finish(streamer, store)
+                for index in range(plan.layers):
+                    compute(streamer, store, index)
+                finish(streamer, store)
+
+        within(20, passes)
+        until(lambda store=store: sorted(store.shown.values()) == [2 * i for i in range(plan.slots)])
+        within(5, streamer.close)
+        assert store.wrong == [], f"given up after layer {last}"
+
+
+def test_a_layer_given_up_while_it_is_read_is_not_shown() -> None:
+    gate = threading.Event()
+    store = WatchfulStore(2, delay=lambda: float(not gate.wait(20)))
+    streamer = Streamer(plan_for(fake_layers([0, 1, 2], pieces=2), 2), store)
+    until(lambda: len(store.reading) == 4)
+    streamer.finish()
+    gate.set()
+    within(10, lambda: [compute(streamer, store, i) for i in range(3)])
+    finish(streamer, store)
+    streamer.close()
+    assert store.wrong == []
+    shows = [layer for what, layer in store.log if what == "show"]
+    assert sorted(shows[:3]) == [0, 1, 2]  # once each, though 0 and 1 were read twice
+    assert sorted(reads(store)[:4]) == [0, 0, 1, 1]
+
+
+def test_layers_may_be_skipped() -> None:
+    plan = plan_for(fake_layers([0, 1, 2, 3, 4, 5, 6]))
+    store = WatchfulStore(plan.slots)
+    streamer = Streamer(plan, store)
+
+    def passes() -> None:
+        for some in ([0, 5], [6], [2, 3, 6], [], [1, 2, 4]):
+            for index in some:
+                compute(streamer, store, index)
+            finish(streamer, store)
+
+    within(20, passes)
+    streamer.close()
+    assert store.wrong == []
+
+
+def test_a_layer_entered_again_or_too_late_does_not_hang() -> None:
+    plan = plan_for(fake_layers([0, 1, 2, 3, 4, 5]))
+    store = WatchfulStore(plan.slots)
+    streamer = Streamer(plan, store)
+
+    def jump() -> None:
+        for index in (3, 3, 0, 2, 5):
+            streamer.enter(index)
+        streamer.finish()
+        streamer.enter(0)
+
+    within(10, jump)
+    streamer.close()
+    assert store.wrong == []
+
+
+class BrokenStore(WatchfulStore):
+    """Fails at one call of one kind."""
+
+    def __init__(self, slots: int, kind: str, call: int, error: Exception) -> None:
+        super().__init__(slots)
+        self.kind, self.call, self.error = kind, call, error
+        self.calls: Counter[str] = Counter()
+
+    def count(self, kind: str) -> None:
+        self.calls[kind] += 1
+        if kind == self.kind and self.calls[kind] == self.call:
+            raise self.error
+
+    def read(self, *arguments: Any) -> None:
+        self.count("read")
+        super().read(*arguments)
+
+    def show(self, *arguments: Any) -> None:
+        self.count("show")
+        super().show(*arguments)
+
+    def hide(self, *arguments: Any) -> None:
+        self.count("hide")
+        super().hide(*arguments)
+
+
+@pytest.mark.parametrize("call", [1, 2, 6, 11])
+@pytest.mark.parametrize("kind", ["read", "show", "hide"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no memory")], ids=["io", "other"])
+def test_errors_of_the_store_reach_the_one_who_computes(kind: str, call: int, error: Exception) -> None:
+    plan = plan_for(fake_layers([0, 1, 2, 3, 4]))
+    store = BrokenStore(plan.slots, kind, call, error)
+    streamer = Streamer(plan, store)
+
+    def passes() -> None:
+        for _ in range(5):
+            for index in range(5):
+                streamer.enter(index)
+            streamer.finish()
+
+    with pytest.raises(ModelError, match=re.escape(str(error))) as caught:
+        within(10, passes)
+    assert "layer" in str(caught.value)
+    with pytest.raises(ModelError):  # and it stays so: nobody reads any more
+        within(5, lambda: streamer.enter(4))
+    within(5, streamer.close)
+    assert store.closed == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edgespec-read")]
+
+
+def test_a_file_that_has_shrunk_is_noticed_before_a_pass() -> None:
+    class Shrunk(WatchfulStore):
+        def check(self) -> None:
+            raise OSError("model.gguf has shrunk from 9 to 5 bytes")
+
+    streamer = Streamer(plan_for(fake_layers([0])), Shrunk(1))
+    with pytest.raises(ModelError, match=r"model\.gguf has shrunk from 9 to 5 bytes"):
+        streamer.begin()
+    streamer.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_close_at_any_moment(seed: int) -> None:
+    generator = random.Random(seed)
+    plan = plan_for(fake_layers(list(range(0, 14, 2)), pieces=2))
+    store = WatchfulStore(plan.slots, delay=lambda: generator.random() * 0.002)
+    before = threading.active_count()
+    streamer = Streamer(plan, store)
+    for index in range(generator.randrange(15)):
+        compute(streamer, store, index)
+    if generator.random() < 0.5:
+        finish(streamer, store)
+    time.sleep(generator.random() * 0.004)
+    with store.lock:
+        store.computing = None
+    within(10, streamer.close)
+    within(10, streamer.close)
+    assert store.wrong == []
+    assert threading.active_count() == before
+
+
+def test_close_releases_one_who_waits() -> None:
+    gate = threading.Event()
+    store = WatchfulStore(1, delay=lambda: float(not gate.wait(20)))
+    streamer = Streamer(plan_for(fake_layers([0]), 1), store)
+    waiting = threading.Thread(target=lambda: streamer.enter(0), daemon=True)
+    waiting.start()
+    closing = threading.Thread(target=streamer.close, daemon=True)
+    closing.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert closing.is_alive()  # a read under way ends first: it writes into the slot
+    gate.set()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(1, 8), gap=st.integers(1, 3), slots=st.integers(1, 4), pieces=st.integers(1, 3),
+    threads=st.integers(1, 5), seed=st.integers(0, 2**32),
+    passes=st.lists(st.integers(0, 24) | st.just(24), min_size=1, max_size=5),
+)  # fmt: skip
+def test_any_timing(count: int, gap: int, slots: int, pieces: int, threads: int, seed: int, passes: list[int]) -> None:
+    """Slow disks and slow layers by turns, passes that end anywhere: no rule is broken, and nothing waits for ever."""
+    generator = random.Random(seed)
+    scale = generator.choice([0, 0, 1e-4, 5e-4])
+    plan = plan_for(fake_layers([gap * i for i in range(count)], pieces), slots)
+    store = WatchfulStore(plan.slots, delay=lambda: generator.random() * scale)
+    streamer = Streamer(plan, store, threads)
+
+    def run() -> None:
+        for stop in passes:
+            for index in range(min(stop, plan.layers)):
+                compute(streamer, store, index, generator.random() * generator.choice([0, 2e-4]))
+            finish(streamer, store)
+
+    within(30, run)
+    within(10, streamer.close)
+    assert store.wrong == []
+
+
+# --- what both stores use ----------------------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    gc.collect()  # earlier tests' mappings hold some
+    return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
+
+
+def locked_bytes() -> int:
+    found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+class Limits:
+    """Stands in for the locking limit of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> None:
+        import resource
+
+        self.set: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(resource, "setrlimit", lambda _, limits: self.set.append(limits))
+
+
+class LockingLibrary:
+    """mlock up to a limit."""
+
+    def __init__(self, limit: float) -> None:
+        self.left = limit
+
+    def mlock(self, address: int, size: int) -> int:
+        if size > self.left:
+            ctypes.set_errno(12)
+            return -1
+        self.left -= size
+        return 0
+
+
+RANGES = [(PAGE, 4 * MIB), (64 * MIB, 8 * MIB), (128 * MIB, 16 * MIB)]
+
+
+@posix_only
+@pytest.mark.parametrize(
+    ("limit", "hard", "done", "note"),
+    [
+        (1e12, 1 << 40, 3, "28 MiB locked in memory"),
+        (
+            13 * MIB,
+            13 * MIB,
+            2,
+            "16 MiB of 28 MiB kept in the page cache, not locked; the limit for locked memory is 13 MiB (ulimit -l)",
+        ),
+        (
+            0,
+            0,
+            0,
+            "28 MiB of 28 MiB kept in the page cache, not locked; the limit for locked memory is 0 MiB (ulimit -l)",
+        ),
+        (5 * MIB, -1, 1, "24 MiB of 28 MiB kept in the page cache, not locked"),
+    ],
+    ids=["all", "middle", "nothing", "no limit and yet"],
+)
+def test_locking_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, limit: float, hard: int, done: int, note: str
+) -> None:
+    limits = Limits(monkeypatch, 1 << 16, hard)
+    locked, text = lock(LockingLibrary(limit), RANGES)
+    assert locked == RANGES[:done]
+    assert text == note
+    assert limits.set == [(hard, hard)]  # what the user may raise is raised
+
+
+@posix_only
+def test_limits_are_left_alone_where_there_is_nothing_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(monkeypatch, 1 << 30, 1 << 30)
+    assert lock(LockingLibrary(1e12), []) == ([], "0 MiB locked in memory")
+    assert limits.set == []
+
+
+def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "a model.gguf"
+    path.write_bytes(b"x" * PAGE)
+    status = os.stat(path)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    lines = [
+        f"7f0000000000-7f0000002000 r--s 00003000 {device} {status.st_ino}      {path}",
+        f"7f0000002000-7f0000003000 r--s 00000000 {device} {status.st_ino + 1}  /other",
+        "7f0000003000-7f0000004000 rw-p 00000000 00:00 0 ",
+        f"7f0000005000-7f0000006000 r--s 00001000 ff:1f 77   {path.resolve()}",
+        f"7f0000006000-7f0000007000 r--s 00001000 ff:1f 77   {path.resolve()} (deleted)",
+        "7f0000008000-7f0000009000 ---p 00000000 00:00 0    [stack]",
+    ]
+    maps = tmp_path / "maps"
+    maps.write_text("\n".join(lines) + "\n")
+    assert mappings(str(path), maps) == [
+        Mapping(0x7F0000000000, 0x7F0000002000, 0x3000),
+        Mapping(0x7F0000005000, 0x7F0000006000, 0x1000),  # btrfs tells another device here than to stat
+    ]
+
+
+# --- Linux -------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """The C library, with the calls that take and give back memory noted."""
+
+    def __init__(self) -> None:
+        self.library = streaming.libc()
+        self.anonymous: Counter[tuple[int, int]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
+
+    def mmap(self, address: Any, size: int, protection: int, flags: int, descriptor: int, offset: int) -> Any:
+        found = self.library.mmap(address, size, protection, flags, descriptor, offset)
+        if descriptor < 0:
+            self.anonymous[found, size] += 1
+        return found
+
+    def munmap(self, address: int, size: int) -> int:
+        self.anonymous[address, size] -= 1
+        return int(self.library.munmap(address, size))
+
+
+class Mapped:
+    """A file of random bytes with layers of unlike sizes, mapped as an engine maps it."""
+
+    def __init__(self, path: Path, count: int = 7, slots: int = 3) -> None:
+        generator = np.random.default_rng(5)
+        self.path = path
+        start, layers = 5 * PAGE, []
+        for index in range(count):
+            extents = []
+            for _ in range(1 + index % 2):
+                size = int(generator.integers(64, 600)) * PAGE
+                extents.append(Extent(0, start, start + size))
+                start += size + PAGE * int(generator.integers(0, 3))
+            layers.append(Layer(2 * index, tuple(extents)))
+        self.bytes = generator.integers(0, 256, start + 1000, np.uint8)
+        path.write_bytes(self.bytes.tobytes())
+        with path.open("rb") as file:
+            self.memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.view = np.frombuffer(self.memory, np.uint8)
+        self.address = self.view.ctypes.data
+        pinned = (Extent(0, 0, 5 * PAGE), Extent(0, start // PAGE * PAGE, -(-len(self.bytes) // PAGE) * PAGE))
+        self.plan = plan_for(layers, slots, pinned)
+        self.layers = self.plan.streamed
+
+    def store(self, library: Any = None) -> LinuxStore:
+        return LinuxStore([str(self.path)], mappings(str(self.path)), self.plan, library)
+
+    def right(self, layer: Layer) -> bool:
+        return all(
+            np.array_equal(self.view[extent.start : extent.stop], self.bytes[extent.start : extent.stop])
+            for extent in layer.extents
+        )
+
+    def moved(self, layer: Layer) -> bool:
+        """Whether the engine sees private memory in the layer's place; all of it or nothing."""
+        found = {self.private(extent.start + at) for extent in layer.extents for at in (0, extent.size - PAGE)}
+        assert len(found) == 1
+        return found.pop()
+
+    def all_moved(self, layers: Sequence[Layer]) -> bool:
+        """As far as it can be seen while other threads move them."""
+        return all(self.private(extent.start) for layer in layers for extent in layer.extents)
+
+    def private(self, offset: int) -> bool:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            start, stop = (int(number, 16) for number in fields[0].split("-"))
+            if start <= self.address + offset < stop:
+                return int(fields[4]) == 0
+        raise AssertionError("nothing is mapped there")
+
+    def load(self, store: LinuxStore, slot: int, layer: Layer) -> None:
+        for extent in layer.extents:
+            for start in range(extent.start, extent.stop, READ_SIZE):
+                store.read(slot, layer, extent, start, min(start + READ_SIZE, extent.stop))
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Mapped:
+    return Mapped(tmp_path / "model")
+
+
+def refuse_direct(path: str) -> tuple[int, bool]:
+    return os.open(path, os.O_RDONLY), False
+
+
+@linux_only
+@pytest.mark.parametrize("direct", [True, False])
+def test_bytes_are_right_before_during_and_after(mapped: Mapped, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    if not direct:
+        monkeypatch.setattr(streaming, "open_direct", refuse_direct)
+    store = mapped.store()
+    if not direct:
+        assert not store.is_direct
+    store.drop([extent for layer in mapped.layers for extent in layer.extents])
+    for number, layer in enumerate(mapped.layers * 3):  # so slots hold layers of unlike sizes by turns
+        slot = number % mapped.plan.slots
+        assert not mapped.moved(layer)
+        mapped.load(store, slot, layer)
+        assert not mapped.moved(layer)
+        assert mapped.right(layer)
+        store.show(slot, layer)
+        assert mapped.moved(layer)
+        assert mapped.right(layer)
+        others = [other for other in mapped.layers if other is not layer]
+        assert all(mapped.right(other) and not mapped.moved(other) for other in others[:2])
+        store.hide(slot, layer)
+        assert not mapped.moved(layer)
+        assert mapped.right(layer)
+    store.close()
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+
+
+@linux_only
+def test_what_is_shown_was_read_and_is_not_the_files_mapping(mapped: Mapped) -> None:
+    """Bytes changed between reading and showing: the engine sees those that were read."""
+    store, layer = mapped.store(), mapped.layers[1]
+    mapped.load(store, 0, layer)
+    extent = layer.extents[0]
+    with mapped.path.open("r+b") as file:
+        file.seek(extent.start)
+        file.write(b"\0" * 64)
+    store.show(0, layer)
+    assert mapped.right(layer)
+    store.hide(0, layer)
+    assert not mapped.view[extent.start : extent.start + 64].any()
+    store.close()
+
+
+@linux_only
+def test_several_layers_at_once_while_others_are_read(mapped: Mapped) -> None:
+    store = mapped.store()
+    for slot, layer in enumerate(mapped.layers[:3]):
+        mapped.load(store, slot, layer)
+        store.show(slot, layer)
+    assert all(mapped.right(layer) and mapped.moved(layer) for layer in mapped.layers[:3])
+    store.hide(1, mapped.layers[1])
+    mapped.load(store, 1, mapped.layers[5])
+    assert mapped.right(mapped.layers[0])
+    assert mapped.right(mapped.layers[2])
+    store.close()  # with layers shown
+    assert not any(mapped.moved(layer) for layer in mapped.layers)
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+
+
+@linux_only
+def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path) -> None:
+    """But for the large pages (2 MiB at most) that reach over a layer's edge."""
+    path, middle = tmp_path / "model", Extent(0, 4 * MIB, 20 * MIB)
+    with path.open("wb") as file:
+        file.write(os.urandom(1) * 24 * MIB)
+        file.flush()
+        os.fsync(file.fileno())  # what is not written to the disk yet cannot be dropped
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    view = np.frombuffer(memory, np.uint8)
+    libc = streaming.libc()
+
+    def resident(extent: Extent) -> int:
+        pages = (ctypes.c_ubyte * (extent.size // PAGE))()
+        address = ctypes.c_void_p(view.ctypes.data + extent.start)
+        assert libc.mincore(address, ctypes.c_size_t(extent.size), pages) == 0
+        return sum(page & 1 for page in pages) * PAGE
+
+    assert view.max() == view.min()
+    assert resident(middle) == middle.size
+    edges = Extent(0, 0, middle.start), Extent(0, middle.stop, 24 * MIB)
+    plan = plan_for([Layer(0, (middle,))], pinned=edges)
+    store = LinuxStore([str(path)], mappings(str(path)), plan)
+    store.drop([middle])
+    if resident(middle) == middle.size:
+        pytest.skip("this file system does not let go of its cache")
+    assert resident(middle) <= 4 * MIB
+    os.posix_fadvise(store._cached[0], 0, 0, os.POSIX_FADV_DONTNEED)
+    store.pin(plan.pinned)
+    assert [resident(extent) for extent in edges] == [extent.size for extent in edges]
+    assert "8 MiB" in store.note
+    store.close()
+
+
+@linux_only
+def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
+    def entries() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    files, threads, locked, before = descriptors(), threading.active_count(), locked_bytes(), mappings(str(mapped.path))
+    library = Recorder()
+    store = mapped.store(library)
+    store.drop([extent for layer in mapped.layers for extent in layer.extents])
+    store.pin(mapped.plan.pinned)
+    streamer = Streamer(mapped.plan, store)
+
+    def passes(count: int) -> None:
+        for number in range(count):
+            streamer.begin()
+            for index in range(mapped.plan.layers):
+                streamer.enter(index)
+                if index % 2 == 0 and number % 20 == 0:
+                    assert mapped.moved(mapped.layers[index // 2])
+                    assert mapped.right(mapped.layers[index // 2])
+                if number % 7 == 3 and index == number % mapped.plan.layers:
+                    break  # a pass given up
+            streamer.finish()
+        until(lambda: mapped.all_moved(mapped.layers[:3]))
+
+    within(60, lambda: passes(10))
+    start = entries()
+    within(60, lambda: passes(200))
+    assert entries() <= start + 2
+    assert len(mappings(str(mapped.path))) <= 2 * sum(len(layer.extents) for layer in mapped.layers) + 3
+    within(10, streamer.close)
+    assert descriptors() == files
+    assert threading.active_count() == threads
+    assert locked_bytes() == locked
+    after = mappings(str(mapped.path))  # in pieces: mapped through another descriptor, they stay apart
+    assert (after[0].start, after[-1].stop) == (before[0].start, before[0].stop)
+    assert all(left.stop == right.start for left, right in itertools.pairwise(after))
+    assert all(piece.start - piece.offset == before[0].start for piece in after)
+    assert set(library.anonymous.values()) == {0}
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+    streamer.close()
+    store.close()
+
+
+@linux_only
+def test_a_truncated_file_is_an_error_not_a_crash(mapped: Mapped) -> None:
+    store, last = mapped.store(), mapped.layers[-1]
+    extent = last.extents[-1]
+    os.truncate(mapped.path, extent.start + PAGE + 100)
+    with pytest.raises(OSError, match=r"the file ends at byte \d+; it must have shrunk"):
+        store.read(0, last, extent, extent.start, extent.stop)
+    with pytest.raises(OSError, match=rf"{mapped.path} has shrunk from \d+ to {extent.start + PAGE + 100} bytes"):
+        store.check()
+    streamer = Streamer(mapped.plan, store)
+    with pytest.raises(ModelError, match=rf"layer {last.index} cannot be read: the file ends"):
+        within(20, lambda: [streamer.enter(index) for index in range(mapped.plan.layers)])
+    within(5, streamer.close)
+
+
+@linux_only
+def test_a_file_that_grows_is_no_concern(mapped: Mapped) -> None:
+    store = mapped.store()
+    with mapped.path.open("ab") as file:
+        file.write(b"more")
+    store.check()
+    store.close()
+
+
+@linux_only
+def test_what_cannot_be_opened_or_mapped_leaves_nothing(mapped: Mapped, tmp_path: Path) -> None:
+    files = descriptors()
+    with pytest.raises(FileNotFoundError):
+        LinuxStore([str(mapped.path), str(tmp_path / "missing")], mappings(str(mapped.path)), mapped.plan)
+    assert descriptors() == files
+
+    class Full(Recorder):
+        def mmap(self, *arguments: Any) -> Any:
+            if self.anonymous.total():
+                ctypes.set_errno(12)
+                return streaming.MAP_FAILED
+            return super().mmap(*arguments)
+
+    library = Full()
+    with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
+        mapped.store(library)
+    assert descriptors() == files
+    assert set(library.anonymous.values()) == {0}
+
+
+@linux_only
+def test_a_system_that_cannot_move_pages_says_so(mapped: Mapped) -> None:
+    """mremap knows MREMAP_DONTUNMAP since Linux 5.7."""
+
+    class Old(Recorder):
+        def mremap(self, *arguments: Any) -> int:
+            ctypes.set_errno(22)
+            return streaming.MAP_FAILED
+
+    streamer = Streamer(mapped.plan, mapped.store(Old()))
+    with pytest.raises(ModelError, match=r"layer \d cannot be read: .*mremap: Invalid argument"):
+        within(10, lambda: streamer.enter(0))
+    within(5, streamer.close)
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+
+
+@linux_only
+def test_a_model_in_two_files(tmp_path: Path) -> None:
+    both = [Mapped(tmp_path / "a"), Mapped(tmp_path / "b", count=4)]
+    second = [
+        Layer(20 + layer.index, tuple(Extent(1, e.start, e.stop) for e in layer.extents)) for layer in both[1].layers
+    ]
+    plan = plan_for([*both[0].layers, *second])
+    store = LinuxStore([str(one.path) for one in both], [mappings(str(one.path))[0] for one in both], plan)
+    for slot, (layer, file) in enumerate([(both[0].layers[2], 0), (second[1], 1)]):
+        both[file].load(store, slot, layer)
+        store.show(slot, layer)
+    assert both[0].right(both[0].layers[2])
+    assert both[0].moved(both[0].layers[2])
+    assert both[1].right(second[1])
+    assert both[1].moved(second[1])
+    store.close()
+
+
+# --- macOS -------------------------------------------------------------------------------------------------------
+
+
+class DarwinLibrary:
+    """Notes the calls; `fails` names the one that does not work."""
+
+    def __init__(self, fails: str = "", after: int = 0) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails, self.after = fails, after
+
+    def result(self, name: str, arguments: tuple[int, ...], good: int = 0, bad: int = -1) -> int:
+        before = sum(call[0] == name for call in self.calls)
+        self.calls.append((name, *arguments))
+        if name == self.fails and before >= self.after:
+            ctypes.set_errno(13)
+            return bad
+        return good
+
+    def mmap(self, *arguments: Any) -> int:
+        number = sum(call[0] == "mmap" for call in self.calls)
+        return self.result("mmap", arguments, (number + 1) << 40, streaming.MAP_FAILED)
+
+    def msync(self, *arguments: int) -> int:
+        return self.result("msync", arguments)
+
+    def mlock(self, *arguments: int) -> int:
+        return self.result("mlock", arguments)
+
+    def munlock(self, *arguments: int) -> int:
+        return self.result("munlock", arguments)
+
+    def munmap(self, *arguments: int) -> int:
+        return self.result("munmap", arguments)
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> list[str]:
+    for name, size in (("a", 9 * MIB), ("b", 2 * MIB + 17)):
+        (tmp_path / name).write_bytes(os.urandom(1) * size)
+    return [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+FIRST, SECOND = 1 << 40, 2 << 40  # where DarwinLibrary maps the files
+DARWIN_LAYER = Layer(3, (Extent(0, 16384, 16384 + 6 * MIB), Extent(1, 32768, 32768 + MIB)))
+
+
+@posix_only
+def test_darwin_maps_locks_drops_and_unmaps(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Limits(monkeypatch, 1 << 40, 1 << 40)
+    files, library = descriptors(), DarwinLibrary()
+    store = DarwinStore(two_files, library)
+    mapped = library.named("mmap")
+    assert [call[:4] for call in mapped] == [
+        (None, size, mmap.PROT_READ, mmap.MAP_SHARED) for size in (9 * MIB, 2 * MIB + 17)
+    ]
+    assert [call[5] for call in mapped] == [0, 0]
+    assert [os.fstat(call[4]).st_size for call in mapped] == [9 * MIB, 2 * MIB + 17]
+
+    store.drop(DARWIN_LAYER.extents)
+    ranges = [(FIRST + 16384, 6 * MIB, 2), (SECOND + 32768, MIB, 2)]  # MS_INVALIDATE = 2 in <sys/mman.h>
+    assert library.named("msync") == ranges
+    store.pin([Extent(0, 0, 16384), Extent(1, 2 * MIB, 2 * MIB + 16384)])  # the last page is not full
+    assert library.named("mlock") == [(FIRST, 16384), (SECOND + 2 * MIB, 16384)]
+    assert store.note == "0 MiB locked in memory"
+    for extent in DARWIN_LAYER.extents:
+        store.read(0, DARWIN_LAYER, extent, extent.start, min(extent.stop, extent.start + READ_SIZE))
+    store.show(0, DARWIN_LAYER)
+    assert library.named("msync") == ranges
+    store.hide(0, DARWIN_LAYER)
+    assert library.named("msync") == ranges * 2
+    store.close()
+    assert library.named("munlock") == library.named("mlock")
+    assert library.named("munmap") == [(FIRST, 9 * MIB), (SECOND, 2 * MIB + 17)]
+    store.close()
+    assert len(library.named("munmap")) == 2
+    assert descriptors() == files
+
+
+@posix_only
+def test_darwin_errors(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Limits(monkeypatch, 1 << 40, 1 << 40)
+    files = descriptors()
+    library = DarwinLibrary("mmap", after=1)
+    with pytest.raises(PermissionError, match="mmap: Permission denied"):
+        DarwinStore(two_files, library)
+    assert library.named("munmap") == [(FIRST, 9 * MIB)]
+    assert descriptors() == files
+    with pytest.raises(FileNotFoundError):
+        DarwinStore([two_files[0], two_files[1] + ".missing"], DarwinLibrary())
+    assert descriptors() == files
+
+    store = DarwinStore(two_files, DarwinLibrary("msync"))
+    with pytest.raises(PermissionError, match="msync: Permission denied"):
+        store.hide(0, DARWIN_LAYER)
+    store.close()
+
+    library = DarwinLibrary("mlock", after=1)
+    store = DarwinStore(two_files, library)
+    store.pin([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)])
+    assert "3 MiB of 4 MiB kept in the page cache, not locked" in store.note
+    store.close()
+    assert library.named("munlock") == [(FIRST, MIB)]  # only what was locked
+    assert descriptors() == files
+
+
+@posix_only
+def test_darwin_a_file_that_shrinks(two_files: list[str]) -> None:
+    store = DarwinStore(two_files, DarwinLibrary())
+    store.check()
+    os.truncate(two_files[0], 3 * MIB + 5)
+    with pytest.raises(OSError, match=r"a has shrunk from 9437184 to 3145733 bytes"):
+        store.check()
+    extent = DARWIN_LAYER.extents[0]
+    with pytest.raises(OSError, match="it must have shrunk"):  # in the middle of a read
+        store.read(0, DARWIN_LAYER, extent, extent.start, extent.start + READ_SIZE)
+    with pytest.raises(OSError, match="it must have shrunk"):  # behind the end
+        store.read(0, DARWIN_LAYER, extent, 5 * MIB, extent.stop)
+    with pytest.raises(OSError, match="it must have shrunk"):
+        store.pin([extent])
+    store.close()
+
+
+@posix_only
+def test_darwin_read_errors_reach_the_one_who_computes(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    streamer = Streamer(plan_for([DARWIN_LAYER]), DarwinStore(two_files, DarwinLibrary()))
+    with pytest.raises(ModelError, match=r"layer 3 cannot be read: .*Input/output error"):
+        within(10, lambda: streamer.enter(3))
+    within(5, streamer.close)
+
+
+@posix_only
+def test_the_system_chooses_the_store(mapped: Mapped, two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = mappings(str(mapped.path)) if sys.platform == "linux" else []
+    for platform, kind in (("linux", LinuxStore), ("darwin", DarwinStore)):
+        if platform == "linux" != sys.platform:
+            continue
+        monkeypatch.setattr(streaming, "sys", type("System", (), {"platform": platform}))
+        assert streaming.supported()
+        store = streaming.open_store([str(mapped.path)], seen, mapped.plan)
+        assert type(store) is kind
+        store.close()
+    monkeypatch.setattr(streaming, "sys", type("System", (), {"platform": "win32"}))
+    assert not streaming.supported()
