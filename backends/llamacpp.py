@@ -581,7 +581,7 @@ def load(
             watch = LayerWatch(_stream(path, plan, known, notes))
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
-        if watch:
+        if watch and plan and plan.streamed:
             params.cb_eval = watch.callback
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
@@ -739,6 +739,7 @@ def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streame
         store = open_store(files, mapped, plan)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
+            store.look_up(plan.looked_up)
             store.pin(plan.pinned)
             notes.append(f"{plan.line()}; {store.note}")
             return Streamer(plan, store)

@@ -83,6 +83,7 @@ def _measure_passes(task: Task) -> dict[str, Any]:
         text = target.vocab.encode(WARM_UP * 4, add_bos=True, parse_special=True)
         prefill(target, session, text[:-1])
         passes: dict[str, dict[str, list[float]]] = {}
+        total = 0
         for repeat in range(task.repeats + 1):
             for count in task.nodes:
                 nodes = np.arange(count, dtype=np.int32)
@@ -91,17 +92,17 @@ def _measure_passes(task: Task) -> dict[str, Any]:
                     evict(task.target)
                 read, waited, started = bytes_read(), target.wait_seconds, perf_counter()
                 target.forward([Work(session, tokens, nodes - 1, nodes)])
-                figures = {
-                    "seconds": perf_counter() - started,
-                    "bytes": bytes_read() - read,
-                    "waited": target.wait_seconds - waited,
-                }
+                figures = {"seconds": perf_counter() - started, "waited": target.wait_seconds - waited}
                 session.rewind(len(text) - 1)
+                total += bool(repeat)
+                if repeat == 1 and count == task.nodes[0]:
+                    read_before = read
                 if repeat:
                     found = passes.setdefault(str(count), {})
                     for name, value in figures.items():
                         found.setdefault(name, []).append(value)
-        return {"passes": passes, "private": private_memory(), **_plan_of(target)}
+        per_pass = (bytes_read() - read_before) / total
+        return {"passes": passes, "bytes_per_pass": per_pass, "private": private_memory(), **_plan_of(target)}
     finally:
         target.close()
 
@@ -361,10 +362,12 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     report["passes"] = {
         nodes: {
             name: median([value for result in good for value in result["passes"][nodes][name]])
-            for name in ("seconds", "bytes", "waited")
+            for name in ("seconds", "waited")
         }
         for nodes in (good[0]["passes"] if good else ())
     }
+    if good:
+        report["bytes_per_pass"] = median(result["bytes_per_pass"] for result in good)
     return report | _memory_summary(good)
 
 
@@ -415,7 +418,7 @@ def pass_table(report: dict[str, Any]) -> str:
                 format_size(entry["room"]), f"{entry['bandwidth'] / 1e9:.2f} GB/s", nodes,
                 f"{plain:.3f} s" if plain else "", f"{found['seconds']:.3f} s", f"{compute:.3f} s",
                 f"{found['seconds'] / bound:.2f}", f"{plain / found['seconds']:.1f}" if plain else "",
-                f"{found['bytes'] / streamed['streamed']:.2f} of {format_size(streamed['streamed'])}",
+                f"{streamed['bytes_per_pass'] / streamed['streamed']:.2f} of {format_size(streamed['streamed'])}",
                 f"{streamed['peak'] / entry['limit']:.2f}",
             )  # fmt: skip
         for name in ("streamed", "mapped"):

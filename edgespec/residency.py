@@ -4,9 +4,10 @@ A model larger than memory is run by *pinning* as many of its layers as fit and 
 from the disk shortly before it is computed, into one of a few slots, and dropped right after. `streaming.py` does
 what is planned here.
 
-    pinned      embedding, output, norms, and as many layers as fit: in memory for good
+    pinned      output, norms, and as many layers as fit: in memory for good
     streamed    the other layers, in the order of their computation: read once per pass
     cached      experts of a mixture-of-experts model: few are used per token, so the page cache does better than a plan
+    looked up   the embedding, where it is not the output as well: a token needs one row of it
     slots       memory for the streamed layers being read ahead or computed
 
 Pinning always beats a larger window of slots: a pinned byte is never read, a byte in a window is read in every pass.
@@ -21,7 +22,7 @@ from mmap import PAGESIZE
 from edgespec.errors import UsageError
 from edgespec.machine import format_size
 
-SLOTS = 3  # one layer being computed, one ready or being read, and one so that reads never wait for the first
+SLOTS = 2  # one layer being computed, one being read; a third was not faster, and costs a pinned layer
 SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
 MARGIN = 96 << 20  # what allocators, work buffers and page tables take beyond what is counted
 SAFETY = 0.05  # of the memory found free is left alone, unless the user names the memory
@@ -75,6 +76,7 @@ class Plan:
     pinned: tuple[Extent, ...]
     streamed: tuple[Layer, ...]  # in the order of their computation
     cached: tuple[Extent, ...]  # left to the page cache
+    looked_up: tuple[Extent, ...]  # read row by row
     slots: int  # layers in memory at once, of the streamed
     layers: int  # of the model
 
@@ -98,9 +100,14 @@ class Plan:
         """Of the experts."""
         return sum(extent.size for extent in self.cached)
 
+    @property
+    def looked_up_bytes(self) -> int:
+        """Of the embedding, if only its rows are needed."""
+        return sum(extent.size for extent in self.looked_up)
+
     def line(self) -> str:
         """One line for a person."""
-        total = self.pinned_bytes + self.streamed_bytes + self.cached_bytes
+        total = self.pinned_bytes + self.streamed_bytes + self.cached_bytes + self.looked_up_bytes
         text = f"model of {format_size(total)} in {format_size(self.memory)} of memory: "
         text += f"{format_size(self.pinned_bytes)} stays"
         if self.streamed:
@@ -110,6 +117,8 @@ class Plan:
             )
         if self.cached:
             text += f", {format_size(self.cached_bytes)} of experts as the page cache keeps them"
+        if self.looked_up:
+            text += f", {format_size(self.looked_up_bytes)} of embeddings row by row"
         return text
 
 
@@ -134,13 +143,13 @@ def make_plan(
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     pages = _whole_pages(tensors, page)
-    experts = [extent for index in range(count - on_device) for extent in pages.get((index, True), ())]
-    layers = [
-        Layer(index, tuple(extents)) for index in range(count - on_device) if (extents := pages.get((index, False)))
-    ]
+    experts = [extent for index in range(count - on_device) for extent in pages.get((index, "experts"), ())]
+    layers = [Layer(index, tuple(extents)) for index in range(count - on_device) if (extents := pages.get((index, "")))]
+    looked_up = pages.get((-1, "rows"), [])
     everything = _merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
+    others = experts + looked_up
     always = sum(
-        extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + experts)
+        extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + others)
     )
     # Experts get what the others leave, so the others are streamed only where even they do not fit.
     choices = [_spread(layers, count) for count in range(len(layers) + 1)]
@@ -149,7 +158,7 @@ def make_plan(
     if not fitting:
         raise UsageError(
             f"{format_size(memory)} of memory are too little for this model: it needs at least "
-            f"{format_size(min(needs), up=True)} ({format_size(always)} embedding and output, "
+            f"{format_size(min(needs), up=True)} ({format_size(always)} for the output and small weights, "
             f"{format_size(min(needs) - always - needed)} for layers, "
             f"{format_size(needed)} for the program, caches and the draft)"
         )
@@ -158,9 +167,10 @@ def make_plan(
     return Plan(
         memory=memory,
         needed=needed,
-        pinned=tuple(_without(everything, moving + experts)),
+        pinned=tuple(_without(everything, moving + others)),
         streamed=tuple(streamed),
         cached=tuple(experts),
+        looked_up=tuple(looked_up),
         slots=min(SLOTS, len(streamed)),
         layers=count,
     )
@@ -183,14 +193,16 @@ def _layer(tensor: Tensor) -> int:
     return int(match[1]) if match else -1
 
 
-def _whole_pages(tensors: Iterable[Tensor], page: int) -> dict[tuple[int, bool], list[Extent]]:
-    """By (layer, whether experts), the whole pages that hold nothing else; without small pieces.
+def _whole_pages(tensors: Sequence[Tensor], page: int) -> dict[tuple[int, str], list[Extent]]:
+    """By (layer, kind), the whole pages that hold nothing else; without small pieces. Kinds: "experts", "rows", "".
 
     A tensor starts and ends in the middle of a page, so what two owners share belongs to neither.
     """
-    runs: list[tuple[tuple[int, bool], Extent]] = []
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
-        owner = _layer(tensor), bool(EXPERTS.search(tensor.name))
+        rows = has_output and tensor.name == "token_embd.weight"
+        owner = _layer(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
         stop = tensor.start + tensor.size
         if runs:
             before, last = runs[-1]
@@ -198,7 +210,7 @@ def _whole_pages(tensors: Iterable[Tensor], page: int) -> dict[tuple[int, bool],
                 runs[-1] = owner, Extent(last.file, last.start, stop)
                 continue
         runs.append((owner, Extent(tensor.file, tensor.start, stop)))
-    pages: dict[tuple[int, bool], list[Extent]] = {}
+    pages: dict[tuple[int, str], list[Extent]] = {}
     for owner, run in runs:
         inner = Extent(run.file, -(-run.start // page) * page, run.stop // page * page)
         if inner.size >= SMALL:

@@ -32,7 +32,7 @@ from edgespec.residency import Extent, Layer, Plan
 
 MAP_FIXED = 0x10
 MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # linux/mman.h
-MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 4, 14, 22
+MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 MAP_FAILED = (1 << 64) - 1
 MS_INVALIDATE = 2  # macOS, sys/mman.h
 HUGE = 2 << 20  # a huge page moves in one step if it lies alike, modulo this, where it comes from and where it goes
@@ -51,6 +51,9 @@ class Store(Protocol):
 
     def drop(self, extents: Sequence[Extent]) -> None:
         """Forget what loading the model has left of these in memory."""
+
+    def look_up(self, extents: Sequence[Extent]) -> None:
+        """Only rows here and there are needed of these: read no more than that."""
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         """Read bytes `start` to `stop` of a file, part of `extent`, into the slot. Called by several threads."""
@@ -383,6 +386,11 @@ class LinuxStore:
             _check(self._libc.madvise(self._address(extent), extent.size, MADV_DONTNEED), "madvise")
             os.posix_fadvise(self._cached[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
 
+    def look_up(self, extents: Sequence[Extent]) -> None:
+        self.drop(extents)
+        for extent in extents:  # a wish: no reading ahead
+            self._libc.madvise(self._address(extent), extent.size, MADV_RANDOM)
+
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         address = self._place(slot, extent) + start - extent.start
         read_fully(self._direct[extent.file], address, start, stop)
@@ -465,6 +473,9 @@ class DarwinStore:
     def drop(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
             _check(self._libc.msync(self._starts[extent.file] + extent.start, extent.size, MS_INVALIDATE), "msync")
+
+    def look_up(self, extents: Sequence[Extent]) -> None:
+        self.drop(extents)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         if _touch(self._descriptors[extent.file], start, stop) < stop - start:

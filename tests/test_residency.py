@@ -114,7 +114,7 @@ def test_every_page_has_one_place_and_all_fit(tensors: list[Tensor], share: floa
     for tensor in host:
         wanted[tensor.file][pages_of(tensor)] = 1
     found = {file: np.zeros_like(pages) for file, pages in wanted.items()}
-    for extents in (plan.pinned, plan.cached, *(layer.extents for layer in plan.streamed)):
+    for extents in (plan.pinned, plan.cached, plan.looked_up, *(layer.extents for layer in plan.streamed)):
         covered(extents, found)
     for file in files:
         np.testing.assert_array_equal(found[file], wanted[file])
@@ -183,7 +183,9 @@ def test_the_least_is_all_layers_in_slots_and_a_page_less_is_too_little() -> Non
     assert [layer.index for layer in plan.streamed] == list(range(12))
     assert {layer.size for layer in plan.streamed} == {MIB}
     assert plan.slots == SLOTS
-    with pytest.raises(UsageError, match=r"^4 MiB of memory are too little .* needs at least 5 MiB \(1 MiB embedding"):
+    with pytest.raises(
+        UsageError, match=r"^3 MiB of memory are too little .* needs at least 4 MiB \(1 MiB for the output"
+    ):
         plan_of(tensors, least - PAGE, 5000)
 
 
@@ -270,6 +272,18 @@ def test_experts_are_left_to_the_page_cache() -> None:
     assert tight.cached == plan.cached
 
 
+def test_an_embedding_that_is_not_the_output_is_read_by_rows() -> None:
+    layers = [(f"blk.{i}.w", MIB) for i in range(12)]
+    tied = pack([("token_embd.weight", 4 * MIB), *layers])
+    apart = pack([("token_embd.weight", 4 * MIB), *layers, ("output.weight", MIB)])
+    assert minimum(tied) > minimum(apart) + 2 * MIB
+    assert plan_of(tied, minimum(tied)).looked_up == ()
+    plan = plan_of(apart, minimum(apart))
+    assert 3 * MIB < plan.looked_up_bytes <= 4 * MIB
+    assert not any(extent.start <= 3 * MIB < extent.stop for extent in plan.pinned)
+    assert "of embeddings row by row" in plan.line()
+
+
 def test_chunked_experts_are_experts_too() -> None:
     tensors = pack([("token_embd.weight", MIB), *((f"blk.{i}.ffn_up_chexps.weight", MIB) for i in range(4))])
     assert plan_of(tensors, 2 * MIB).cached_bytes > 3 * MIB
@@ -284,7 +298,7 @@ def test_layers_on_a_device_are_left_out() -> None:
     last = max(extent.stop for extent in (*plan.pinned, *(e for layer in plan.streamed for e in layer.extents))
                if extent.stop < tensors[-1].start // PAGE * PAGE)  # fmt: skip
     assert last <= -(-next(t.start for t in tensors if t.name.startswith("blk.6.")) // PAGE) * PAGE
-    assert make_plan(tensors, half, 0, on_device=9, page=PAGE) is None
+    assert make_plan(tensors, half, 0, on_device=10, page=PAGE) is None
     assert make_plan(tensors, total(tensors) // 2, 0, on_device=12, page=PAGE) is None
 
 
