@@ -76,9 +76,9 @@ class Plan:
     pinned: tuple[Extent, ...]
     streamed: tuple[Layer, ...]  # in the order of their computation
     cached: tuple[Extent, ...]  # left to the page cache
-    looked_up: tuple[Extent, ...]  # read row by row
     slots: int  # layers in memory at once, of the streamed
     layers: int  # of the model
+    looked_up: tuple[Extent, ...] = ()  # read row by row
 
     @property
     def pinned_bytes(self) -> int:
