@@ -339,9 +339,9 @@ class LayerWatch:
             return
         found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-        for number in self._handlers:
-            signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
         try:
+            for number in self._handlers:
+                signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
             yield
         finally:
             for number, handler in self._handlers.items():
