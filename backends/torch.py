@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -378,9 +378,11 @@ class TorchBackend:
         windows: tuple[int | None, ...],
         caches: list[Any],
         streamer: Streamer | None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
+        self.notes = notes
         self._model = model
         self._windows = windows  # by layer
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
@@ -395,6 +397,10 @@ class TorchBackend:
     def release(self, cells: Any) -> None:
         """A session has given its cache back."""
         self._free.append(cells)
+
+    @property
+    def wait_seconds(self) -> float:
+        return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         for name, count, limit in [
@@ -550,10 +556,16 @@ def assemble(
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {gigabytes(memory)}, but only {gigabytes(free)} are free")
         memory = memory or free
-    streamer = None
+    streamer, notes = None, list[str]()
     if memory is not None:
         fixed = sessions * math.prod(shape) * model.dtype.itemsize + work_bytes(model, capabilities, budget + 1)
         streamer = place_layers(model, device, memory, fixed, copies)
+    if streamer is not None:
+        capabilities = replace(capabilities, streams=True)
+        size = sum(block.host.numel() for block in streamer.blocks)
+        notes.append(
+            f"{len(streamer.blocks)} of {config.num_hidden_layers} layers are streamed: {gigabytes(size)} per pass"
+        )
     try:
         model.to(device)
         windows = _inspect(model, shape, device)
@@ -562,7 +574,7 @@ def assemble(
         if streamer is not None:
             streamer.close()
         raise
-    return TorchBackend(model, vocab, capabilities, windows, caches, streamer)
+    return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes)
 
 
 def find_device(name: str | None) -> Any:

@@ -34,6 +34,9 @@ class CopyEngine(Protocol):
     def release(self, buffer: int) -> None:
         """All work on the buffer's present contents has been asked for."""
 
+    def waited(self) -> float:
+        """Seconds that computation has stood still in `wait` so far. To be asked when all of it is done."""
+
     def close(self) -> None:
         """Let no copy run on."""
 
@@ -46,6 +49,8 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(buffers)]
         self._free = [torch.cuda.Event() for _ in range(buffers)]
+        self._waits = list[tuple[Any, Any]]()  # when the device came to a wait, and when it went on
+        self._seconds = 0.0
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         self._stream.wait_event(self._free[buffer])  # an event that was never recorded holds nobody up
@@ -54,10 +59,22 @@ class CudaCopies:
             self._filled[buffer].record(self._stream)
 
     def wait(self, buffer: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._filled[buffer])
+        stream = torch.cuda.current_stream(self._device)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(self._filled[buffer])
+        after.record(stream)
+        self._waits.append((before, after))
 
     def release(self, buffer: int) -> None:
         self._free[buffer].record(torch.cuda.current_stream(self._device))
+
+    def waited(self) -> float:
+        for before, after in self._waits:
+            after.synchronize()  # times are known only then; after a whole pass it returns at once
+            self._seconds += before.elapsed_time(after) / 1000
+        self._waits = []
+        return self._seconds
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -190,6 +207,11 @@ class Streamer:
                 self._fetch(following)
 
         return hook
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that passes have waited for layers."""
+        return self._engine.waited()
 
     def close(self) -> None:
         """Stop copying and free the buffers."""

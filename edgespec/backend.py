@@ -114,7 +114,7 @@ class Backend(Protocol):
 
     @property
     def wait_seconds(self) -> float:
-        """Time that passes have waited for weights from a disk, since the model was loaded."""
+        """Time that passes have waited for weights from a disk or over a bus, since the model was loaded."""
 
     def open(self) -> Session:
         """A new, empty session.

@@ -168,6 +168,7 @@ class Recorder:
         self.waiting = {}
         self.free = [False] * buffers
         self.closed = False
+        self.waits = 0  # each of which counts as a second
 
     def fill(self, buffer, target, source):
         assert self.free[buffer], "the buffer is still in use"
@@ -180,11 +181,15 @@ class Recorder:
         if buffer in self.waiting:
             target, source = self.waiting.pop(buffer)
             target.copy_(source)
+            self.waits += 1
         self.events.append(("wait", buffer))
 
     def release(self, buffer):
         self.free[buffer] = True
         self.events.append(("release", buffer))
+
+    def waited(self):
+        return float(self.waits)
 
     def close(self):
         self.closed = True
@@ -263,6 +268,19 @@ class TestOffload:
                     assert before == ("release", after[1])  # nothing is overwritten before it was used
             assert held == {buffer: buffer for buffer in range(BUFFERS)}  # the next pass's first layers are coming
             recorder.events.clear()
+
+    def test_what_is_said_about_it(self, llama):
+        """Resident layers wait for nothing; of six streamed ones, each pass waits for each."""
+        backend, _, _ = streaming(llama, 0)
+        session, before = backend.open(), backend.wait_seconds
+        backend.forward([work(session, [5], [-1])])
+        assert backend.wait_seconds - before == 6
+        assert backend.capabilities.streams
+        assert len(backend.notes) == 1
+        assert backend.notes[0].startswith("6 of 6 layers are streamed: ")
+        resident = load(str(llama), **OPTIONS)
+        resident.forward([work(resident.open(), [5], [-1])])
+        assert (resident.wait_seconds, resident.capabilities.streams, list(resident.notes)) == (0.0, False, [])
 
     def test_device_memory_is_the_buffers(self, llama):
         """Streamed weights are views of two buffers; the blocks hold each of them once."""
