@@ -43,6 +43,7 @@ from edgespec.machine import (
     available_memory,
     file_system,
     format_size,
+    parse_size,
     private_memory,
 )
 from edgespec.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
@@ -407,6 +408,8 @@ class LlamaLogits:
 class LlamaBackend:
     """See `edgespec.backend.Backend`. One model with one context; make it with `load`."""
 
+    name = "llamacpp"
+
     def __init__(
         self,
         model: Any,
@@ -536,7 +539,7 @@ def load(
     threads: int | None = None,
     gpu_layers: int = 0,
     in_order: bool = True,
-    memory: int | None = None,
+    memory: int | str | None = None,
     beside: Sequence[str] = (),
     resident: bool = False,
 ) -> LlamaBackend:
@@ -552,7 +555,8 @@ def load(
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
-        memory: bytes this model, what is `beside` it and the program may take; default: what is free.
+        memory: bytes, such as "12G", that this model, what is `beside` it and the program may take; default: what is
+            free.
         beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
         resident: do not stream, whatever is free: another model's plan has left room for this one.
 
@@ -561,6 +565,7 @@ def load(
         UsageError: an option is out of range, or the memory too little for the model.
     """
     _check_options(context_length, budget, sessions, threads)
+    memory = parse_size(memory) if isinstance(memory, str) else memory
     size = ContextSize(context_length, budget, sessions, MIN_NODES)
     plan, notes = None, list[str]()
     plenty = _plenty(path, memory, beside)

@@ -1,4 +1,4 @@
-"""Model folders on MLX, Apple's array library, through mlx-lm's model classes: quantised or not, local or from the hub.
+"""Model folders on MLX, Apple's array library, through mlx-lm's model classes, quantised or not.
 
 mlx-lm's classes read one sequence, front to back. Three small replacements make them read a tree:
 
@@ -19,7 +19,6 @@ Several works in one forward are evaluated one after the other: each reads the w
 """
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,25 +33,23 @@ from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import ancestor_mask, depths
 
 try:
-    import huggingface_hub
     import mlx.core as mx
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from mlx import nn
     from mlx.utils import tree_flatten
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
+    from mlx_lm.utils import load_model
 except ImportError as error:
     raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error
 
 # After mlx_lm, which stops transformers from recommending PyTorch.
-from . import hf_vocab
-from .hf_vocab import HfVocab, check_folder, first_line
+from .hf_vocab import HfVocab, check_folder, first_line, load_vocab
+
+__all__ = ["MlxBackend", "load", "load_vocab"]
 
 MIN_NODES = 512  # prompts are read in chunks of this size
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 CACHE_SHARE = 16  # of the memory a Mac's GPU may use, 1 / CACHE_SHARE may hold freed buffers for reuse
 WIRED_SHARE = 0.9  # … and this part weights, before the user is told; where mlx-lm warns too
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
 # Most a logit moves with the shape of the pass it is computed in, by the type of the activations (quantised weights do
@@ -346,6 +343,8 @@ def device_top_ids(scores: Any, k: int) -> Any:
 class MlxBackend:
     """See `edgespec.backend.Backend`. Make it with `load`."""
 
+    name = "mlx"
+
     def __init__(
         self,
         model: Any,
@@ -415,7 +414,7 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
     """Load a model folder in the form of the Hugging Face hub, as mlx-lm reads it.
 
     Args:
-        path: the folder (config.json, model*.safetensors, tokenizer), or OWNER/REPOSITORY on the hub, which is fetched.
+        path: the folder: config.json, model*.safetensors, tokenizer.
         context_length: most tokens of text in one session; 0 = what the model was trained for.
         budget: largest tree that will be asked for, in nodes without the root.
         sessions: how many sessions may be open at once.
@@ -431,10 +430,10 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-    folder = local_folder(path, DEFAULT_ALLOW_PATTERNS)
+    folder = check_folder(path)
     config = _check_files(folder)
     model = _load_weights(folder)
-    vocab = hf_vocab.load_vocab(str(folder))
+    vocab = load_vocab(path)
     windows = _windows(model, path)
     notes = set_memory_limits(sum(array.nbytes for _, array in tree_flatten(model.parameters())))
     wrap_ropes(model)
@@ -454,26 +453,6 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
         backend.close()
         raise
     return backend
-
-
-def load_vocab(path: str) -> HfVocab:
-    """Only the tokenizer of a folder or hub name. Raises ModelError as `load` does."""
-    patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if "safetensors" not in pattern]
-    return hf_vocab.load_vocab(str(local_folder(path, patterns)))
-
-
-def local_folder(path: str, patterns: Sequence[str]) -> Path:
-    """The folder behind a path or a hub name; hub files that match a pattern are fetched, with progress.
-
-    Raises:
-        ModelError: it is not there.
-    """
-    if Path(path).exists() or not HUB_NAME.fullmatch(path):
-        return check_folder(path)
-    try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise ModelError(f"{path}: no such folder, and cannot be fetched from the hub: {first_line(error)}") from error
 
 
 def _check_files(folder: Path) -> dict[str, Any]:

@@ -299,6 +299,7 @@ class ReferenceBackend:
         self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
         self.open_sessions = 0
         self._sessions = sessions
+        self.name = "reference"
         self.notes: list[str] = []
         self.wait_seconds = 0.0
 
@@ -331,8 +332,6 @@ def load(
     context_length: int = DEFAULT_CONTEXT,
     budget: int = 64,
     sessions: int = 1,
-    threads: int | None = None,
-    gpu_layers: int = 0,
 ) -> ReferenceBackend:
     """Load weights that `Model.save` wrote.
 
@@ -341,8 +340,6 @@ def load(
         context_length: most tokens of text in one session; 0 = DEFAULT_CONTEXT.
         budget: largest tree that will be asked for, in nodes without the root.
         sessions: how many sessions may be open at once.
-        threads: not used; there is one.
-        gpu_layers: not used.
 
     Raises:
         ModelError: the file is missing or is not such a file.

@@ -28,6 +28,7 @@ from rich.progress import track
 
 from edgespec.backend import Capabilities, Logits, Vocab, Work
 from edgespec.errors import ContextFull, EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.machine import format_size, parse_size
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 try:
@@ -46,8 +47,6 @@ from .torch_offload import (
     Streamer,
     block_bytes,
     count_resident,
-    gigabytes,
-    parse_bytes,
     streamed_layers,
 )
 
@@ -370,6 +369,8 @@ def top_on_device(
 class TorchBackend:
     """See `edgespec.backend.Backend`. Make it with `load`."""
 
+    name = "torch"
+
     def __init__(
         self,
         model: Any,
@@ -485,8 +486,8 @@ def load(
         threads: compute threads on the CPU, for all models of the process; default: PyTorch's choice.
         device: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default: as in the folder.
-        gpu_memory: bytes of GPU memory to use, such as "10G"; layers beyond that are streamed from host memory.
-            Default: what is free.
+        gpu_memory: bytes of GPU memory to use, such as "10G", what was loaded before included; layers beyond that are
+            streamed from host memory. Default: what is free.
         copies: makes the copy engine for a device and a number of buffers, in the place of CUDA's.
 
     Raises:
@@ -498,7 +499,7 @@ def load(
     place = find_device(device)
     if gpu_memory is not None and place.type != "cuda" and copies is None:
         raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {place.type}")
-    memory = parse_bytes(gpu_memory) if gpu_memory is not None else None
+    memory = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
     if threads:
         torch.set_num_threads(threads)
     vocab = load_vocab(path)
@@ -551,20 +552,23 @@ def assemble(
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
     )
     shape = cache_shape(config, context_length + max_nodes)
+    held = 0
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device)  # by a draft that was loaded before
+        free = torch.cuda.mem_get_info(device)[0] + held
         if memory is not None and memory > free:
-            raise UsageError(f"gpu_memory is {gigabytes(memory)}, but only {gigabytes(free)} are free")
+            raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
         memory = memory or free
     streamer, notes = None, list[str]()
     if memory is not None:
-        fixed = sessions * math.prod(shape) * model.dtype.itemsize + work_bytes(model, capabilities, budget + 1)
+        caches = sessions * math.prod(shape) * model.dtype.itemsize
+        fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         streamer = place_layers(model, device, memory, fixed, copies)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True)
         size = sum(block.host.numel() for block in streamer.blocks)
         notes.append(
-            f"{len(streamer.blocks)} of {config.num_hidden_layers} layers are streamed: {gigabytes(size)} per pass"
+            f"{len(streamer.blocks)} of {config.num_hidden_layers} layers are streamed: {format_size(size)} per pass"
         )
     try:
         model.to(device)

@@ -9,17 +9,16 @@ asked for, also beyond the end of a pass: the first layers of the next pass arri
 `Streamer` decides what is copied when; a `CopyEngine` does it.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.machine import format_size
 
 BUFFERS = 2  # enough to keep either the copies or the computation busy all the time
 ALIGNMENT = 256  # bytes; where a tensor may start in a block
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class CopyEngine(Protocol):
@@ -95,7 +94,9 @@ class Block:
             # Registered memory: PyTorch's own pinned memory is rounded up to a power of two.
             status = torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.host.numel(), 0)
             if int(status) != 0:
-                raise ModelError(f"cannot pin {gigabytes(self.host.numel())} of host memory: CUDA error {int(status)}")
+                raise ModelError(
+                    f"cannot pin {format_size(self.host.numel())} of host memory: CUDA error {int(status)}"
+                )
         self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # where, name, parameter?, offset, likeness
         offset = 0
         for store, name, is_parameter in tensors:
@@ -240,10 +241,10 @@ def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers:
     largest = max(layer_bytes)
     room = memory - fixed - buffers * largest
     if room < 0:
+        least = format_size(fixed + buffers * largest, up=True)
         raise UsageError(
-            f"{gigabytes(memory)} of GPU memory cannot hold {buffers} layers of {gigabytes(largest)} besides the "
-            f"{gigabytes(fixed)} of everything else: give at least {gigabytes(fixed + buffers * largest)}, or use a "
-            f"smaller context, budget or dtype"
+            f"{format_size(memory)} of GPU memory cannot hold {buffers} layers of {format_size(largest)} besides the "
+            f"{format_size(fixed)} of everything else: give at least {least}, or use a smaller context, budget or dtype"
         )
     return room // largest
 
@@ -252,20 +253,3 @@ def streamed_layers(count: int, resident: int) -> list[int]:
     """Which of `count` layers are streamed: evenly spread, so that copies go on while resident layers compute."""
     streamed = count - resident
     return [i for i in range(count) if (i + 1) * streamed // count > i * streamed // count]
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes of "10G", "512M", "1.5GiB" or a plain number; units are powers of 1024.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise UsageError(f"GPU memory is {text!r}, but must be a size such as 10G, 512M or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def gigabytes(size: int) -> str:
-    """A size for people."""
-    return f"{size / 2**30:.2f} GB" if size >= 2**27 else f"{size / 2**20:.2f} MB"

@@ -4,15 +4,19 @@ One verb, `Backend.forward`, does prefill, draft expansion, verification and sev
 once. Every backend passes `tests/contract.py`.
 """
 
+import inspect
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.errors import ContextFull, UsageError, VocabMismatch
+from edgespec.errors import ContextFull, MissingPackage, UsageError, VocabMismatch
 from edgespec.sampling import Float32Array, IdArray, Scores
 from edgespec.tree import IntArray
 
@@ -108,6 +112,7 @@ class Logits(Protocol):
 class Backend(Protocol):
     """A loaded model."""
 
+    name: str  # by which `load_backend` knows its engine
     vocab: Vocab
     capabilities: Capabilities
     notes: Sequence[str]  # what a user should know about how the model was loaded, a line each
@@ -156,6 +161,29 @@ def load_backend(name: str, path: str, **options: Any) -> Backend:
     """
     backend: Backend = _backend_module(name).load(path, **options)
     return backend
+
+
+def load_options(name: str) -> frozenset[str]:
+    """The options that a backend's `load` has; raises as `load_backend` does."""
+    return frozenset(list(inspect.signature(_backend_module(name).load).parameters)[1:])
+
+
+def choose_backend(folder: bool) -> str:
+    """The built-in backend for a model file, or for a model folder on this machine.
+
+    Raises:
+        MissingPackage: no engine for folders is installed.
+    """
+    if not folder:
+        return "llamacpp"
+    engines = [("torch", "torch"), ("mlx", "mlx_lm")]
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        engines.reverse()
+    installed = [name for name, package in engines if find_spec(package)]
+    if not installed:
+        name, package = engines[0]
+        raise MissingPackage(package.replace("_", "-"), name, "running a model folder")
+    return installed[0]
 
 
 def load_vocab(name: str, path: str) -> Vocab:

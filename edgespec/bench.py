@@ -105,11 +105,9 @@ def run_bench(
     raw: bool = False,
     system: str | None = None,
     ctx: int | None = None,
-    threads: int | None = None,
-    gpu_layers: int = 0,
-    memory: int | str | None = None,
     models_file: str | None = None,
     progress: bool = False,
+    **engine_options: Any,
 ) -> dict[str, Any]:
     """Measure; arguments as for `edgespec.load` and `Model.stream`. Prompt i is sampled with seed + i.
 
@@ -128,9 +126,8 @@ def run_bench(
     budget = choose_budget(budget, entry)
     system = system or entry.defaults.system
     backends = open_backends(
-        entry, draft if need_draft else None, models_file, context_length=ctx,
-        budget=budget, threads=threads, gpu_layers=gpu_layers, memory=memory,
-    )  # fmt: skip
+        entry, draft if need_draft else None, models_file, context_length=ctx, budget=budget, **engine_options
+    )
     try:
         tallies = {name: Tally() for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
@@ -149,14 +146,15 @@ def run_bench(
                     if divergence := explain(backends[0], prompt_ids, plain, result.token_ids, params):
                         tallies[name].ties += divergence.tie
                         tallies[name].unexplained += not divergence.tie
-        return _report(tallies, backends[0], len(prompts), sampling, max_tokens)
+        return _report(tallies, backends, len(prompts), sampling, max_tokens)
     finally:
         close_all(backends)
 
 
 def _report(
-    tallies: dict[str, Tally], target: Backend, prompts: int, sampling: dict[str, Any], max_tokens: int
+    tallies: dict[str, Tally], backends: Sequence[Backend], prompts: int, sampling: dict[str, Any], max_tokens: int
 ) -> dict[str, Any]:
+    target = backends[0]
     plain_speed = tallies["none"].total("tokens") / tallies["none"].total("seconds")
     rows = {}
     for name, tally in tallies.items():
@@ -187,6 +185,8 @@ def _report(
         "prompts": prompts,
         "max_tokens": max_tokens,
         "sampling": sampling,
+        "backend": target.name,
+        "draft_backend": backends[1].name if len(backends) > 1 else None,
         "notes": list(target.notes),
         "logit_tolerance": target.capabilities.logit_tolerance,
         "unexplained": sum(tally.unexplained for tally in tallies.values()),
@@ -196,7 +196,8 @@ def _report(
 
 def table(report: dict[str, Any]) -> str:
     """The report for a person."""
-    view = Table(title=f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each", title_justify="left")
+    title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}"
+    view = Table(title=title, title_justify="left")
     view.add_column("planner")
     for heading in (
         "acceptance length",

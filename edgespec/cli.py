@@ -56,9 +56,13 @@ MODEL_OPTIONS = _options(
     click.option("--datastore", metavar="FILE", help="Datastore for the planner sssd."),
     click.option("--budget", type=int, help="Most guessed tokens per pass. [default: the model's, else 64]"),
     click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
-    click.option("--threads", type=int, help="Compute threads. [default: one per core]"),
-    click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 = all."),
-    click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]"),
+    click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
+    click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
+    click.option("--gpu-layers", type=int, help="llamacpp: layers on the GPU; -1 = all. [default: 0]"),
+    click.option("--memory", metavar="SIZE", help="llamacpp: memory to use, such as 12G. [default: what is free]"),
+    click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
+    click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
+    click.option("--gpu-memory", metavar="SIZE", help="torch: GPU memory to use, such as 10G. [default: what is free]"),
     click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
     click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
     click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
@@ -88,6 +92,8 @@ SAMPLING_OPTIONS = _options(
 Examples:
   edgespec run smollm2-135m "Why is the sky blue?"
   edgespec run big.gguf --draft small.gguf            chat; /help shows the commands
+  edgespec run ~/models/qwen3-32b --gpu-memory 10G "Why is the sky blue?"
+  edgespec run mlx-community/Qwen3-0.6B-4bit          a repository on the hub
   cat question.txt | edgespec run big.gguf - --json
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
@@ -112,7 +118,9 @@ def run(
     model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, show_drafts: bool,
     max_tokens: int, stop: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Answer PROMPT with MODEL, a name from `edgespec models` or the path of a GGUF file.
+    """Answer PROMPT with MODEL: a name from `edgespec models`, a GGUF file, a model folder, or one of the hub.
+
+    Files run on llama.cpp; folders on MLX on a Mac with Apple silicon, on PyTorch elsewhere.
 
     PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
     """
@@ -372,11 +380,12 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     from rich.console import Console
     from rich.progress import Progress
 
-    from edgespec.backend import load_vocab
+    from edgespec.backend import choose_backend, load_vocab
     from edgespec.datastore import build, read_texts
-    from edgespec.registry import find_model, local_path
+    from edgespec.registry import find_model, is_folder, local_path
 
-    vocab = load_vocab("llamacpp", local_path(find_model(model, models_file).target))
+    source = find_model(model, models_file).target
+    vocab = load_vocab(choose_backend(is_folder(source)), local_path(source, weights=False))
     skipped = list[Path]()
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         tasks = {}

@@ -18,7 +18,7 @@ from edgespec.backend import BUILT_IN, Backend, Work, load_backend
 from edgespec.errors import UsageError
 from edgespec.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.model import DEFAULT_CONTEXT, choose_budget
-from edgespec.registry import find_model, local_path
+from edgespec.registry import find_model, is_folder, local_path
 from edgespec.residency import SAFETY, Plan
 
 SLOW = 0.5  # tokens per second below which a user is warned
@@ -110,9 +110,11 @@ def diagnose(
         EdgespecError: a file is missing or damaged, or a value out of range.
     """
     entry = find_model(target, models_file)
-    path = local_path(entry.target)
     draft = draft or entry.draft
-    beside = [local_path(find_model(draft, models_file).target)] if draft else []
+    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
+    for source in filter(is_folder, sources):
+        raise UsageError(f"{source.partition(':')[2]} is a model folder; doctor can look at GGUF files only")
+    path, *beside = map(local_path, sources)
     budget = choose_budget(budget, entry)
     context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
     room = parse_size(memory) if isinstance(memory, str) else memory

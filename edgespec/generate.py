@@ -65,7 +65,8 @@ def generate_tokens(
     token_ids = list(prompt_ids)
     limit = min(len(prompt_ids) + max_tokens, capabilities.context_length)
     budget = min(budget, capabilities.max_nodes - 1, capabilities.max_wanted - 1)
-    stats.planner, stats.seed, stats.prompt_tokens = planner.name, sampling.seed, len(prompt_ids)
+    stats.planner, stats.backend = planner.name, target.name
+    stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     started = perf_counter()
     stats.cached_tokens = common_prefix(session.token_ids, token_ids[:-1])

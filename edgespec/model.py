@@ -12,17 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from edgespec.backend import Backend, check_room, check_same_vocab, load_backend
+from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
 from edgespec.datastore import open_datastore
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
-from edgespec.machine import parse_size
 from edgespec.planners import Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.registry import Entry, find_model, local_path
+from edgespec.registry import Entry, find_model, is_folder, local_path
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import Message, TextStream, render_chat, user_messages
@@ -38,6 +37,8 @@ PLANNERS = {
 NEED_DRAFT = ("specexec", "chain")
 DEFAULT_BUDGET = 64
 DEFAULT_CONTEXT = 4096
+FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
+RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
 
 Prompt = str | Sequence[Message]
 
@@ -203,26 +204,37 @@ def load(
     budget: int | None = None,
     datastore: str | None = None,
     context_length: int | None = None,
+    backend: str | None = None,
     threads: int | None = None,
-    gpu_layers: int = 0,
+    gpu_layers: int | None = None,
     memory: int | str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    gpu_memory: int | str | None = None,
     models_file: str | None = None,
     **planner_options: Any,
 ) -> Model:
     """Load a target and its helpers.
 
     Args:
-        target: a name from models.yaml, the path of a GGUF file, or a source such as hf:owner/repository/file.gguf.
+        target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or
+            a source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: what models.yaml says.
         planner: one of `PLANNERS`; default: what models.yaml says, else specexec with a draft, sssd with a
             datastore or if the target's weights are streamed, none otherwise.
         budget: most guessed tokens per pass.
         datastore: a file made by `edgespec datastore build`, for the planner sssd.
         context_length: most tokens of text; 0 = what the model was trained for.
-        threads: compute threads; default: one per core.
-        gpu_layers: layers to keep on the GPU; -1 = all.
-        memory: what the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk.
-            Default: what is free.
+        backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
+            files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
+        threads: llamacpp, torch: compute threads; default: the engine's choice.
+        gpu_layers: llamacpp: layers to keep on the GPU; -1 = all.
+        memory: llamacpp: what the program may take, in bytes or as "12G"; weights that do not fit are streamed from
+            disk. Default: what is free.
+        device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
+        dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
+        gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
+            from host memory. Default: what is free.
         models_file: a models.yaml to use besides the built-in one.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
@@ -239,7 +251,8 @@ def load(
     budget = choose_budget(budget, entry)
     backends = open_backends(
         entry, draft if planner in NEED_DRAFT else None, models_file,
-        context_length=context_length, budget=budget, threads=threads, gpu_layers=gpu_layers, memory=memory,
+        context_length=context_length, budget=budget, backend=backend, threads=threads, gpu_layers=gpu_layers,
+        memory=memory, device=device, dtype=dtype, gpu_memory=gpu_memory,
     )  # fmt: skip
     if unsure and backends[0].capabilities.streams:
         planner = "sssd"
@@ -272,29 +285,72 @@ def open_backends(
     models_file: str | None,
     *,
     context_length: int | None,
-    memory: int | str | None = None,
+    budget: int,
+    backend: str | None = None,
     **options: Any,
 ) -> list[Backend]:
     """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
 
     The draft stays in memory; the target gets what the draft leaves.
+
+    Args:
+        entry: the target.
+        draft: a name, path or source.
+        models_file: as for `load`.
+        context_length: as for `load`.
+        budget: most guessed tokens per pass.
+        backend: as for `load`; the two may differ only where it is not given.
+        options: what `load` hands to the engines; None = not given.
+
+    Raises:
+        EdgespecError: anything that is wrong, as one line.
     """
-    if isinstance(memory, str):
-        memory = parse_size(memory)
-    options["context_length"] = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
-    paths = [local_path(entry.target)]
-    if draft:
-        paths.append(local_path(find_model(draft, models_file).target))
+    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
+    names = [backend or choose_backend(is_folder(source)) for source in sources]
+    check_engine_options(names, options)
+    paths = [local_path(source) for source in sources]
+    common = {name: value for name, value in options.items() if value is not None and name not in FOR_TARGET}
+    common |= {
+        "context_length": context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT,
+        "budget": budget,
+    }
+    for_target = {name: options.get(name) for name in FOR_TARGET}
+    # An engine that can plan for both is told; any other finds what a draft loaded before has left.
+    together = len(set(names)) == 1 and "beside" in load_options(names[0])
     backends: list[Backend] = []
     try:
-        backends.append(load_backend("llamacpp", paths[0], memory=memory, beside=paths[1:], **options))
+        if draft and not together:
+            backends.append(_load_with(names[1], paths[1], common | RESIDENT))
+        beside = {"beside": paths[1:]} if together else {}
+        backends.insert(0, _load_with(names[0], paths[0], common | for_target | beside))
+        if draft and together:
+            backends.append(_load_with(names[1], paths[1], common | RESIDENT))
         if draft:
-            backends.append(load_backend("llamacpp", paths[1], in_order=False, resident=True, **options))
             check_same_vocab(backends[0].vocab, backends[1].vocab)
     except BaseException:
         close_all(backends)
         raise
     return backends
+
+
+def _load_with(name: str, path: str, options: Mapping[str, Any]) -> Backend:
+    """Load, with those of the options that the backend has."""
+    known = load_options(name)
+    return load_backend(name, path, **{option: value for option, value in options.items() if option in known})
+
+
+def check_engine_options(backends: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Refuse an option that was given (is not None) and that none of these backends has.
+
+    Raises:
+        UsageError: names the option and the backend, with what it has.
+    """
+    known = frozenset[str]().union(*map(load_options, backends))
+    for option, value in options.items():
+        if value is not None and option not in known:
+            names = " and ".join(dict.fromkeys(backends))
+            others = ", ".join(name for name in options if name in known) or "none"
+            raise UsageError(f"the backend {names} has no option {option!r}; its options: {others}")
 
 
 def close_all(backends: Sequence[Backend]) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from edgespec.sampling import SamplingParams
 BUILT_IN = Path(__file__).parent / "models.yaml"
 OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/REPOSITORY
+WEIGHTS = "model*.safetensors"
+FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a repository on the hub
 
 
 class Defaults(BaseModel):
@@ -127,7 +131,7 @@ def all_models(models_file: str | None = None) -> list[Entry]:
 
 
 def find_model(model: str, models_file: str | None = None) -> Entry:
-    """The entry of a name, or one made up for a path or a source.
+    """The entry of a name, or one made up for a path, a source or OWNER/REPOSITORY on the hub.
 
     Raises:
         UsageError: no such name, with near ones.
@@ -138,17 +142,39 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    if model.endswith(".gguf") or "/" in model or Path(model).exists():
+    is_path = model.endswith(".gguf") or Path(model).expanduser().exists()
+    if HUB_NAME.fullmatch(model) and not is_path:
+        return Entry(name=model, target=f"hf:{model}")
+    if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(model).expanduser()}")
     near = difflib.get_close_matches(model, entries, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(entries)}"
-    raise UsageError(f"there is no model {model!r}; {hint} A file's path must end in .gguf or contain a slash.")
+    raise UsageError(f"there is no model {model!r}; {hint} A path must end in .gguf or contain a slash.")
 
 
-def local_path(source: str) -> str:
-    """The file behind a source; a hub file is fetched first, with progress, and kept in the hub's cache.
+def is_folder(source: str) -> bool:
+    """Whether a source is a model folder, here or on the hub, rather than a file.
 
     Raises:
+        ModelError: a folder has no config.json, or the package that has it is not installed.
+    """
+    if source.startswith("hf:"):
+        return source.count("/") == 1 and not source.endswith(".gguf")
+    path = Path(local_path(source))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(f"{path}: has no config.json, so it is not a model folder")
+    return path.is_dir()
+
+
+def local_path(source: str, *, weights: bool = True) -> str:
+    """The file or folder behind a source; what is on the hub is fetched first, with progress, and kept in its cache.
+
+    Args:
+        source: see models.yaml.
+        weights: those of a folder on the hub are wanted, too.
+
+    Raises:
+        UsageError: a hub source is neither a repository nor a file in one.
         ModelError: it is not there.
         MissingPackage: the package that has it, or that fetches it, is not installed.
     """
@@ -157,7 +183,7 @@ def local_path(source: str) -> str:
         return rest
     if scheme == "package":
         return _package_file(rest)
-    return _hub_file(rest)
+    return _from_hub(rest, weights)
 
 
 def _package_file(rest: str) -> str:
@@ -171,16 +197,24 @@ def _package_file(rest: str) -> str:
     return str(Path(spec.submodule_search_locations[0]) / inside)
 
 
-def _hub_file(rest: str) -> str:
-    parts = rest.split("/", 2)
-    if len(parts) != 3 or not all(parts):
-        raise UsageError(f"'hf:{rest}' must be hf:OWNER/REPOSITORY/FILE")
+def _from_hub(rest: str, weights: bool) -> str:
+    owner, _, repository = rest.partition("/")
+    repository, _, file = repository.partition("/")
+    if not (owner and repository) or (rest.endswith(".gguf") and not file):
+        raise UsageError(f"'hf:{rest}' must be hf:OWNER/REPOSITORY, or hf:OWNER/REPOSITORY/FILE for a GGUF file")
     try:
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError
     except ImportError as error:
         raise MissingPackage("huggingface_hub", "hub", f"fetching hf:{rest}") from error
+    name = f"{owner}/{repository}"
     try:
-        return str(huggingface_hub.hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"hf:{rest}: cannot be fetched: {str(error).strip().splitlines()[0]}") from error
+        if file:
+            return str(huggingface_hub.hf_hub_download(name, file))
+        patterns = [pattern for pattern in FOLDER_FILES if weights or pattern != WEIGHTS]
+        return str(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"hf:{rest}: neither a folder here nor a repository on the hub that you may read") from error
+    except Exception as error:  # the library hands on what the network's libraries raise
+        what = "cannot be fetched" if file else "no such folder here, and it cannot be fetched from the hub"
+        raise ModelError(f"hf:{rest}: {what}: {str(error).strip().splitlines()[0]}") from error

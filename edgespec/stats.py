@@ -12,6 +12,7 @@ class GenerationStats:
     """Counts and seconds of one generation."""
 
     planner: str = "none"
+    backend: str = ""  # the target's engine
     seed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that were still in the cache
@@ -56,5 +57,5 @@ class GenerationStats:
         """One line for a person."""
         return (
             f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, "
-            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes ({self.planner})"
+            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes ({self.planner} on {self.backend})"
         )

@@ -80,7 +80,7 @@ def test_models_lists_the_demo_model() -> None:
     ("arguments", "code", "says"),
     [
         (["nothing.gguf", "hi"], 1, "there is no such file"),
-        (["./", "hi"], 1, "is a folder"),
+        (["./", "hi"], 1, "has no config.json"),
         (["smolm2", "hi"], 2, "did you mean smollm2-135m"),
         (["x.gguf", ""], 2, "prompt is empty"),
         (["x.gguf", "  \n"], 2, "prompt is empty"),
@@ -99,7 +99,7 @@ def test_models_lists_the_demo_model() -> None:
         (["x.gguf", "hi", "--draft", "y.gguf", "--tau", "nan"], 2, "tau is nan"),
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
-        (["hf:owner/file", "hi"], 2, "OWNER/REPOSITORY/FILE"),
+        (["hf:owner/file.gguf", "hi"], 2, "OWNER/REPOSITORY/FILE"),
         (["package:no_such_package/x.gguf", "hi"], 1, "pip install no-such-package"),
     ],
 )

@@ -12,15 +12,13 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
-import huggingface_hub
 import mlx.core as mx
 from edgespec.backends import mlx as backend_module
 from edgespec.backends.mlx import TreeRope, device_top, load, load_vocab, takes_array
-from huggingface_hub.errors import LocalEntryNotFoundError
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
-from mlx_models import FAMILIES, SHARED, VOCAB_SIZE, write_model
+from mlx_models import FAMILIES, SHARED, write_model
 
 from edgespec.backend import prefill
 from edgespec.errors import ModelError, UsageError
@@ -345,29 +343,6 @@ def test_what_is_not_a_folder(call, tmp_path, llama):
 def test_options_out_of_range(llama, options):
     with pytest.raises(UsageError, match="but must be from"):
         load(str(llama), **options)
-
-
-def test_a_hub_name(llama, monkeypatch):
-    """Fetched by the hub's own library; only its tokenizer where only that is wanted."""
-    asked = []
-
-    def fetch(name, *, allow_patterns):
-        asked.append((name, "model*.safetensors" in allow_patterns))
-        return str(llama)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    load("mlx-community/tiny-model", context_length=64).close()
-    assert load_vocab("mlx-community/tiny-model").size == VOCAB_SIZE
-    assert asked == [("mlx-community/tiny-model", True), ("mlx-community/tiny-model", False)]
-
-
-def test_a_hub_that_does_not_answer(monkeypatch):
-    def fetch(name, *, allow_patterns):
-        raise LocalEntryNotFoundError("no network,\nand nothing kept")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(ModelError, match=r"no such folder, and cannot be fetched from the hub: no network,$"):
-        load("mlx-community/tiny-model")
 
 
 def test_without_mlx():

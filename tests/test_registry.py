@@ -1,15 +1,19 @@
 """models.yaml: what is read, what is refused and where the message points."""
 
+import hashlib
 import http.server
+import json
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, RegistryError, UsageError
-from edgespec.registry import all_models, find_model, local_path, read_models
+from edgespec.registry import all_models, find_model, is_folder, local_path, read_models
 
 
 def write(folder: Path, text: str) -> Path:
@@ -84,6 +88,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
     """Answers as the hub does for one file of one repository."""
 
     content = b"GGUF" + b"\0" * 100
+    folder: ClassVar = {"config.json": b"{}", "model.safetensors": b"weights", "consolidated.safetensors": b"again"}
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -92,19 +97,29 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
-        if self.path != "/owner/repo/resolve/main/folder/model.gguf":
+        commit = "0" * 40
+        found = {
+            "/owner/repo/resolve/main/folder/model.gguf": self.content,
+            "/api/models/owner/folder/revision/main": json.dumps({"id": "owner/folder", "sha": commit}).encode(),
+            f"/api/models/owner/folder/tree/{commit}": json.dumps(
+                [{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in self.folder.items()]
+            ).encode(),
+        }
+        found |= {f"/owner/folder/resolve/{commit}/{name}": data for name, data in self.folder.items()}
+        content = found.get(self.path.partition("?")[0])
+        if content is None:
             self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Error-Code", "RepoNotFound" if "/api/" in self.path else "EntryNotFound")
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
         self.send_response(200)
-        self.send_header("ETag", '"1234"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", str(len(self.content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
-            self.wfile.write(self.content)
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -116,13 +131,9 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    real = huggingface_hub.hf_hub_download
-
-    def download(repository: str, file: str) -> str:
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        return str(real(repository, file, endpoint=endpoint, cache_dir=tmp_path / "cache"))
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    options = {"endpoint": f"http://127.0.0.1:{server.server_port}", "cache_dir": tmp_path / "cache"}
+    for name in ("hf_hub_download", "snapshot_download"):
+        monkeypatch.setattr(huggingface_hub, name, partial(getattr(huggingface_hub, name), **options))
     yield
     server.shutdown()
     thread.join()
@@ -142,9 +153,63 @@ def test_a_hub_file_that_is_not_there_is_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_source_needs_three_parts() -> None:
+@pytest.mark.usefixtures("fake_hub")
+def test_a_hub_nameis_fetched_without_what_no_engine_reads() -> None:
+    tokenizer_only = Path(local_path("hf:owner/folder", weights=False))
+    assert {file.name for file in tokenizer_only.iterdir()} == {"config.json"}
+    folder = Path(local_path(find_model("owner/folder").target))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+        name: data for name, data in FakeHub.folder.items() if name != "consolidated.safetensors"
+    }
+
+
+@pytest.mark.usefixtures("fake_hub")
+def test_a_hub_namethat_is_not_there_is_one_line() -> None:
+    with pytest.raises(ModelError, match="hf:owner/other: neither a folder here nor a repository") as caught:
+        local_path("hf:owner/other")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
+    options = {"endpoint": "http://127.0.0.1:9", "cache_dir": tmp_path}  # the port of "discard": nobody is there
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", partial(huggingface_hub.snapshot_download, **options))
+    with pytest.raises(ModelError, match="hf:owner/other: no such folder here, and it cannot be fetched") as caught:
+        local_path("hf:owner/other")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["hf:owner", "hf:owner/", "hf:/repository", "hf:owner/file.gguf"])
+def test_a_hub_source_has_two_or_more_parts(source: str) -> None:
     with pytest.raises(UsageError, match="OWNER/REPOSITORY/FILE"):
-        local_path("hf:owner/file.gguf")
+        local_path(source)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "folder"),
+    [
+        ("mlx-community/Qwen3-0.6B-4bit", "hf:mlx-community/Qwen3-0.6B-4bit", True),
+        ("hf:owner/repo", "hf:owner/repo", True),
+        ("hf:owner/repo/file.gguf", "hf:owner/repo/file.gguf", False),
+        ("owner/file.gguf", "file:owner/file.gguf", False),
+        ("here/folder", "file:here/folder", True),  # what is here comes before what is on the hub
+        ("here/file", "file:here/file", False),
+        ("here", "file:here", True),
+        ("./owner/repo", "file:owner/repo", False),
+        ("../owner", "file:../owner", False),
+        ("owner/repo/more", "file:owner/repo/more", False),
+    ],
+)
+def test_paths_and_hub_names(
+    model: str, target: str, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "folder").mkdir(parents=True)
+    for name in ("here", "here/folder"):
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert find_model(model).target == target
+    assert is_folder(target) == folder
 
 
 def test_without_the_hub_package_the_pip_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,275 @@
+"""Which engine runs what, and one clear line where none can. The command line runs in this process: engines are slow
+to import.
+"""
+
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import backend as backend_module
+from edgespec.backend import choose_backend, load_options
+from edgespec.cli import main
+from edgespec.errors import EdgespecError, MissingPackage, UsageError
+
+Run = Callable[..., tuple[int, str, str]]
+FOLDER_ENGINES = ["torch", "mlx"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command with arguments: exit code, standard output, standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
+        capfd.readouterr()
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), *capfd.readouterr()
+        return 0, *capfd.readouterr()
+
+    return call
+
+
+def refused(run: Run, *arguments: str, code: int, says: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (code, ""), err
+    assert err.count("\n") == 1, err
+    assert err.startswith("edgespec: ")
+    assert says in err
+
+
+def has(engine: str) -> None:
+    package = {"mlx": "mlx_lm"}.get(engine, engine)
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'edgespec[{engine}]'")
+
+
+@pytest.fixture(params=FOLDER_ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    has(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder that both engines load."""
+    has("torch")
+    from hf_models import save, tiny_model
+
+    return save(tiny_model("llama"), tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def broken(tiny: Path, tmp_path: Path) -> Path:
+    """A copy to take something away from."""
+    return Path(shutil.copytree(tiny, tmp_path / "broken"))
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, system: str, processor: str, installed: Sequence[str]) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: name if name in installed else None)
+
+
+MAC, PC = ("darwin", "arm64"), ("linux", "x86_64")
+
+
+@pytest.mark.parametrize(
+    ("where", "installed", "expected"),
+    [
+        (MAC, ["mlx_lm", "torch"], "mlx"),
+        (MAC, ["torch"], "torch"),
+        (MAC, ["mlx_lm"], "mlx"),
+        (("darwin", "x86_64"), ["mlx_lm", "torch"], "torch"),
+        (("linux", "aarch64"), ["mlx_lm", "torch"], "torch"),
+        (PC, ["mlx_lm", "torch"], "torch"),
+        (PC, ["mlx_lm"], "mlx"),
+    ],
+)
+def test_the_engine_for_a_folder(
+    monkeypatch: pytest.MonkeyPatch, where: tuple[str, str], installed: list[str], expected: str
+) -> None:
+    machine(monkeypatch, *where, installed)
+    assert choose_backend(folder=True) == expected
+    assert choose_backend(folder=False) == "llamacpp"
+
+
+@pytest.mark.parametrize(("where", "extra"), [(MAC, "mlx"), (PC, "torch")])
+def test_no_engine_for_a_folder(monkeypatch: pytest.MonkeyPatch, where: tuple[str, str], extra: str) -> None:
+    machine(monkeypatch, *where, [])
+    with pytest.raises(MissingPackage, match=rf"pip install 'edgespec\[{extra}\]'"):
+        choose_backend(folder=True)
+
+
+def test_nothing_is_fetched_for_an_engine_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)
+    refused(run, "run", "owner/repository", "hi", code=1, says="pip install 'edgespec[")
+    refused(run, "run", "owner/repository", "hi", "--backend", "other", code=2, says="there is no backend 'other'")
+
+
+def test_a_folder_runs_on_each_engine_and_says_on_which(run: Run, engine: str, tiny: Path) -> None:
+    options = ["--raw", "--json", "-n", "8", "--ctx", "128", "--budget", "4", "--planner", "sssd"]
+    status, out, err = run("run", str(tiny), "abcabcabc", *options, "--backend", engine)
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["stats"]["backend"] == engine
+    assert result["stats"]["tokens"] == len(result["tokens"]) == 8
+
+
+def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
+    status, _, err = run("run", str(tiny), "abc", "--raw", "-n", "4", "--ctx", "128")
+    assert status == 0
+    assert f"on {choose_backend(folder=True)})" in err
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "others"),
+    [
+        ("torch", ["--gpu-layers", "0"], "threads, device, dtype, gpu_memory"),
+        ("torch", ["--memory", "12G"], "threads, device, dtype, gpu_memory"),
+        ("mlx", ["--threads", "2"], "none"),
+        ("mlx", ["--dtype", "float16"], "none"),
+        ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory"),
+        ("llamacpp", ["--gpu-memory", "10G"], "threads, gpu_layers, memory"),
+    ],
+)
+def test_an_option_of_another_engine(run: Run, tiny: Path, backend: str, option: list[str], others: str) -> None:
+    has("llama_cpp" if backend == "llamacpp" else backend)
+    name = option[0].removeprefix("--").replace("-", "_")
+    says = f"the backend {backend} has no option {name!r}; its options: {others}"
+    refused(run, "run", str(tiny), "hi", "--backend", backend, *option, code=2, says=says)
+
+
+def test_options_reach_the_engine(tiny: Path) -> None:
+    limits = {}
+    for dtype in (None, "bfloat16"):
+        with edgespec.load(str(tiny), backend="torch", dtype=dtype, device="cpu", context_length=64) as model:
+            limits[dtype] = model.target.capabilities.logit_tolerance
+    assert limits[None] < limits["bfloat16"]
+
+
+def test_a_folder_without_config(run: Run, engine: str, broken: Path) -> None:
+    (broken / "config.json").unlink()
+    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="has no config.json")
+    refused(run, "run", str(broken), "hi", code=1, says="has no config.json")
+
+
+def test_an_architecture_nobody_knows(run: Run, engine: str, broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text()) | {"model_type": "gpt-17", "architectures": ["Gpt17"]}
+    (broken / "config.json").write_text(json.dumps(config))
+    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="gpt-17")
+
+
+def test_an_architecture_without_attention(run: Run, engine: str, tmp_path: Path) -> None:
+    from hf_models import SMALL, byte_tokenizer, torch, transformers
+
+    torch.manual_seed(0)
+    small = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    config = transformers.MambaConfig(**small, state_size=4, intermediate_size=64, time_step_rank=2, use_bcdt_rms=False)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    refused(run, "run", str(tmp_path), "hi", "--raw", "--backend", engine, "--ctx", "64", code=1, says="tree")
+
+
+def test_missing_weights(run: Run, engine: str, broken: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="safetensors")
+
+
+def test_a_file_on_an_engine_for_folders(run: Run, engine: str, tiny: Path) -> None:
+    refused(run, "run", str(tiny / "config.json"), "hi", "--backend", engine, code=1, says="is a file")
+
+
+def test_a_device_that_is_not_there(run: Run, tiny: Path) -> None:
+    refused(run, "run", str(tiny), "hi", "--backend", "torch", "--device", "cuda:99", code=2, says="is not there")
+
+
+def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that a test watches take a GPU's place."""
+    from edgespec.backends import torch
+    from test_torch import Recorder
+
+    options = ["--backend", "torch", "--ctx", "128", "--gpu-memory"]
+    refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="gpu_memory is for GPUs")
+    monkeypatch.setattr(torch, "load", partial(torch.load, copies=Recorder))
+    refused(run, "run", str(tiny), "hi", *options, "1M", code=2, says="1 MiB of GPU memory cannot hold 2 layers")
+    refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="'ten' is not a size")
+
+
+def test_doctor_looks_at_files_only(run: Run, tiny: Path) -> None:
+    refused(run, "doctor", str(tiny), code=2, says="is a model folder; doctor can look at GGUF files only")
+
+
+class TestPairs:
+    """A GGUF and a folder, each on its own engine."""
+
+    QUESTION = ("The cat sat on the mat. The cat sat on", "--raw", "--json", "-n", "10", "--ctx", "64", "--budget", "4")
+
+    def write(self, run: Run, *arguments: str) -> dict[str, Any]:
+        status, out, err = run("run", *arguments)
+        assert status == 0, err
+        return dict(json.loads(out))
+
+    def test_each_engine_by_its_own_path(self, run: Run, smollm2: Path, smollm2_hf: Path) -> None:
+        """The folder has the GGUF's weights, so each is nearly a draft of itself; text stays the target's."""
+        for target, draft, name in (
+            (smollm2, smollm2_hf, "llamacpp"),
+            (smollm2_hf, smollm2, choose_backend(folder=True)),
+        ):
+            plain = self.write(run, str(target), *self.QUESTION, "--planner", "none")
+            drafted = self.write(run, str(target), *self.QUESTION, "--draft", str(draft))
+            assert drafted["tokens"] == plain["tokens"]
+            assert plain["stats"]["backend"] == drafted["stats"]["backend"] == name
+            assert drafted["stats"]["acceptance_length"] > 2
+
+    def test_an_option_that_one_of_both_has(self, run: Run, smollm2: Path, smollm2_hf: Path) -> None:
+        has("torch")
+        options = ["--threads", "1", "--memory", "4G"]
+        drafted = self.write(run, str(smollm2), *self.QUESTION, "--draft", str(smollm2_hf), *options)
+        assert drafted["stats"]["tokens_by_source"]["draft"] > 0
+
+    def test_another_vocabulary(self, run: Run, smollm2: Path, tiny: Path) -> None:
+        says = "another vocabulary than the target"
+        refused(run, "run", str(smollm2), "hi", "--draft", str(tiny), "--ctx", "128", code=1, says=says)
+
+    def test_a_datastore_serves_both(self, run: Run, smollm2: Path, smollm2_hf: Path, tmp_path: Path) -> None:
+        text, store = tmp_path / "text.txt", tmp_path / "text.store"
+        text.write_text("The cat sat on the mat and purred. " * 20)
+        status, out, err = run("datastore", "build", str(store), str(text), "--model", str(smollm2_hf))
+        assert status == 0, err
+        assert "1 documents" in out
+        found = self.write(run, str(smollm2), *self.QUESTION, "--datastore", str(store))
+        assert found["stats"]["tokens"] == 10
+
+    def test_bench_names_the_engines(self, run: Run, smollm2: Path, smollm2_hf: Path, tmp_path: Path) -> None:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "Say hello."}\n')
+        options = ["--draft", str(smollm2_hf), "--planners", "specexec", "-n", "6", "--budget", "4", "--ctx", "64"]
+        status, out, err = run("bench", str(prompts), "--model", str(smollm2), *options, "--json")
+        assert status == 0, err
+        report = json.loads(out)
+        assert (report["backend"], report["draft_backend"]) == ("llamacpp", choose_backend(folder=True))
+        assert report["unexplained"] == 0
+
+
+def test_every_engine_names_its_options() -> None:
+    """What `edgespec.load` can hand on, each engine's `load` says itself whether it has it."""
+    has("llama_cpp")
+    assert {"threads", "gpu_layers", "memory", "beside", "resident", "in_order"} <= load_options("llamacpp")
+    assert "path" not in load_options("reference")
+    with pytest.raises(UsageError, match="there is no backend 'other'"):
+        load_options("other")
+
+
+def test_errors_are_typed(tiny: Path) -> None:
+    with pytest.raises(EdgespecError, match="has no option 'memory'"):
+        edgespec.load(str(tiny), backend="torch", memory="12G")
