@@ -25,7 +25,8 @@ lint: .venv/test
 	touch $@
 
 .venv/test: .venv/run
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,convert,mlx,nf4,torch]"
 	touch $@
 
 clean:

@@ -36,6 +36,7 @@ PLANNERS = {
 }
 NEED_DRAFT = ("specexec", "chain")
 DEFAULT_BUDGET = 64
+COPY_BUDGET = 16  # for sssd where nobody chose: even a weak processor checks so few nodes while a disk is read
 DEFAULT_CONTEXT = 4096
 FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
@@ -245,7 +246,7 @@ def load(
     defaults = entry.defaults
     draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
     # With nothing to guess from, guesses from the text itself pay if a pass is slow anyway.
-    unsure = not (planner or defaults.planner or draft or datastore or planner_options)
+    unsure = not (planner or defaults.planner or draft or datastore or planner_options or budget)
     planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     budget = choose_budget(budget, entry)
@@ -255,7 +256,7 @@ def load(
         memory=memory, device=device, dtype=dtype, gpu_memory=gpu_memory,
     )  # fmt: skip
     if unsure and backends[0].capabilities.streams:
-        planner = "sssd"
+        planner, budget = "sssd", COPY_BUDGET
     try:
         made = make_planner(planner, backends, datastore, **planner_options)
         model = Model(backends[0], made, budget=budget, sampling=defaults.sampling())
