@@ -9,6 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
+
 from contract import (
     BUDGET,
     CHECKS,
