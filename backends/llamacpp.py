@@ -656,7 +656,8 @@ def plan_memory(
     tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
     count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
-    on_device = 0 if sys.platform == "darwin" else count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
     # Every chunk of a prompt is a pass over all the weights, so chunks are as large as a share of the memory allows.
     sizes = [
         size,
@@ -664,7 +665,7 @@ def plan_memory(
     ]
     needed = sum(_weights_and_buffers(other, size) for other in beside)
     buffers = _rehearse(path, sizes)
-    plan = make_plan(tensors, room, needed + buffers[0], on_device=on_device)
+    plan = make_plan(tensors, room, needed + buffers[0], **gpu)
     notes = []
     if memory is not None and memory > found:
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
@@ -677,10 +678,10 @@ def plan_memory(
     elif kind in COMPRESSING_FILE_SYSTEMS:
         notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
     try:
-        plan = make_plan(tensors, room, needed + buffers[best], on_device=on_device)
+        plan = make_plan(tensors, room, needed + buffers[best], **gpu)
         return plan, sizes[best], notes
     except UsageError:
-        return make_plan(tensors, room, needed + buffers[0], on_device=on_device), size, notes
+        return make_plan(tensors, room, needed + buffers[0], **gpu), size, notes
 
 
 def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:

@@ -123,7 +123,7 @@ class Plan:
 
 
 def make_plan(
-    tensors: Sequence[Tensor], memory: int, needed: int, *, on_device: int = 0, page: int = PAGESIZE
+    tensors: Sequence[Tensor], memory: int, needed: int, *, on_device: int = 0, kept: int = 0, page: int = PAGESIZE
 ) -> Plan | None:
     """Decide what is pinned and what is streamed; None if everything fits and nothing has to be done.
 
@@ -132,6 +132,7 @@ def make_plan(
         memory: bytes for everything.
         needed: bytes that are not these weights: draft model, key-value caches, buffers, the program itself.
         on_device: that many of the last layers lie in a GPU's own memory; they are no concern of this plan.
+        kept: that many of the last layers must stay: a GPU that shares this memory works with them.
         page: bytes of a page of memory.
 
     Raises:
@@ -144,7 +145,8 @@ def make_plan(
         return None
     pages = _whole_pages(tensors, page)
     experts = [extent for index in range(count - on_device) for extent in pages.get((index, "experts"), ())]
-    layers = [Layer(index, tuple(extents)) for index in range(count - on_device) if (extents := pages.get((index, "")))]
+    movable = range(count - on_device - kept)
+    layers = [Layer(index, tuple(extents)) for index in movable if (extents := pages.get((index, "")))]
     looked_up = pages.get((-1, "rows"), [])
     everything = _merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
     others = experts + looked_up

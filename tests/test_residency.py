@@ -245,6 +245,14 @@ def test_small_weights_stay() -> None:
         plan_of(tensors, total(tensors) - 1)
 
 
+def test_layers_that_a_gpu_shares_stay_and_count() -> None:
+    tensors = model(12)
+    plan = plan_of(tensors, minimum(tensors, kept=4), kept=4)
+    assert [layer.index for layer in plan.streamed] == list(range(8))
+    assert plan.pinned_bytes > 4 * MIB
+    assert minimum(tensors, kept=4) > minimum(tensors) + 3 * MIB
+
+
 def test_files_of_a_split_model() -> None:
     first = pack([("token_embd.weight", MIB), *((f"blk.{i}.w", MIB) for i in range(6)), ("blk.6.a", MIB)], file=0)
     second = pack([("blk.6.b", MIB), *((f"blk.{i}.w", MIB) for i in range(7, 12)), ("output.weight", MIB)], file=1)
