@@ -1,6 +1,7 @@
 """What the machine has: sizes, free memory inside control groups, file systems, the speed of a disk."""
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -196,6 +197,7 @@ def test_this_machine_has_memory() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux's")
 def test_private_memory_grows_with_what_is_written() -> None:
+    gc.collect()  # what earlier tests left behind must not be freed in between
     before = private_memory()
     assert before > MIB
     block = bytearray(os.urandom(1)) * (64 * MIB)
