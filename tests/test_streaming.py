@@ -294,8 +294,10 @@ def test_a_layer_given_up_while_it_is_read_is_not_shown() -> None:
     streamer.close()
     assert store.wrong == []
     shows = [layer for what, layer in store.log if what == "show"]
-    assert sorted(shows[:3]) == [0, 1, 2]  # once each, though 0 and 1 were read twice
+    assert set(shows) == {0, 1, 2}
     assert sorted(reads(store)[:4]) == [0, 0, 1, 1]
+    for layer in (0, 1):  # read at least once more than shown
+        assert reads(store).count(layer) > shows.count(layer)
 
 
 def test_layers_may_be_skipped() -> None:
