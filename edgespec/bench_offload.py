@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.backend import BUILT_IN, Backend, Work, load_backend, prefill
+from edgespec.cost import PassCost
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.machine import disk_bandwidth, format_size, private_memory
-from edgespec.model import NEED_DRAFT, Model, close_all, make_planner, open_backends
+from edgespec.model import DEFAULT_BUDGET, NEED_DRAFT, Model, close_all, make_planner, open_backends
 from edgespec.registry import Defaults, Entry
 from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
@@ -46,7 +47,8 @@ class Task:
     draft: str = ""
     stream: bool = True
     memory: int = 0  # bytes given to streaming; 0 = what is free
-    budget: int = 64
+    budget: int = DEFAULT_BUDGET
+    by_cost: bool = False  # no more guesses than pay
     context_length: int = 2048
     nodes: list[int] = field(default_factory=list)  # tree sizes to time
     repeats: int = 3
@@ -110,8 +112,11 @@ def _measure_passes(task: Task) -> dict[str, Any]:
 def _measure_texts(task: Task) -> dict[str, Any]:
     backends = _open(task)
     try:
+        cost = PassCost() if task.by_cost else None
         planner = make_planner(task.planner, backends, **task.planner_options)
-        with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
+        with Model(
+            backends[0], planner, budget=task.budget, cost=cost, sampling=SamplingParams(**task.sampling)
+        ) as model:
             read, runs = bytes_read(), []
             for prompt in task.prompts:
                 result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
@@ -294,7 +299,7 @@ def text_speeds(
     prompts: Sequence[str],
     *,
     planners: dict[str, dict[str, Any]],
-    budget: int,
+    budget: int | None,
     max_tokens: int,
     plain_tokens: int,
     sampling: dict[str, Any],
@@ -309,7 +314,7 @@ def text_speeds(
         room: bytes for the target's weights; what the process, its caches and the draft need is added.
         prompts: questions.
         planners: planner -> options.
-        budget: most guessed tokens per pass.
+        budget: most guessed tokens per pass; None: as many as pay.
         max_tokens: per prompt.
         plain_tokens: per prompt without drafts, whose speed hardly depends on the length.
         sampling: fields of SamplingParams.
@@ -317,11 +322,11 @@ def text_speeds(
         say: told what is being done.
     """
     files = [target, draft] if draft else [target]
-    shared: dict[str, Any] = {"budget": budget, "sampling": sampling}
+    shared: dict[str, Any] = {"budget": budget or DEFAULT_BUDGET, "by_cost": budget is None, "sampling": sampling}
     with memory_group() as group:
         if group is None:
             raise EdgespecError("texts are compared under a memory limit, and no control group may be made here")
-        needed = process_needs(Task(target, draft, budget=budget))
+        needed = process_needs(Task(target, draft, budget=shared["budget"]))
         limit = room + needed
         tasks = {
             "mapped, none": Task(target, stream=False, max_tokens=plain_tokens, **shared),

@@ -54,7 +54,9 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 MODEL_OPTIONS = _options(
     click.option("--draft", metavar="MODEL", help="Draft model that guesses; a name, path or source like MODEL."),
     click.option("--datastore", metavar="FILE", help="Datastore for the planner sssd."),
-    click.option("--budget", type=int, help="Most guessed tokens per pass. [default: the model's, else 64]"),
+    click.option(
+        "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
+    ),
     click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
@@ -278,7 +280,9 @@ Examples:
 @click.argument("model", default="smollm2-135m")
 @click.option("--draft", metavar="MODEL", help="Draft model that guesses; a name, path or source like MODEL.")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
-@click.option("--budget", type=int, help="Most guessed tokens per pass. [default: the model's, else 64]")
+@click.option(
+    "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
+)
 @click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

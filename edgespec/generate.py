@@ -12,6 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
+from edgespec.cost import PassCost, best_size
 from edgespec.planners import Context, Planner
 from edgespec.sampling import Noise, SamplingParams, sample
 from edgespec.stats import GenerationStats
@@ -38,6 +39,7 @@ def generate_tokens(
     max_tokens: int,
     budget: int,
     stats: GenerationStats,
+    cost: PassCost | None = None,
     stop_ids: frozenset[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Round]:
@@ -52,6 +54,8 @@ def generate_tokens(
         max_tokens: most tokens to generate; at least 1.
         budget: most draft nodes per pass.
         stats: filled in.
+        cost: of this target's passes, learned as they go by: trees then have the size that pays, at most `budget`.
+            None: they have all the nodes the budget allows, and do not depend on how long anything takes.
         stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
         progress: see `backend.prefill`.
 
@@ -84,15 +88,22 @@ def generate_tokens(
         # Plan. A node at depth d is worth a token only while d more tokens and a bonus still fit.
         started, model_seconds = perf_counter(), planner.model_seconds
         room = limit - len(token_ids) - 1
-        context = Context(token_ids, len(prompt_ids), sampling, noise, room, capabilities.max_leaves)
-        tree = best_nodes(planner.plan(context, budget), budget, capabilities.max_leaves)
+        known = cost if cost and cost.known else None
+        size = cost.probe(budget) if cost and not known else budget
+        context = Context(token_ids, len(prompt_ids), sampling, noise, room, capabilities.max_leaves, known)
+        tree = planner.plan(context, size)
         model_seconds = planner.model_seconds - model_seconds
+        if known:
+            size = min(size, best_size(tree.log_probs[1:], model_seconds, known))
+        tree = best_nodes(tree, size, capabilities.max_leaves)
 
         # One pass over the whole tree.
         pass_started, waited = perf_counter(), target.wait_seconds
         everything = np.arange(len(tree), dtype=np.int32)
         logits = target.forward([Work(session, tree.token_ids, tree.parents, everything)])[0]
         pass_seconds, waited = perf_counter() - pass_started, target.wait_seconds - waited
+        if cost:
+            cost.add(len(tree), pass_seconds)
 
         # Walk it with the target's own samples.
         result = walk(tree, partial(sample_after, logits))

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
+from edgespec.cost import PassCost
 from edgespec.datastore import open_datastore
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
@@ -36,7 +37,6 @@ PLANNERS = {
 }
 NEED_DRAFT = ("specexec", "chain")
 DEFAULT_BUDGET = 64
-COPY_BUDGET = 16  # for sssd where nobody chose: even a weak processor checks so few nodes while a disk is read
 DEFAULT_CONTEXT = 4096
 FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
@@ -74,13 +74,20 @@ class Model:
     """
 
     def __init__(
-        self, target: Backend, planner: Planner, *, budget: int = DEFAULT_BUDGET, sampling: SamplingParams | None = None
+        self,
+        target: Backend,
+        planner: Planner,
+        *,
+        budget: int = DEFAULT_BUDGET,
+        cost: PassCost | None = None,
+        sampling: SamplingParams | None = None,
     ) -> None:
         """
         Args:
             target: the model whose text is wanted.
             planner: where guesses come from; it holds the draft.
             budget: most guessed tokens per pass.
+            cost: what is known of the target's passes, to choose fewer by; None: always as many as the budget allows.
             sampling: what `generate` and `chat` use where the call does not say otherwise.
         """
         if budget < 1:
@@ -88,6 +95,7 @@ class Model:
         self.target = target
         self.planner = planner
         self.budget = budget
+        self.cost = cost
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
         self._session = target.open()
@@ -141,7 +149,7 @@ class Model:
     ) -> Iterator[Chunk]:
         rounds = generate_tokens(
             self.target, self._session, self.planner, prompt_ids, params,
-            max_tokens=max_tokens, budget=self.budget, stats=stats, progress=progress,
+            max_tokens=max_tokens, budget=self.budget, cost=self.cost, stats=stats, progress=progress,
         )  # fmt: skip
         for round_ in rounds:
             for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
@@ -223,7 +231,8 @@ def load(
         draft: the same for the draft model; default: what models.yaml says.
         planner: one of `PLANNERS`; default: what models.yaml says, else specexec with a draft, sssd with a
             datastore or if the target's weights are streamed, none otherwise.
-        budget: most guessed tokens per pass.
+        budget: most guessed tokens per pass; default: as many as pay on this machine, by what passes turn out to cost,
+            and at most the model's budget or 64. With a number, trees and so texts do not depend on time at all.
         datastore: a file made by `edgespec datastore build`, for the planner sssd.
         context_length: most tokens of text; 0 = what the model was trained for.
         backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
@@ -246,9 +255,10 @@ def load(
     defaults = entry.defaults
     draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
     # With nothing to guess from, guesses from the text itself pay if a pass is slow anyway.
-    unsure = not (planner or defaults.planner or draft or datastore or planner_options or budget)
+    unsure = not (planner or defaults.planner or draft or datastore or planner_options)
     planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
+    cost = choose_cost(budget, entry)
     budget = choose_budget(budget, entry)
     backends = open_backends(
         entry, draft if planner in NEED_DRAFT else None, models_file,
@@ -256,10 +266,10 @@ def load(
         memory=memory, device=device, dtype=dtype, gpu_memory=gpu_memory,
     )  # fmt: skip
     if unsure and backends[0].capabilities.streams:
-        planner, budget = "sssd", COPY_BUDGET
+        planner = "sssd"
     try:
         made = make_planner(planner, backends, datastore, **planner_options)
-        model = Model(backends[0], made, budget=budget, sampling=defaults.sampling())
+        model = Model(backends[0], made, budget=budget, cost=cost, sampling=defaults.sampling())
     except BaseException:
         close_all(backends)
         raise
@@ -278,6 +288,11 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
     if budget < 1:
         raise UsageError(f"budget is {budget}, but must be at least 1")
     return budget
+
+
+def choose_cost(budget: int | None, entry: Entry) -> PassCost | None:
+    """Costs to choose a budget by, unless somebody has chosen one."""
+    return PassCost() if budget is None and entry.defaults.budget is None else None
 
 
 def open_backends(

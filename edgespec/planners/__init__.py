@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from edgespec.cost import PassCost
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import DraftTree
 
@@ -18,6 +19,7 @@ class Context:
     noise: Noise  # the noise the target's samples will use
     max_depth: int  # deeper nodes cannot be used: the output would be too long
     max_leaves: int  # most leaves the target's backend can hold
+    cost: PassCost | None = None  # of the target's passes, once known; None: use the whole budget
 
 
 class Planner(Protocol):

@@ -6,6 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Work, check_room, prefill
+from edgespec.cost import PassCost
 from edgespec.planners import Context
 from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.tree import DraftTree
@@ -21,6 +22,7 @@ class Drafter:
         self.draft = draft
         self.seconds = 0.0
         self.evaluated = 0  # uncommitted nodes in the session
+        self.cost = PassCost()
         self._session = draft.open()
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
@@ -39,11 +41,11 @@ class Drafter:
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
         """Commit the tokens the session lacks; the last one's logits and node."""
-        started = perf_counter()
+        started, length = perf_counter(), len(self._session.token_ids)
         last = prefill(self.draft, self._session, token_ids, want_last=True)
         assert last is not None
         self.evaluated = 0
-        self.seconds += perf_counter() - started
+        self._took(max(1, len(token_ids) - length), perf_counter() - started)
         return last
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
@@ -53,8 +55,12 @@ class Drafter:
         int32 = [array.astype(np.int32) for array in (token_ids, parents, nodes)]
         logits = self.draft.forward([Work(self._session, *int32)])[0]
         self.evaluated += len(nodes)
-        self.seconds += perf_counter() - started
+        self._took(len(nodes), perf_counter() - started)
         return logits, nodes
+
+    def _took(self, nodes: int, seconds: float) -> None:
+        self.seconds += seconds
+        self.cost.add(nodes, seconds)
 
     def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
         """Commit what the draft has already read of the target's `tokens`, and drop the rest of the tree.

@@ -3,7 +3,8 @@
 Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on
 Consumer Devices" (arXiv 2406.02532), a parallel single-source shortest path search. A node's distance
 is its cumulative -log q. Each step expands the nearest `beam` nodes in one draft pass; the search
-ends when the K nearest nodes known are all expanded, or after `depth` steps.
+ends when the K nearest nodes known are all expanded, or after `depth` steps; or, where costs are known, when
+reading on would take more time than it can gain (`cost.py`).
 
 Ours on top: coupling. The noise of future positions is known before drafting, since it belongs to
 the position (`sampling.py`). So the draft is asked what the target will *sample*:
@@ -20,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Backend, Logits
+from edgespec.cost import worth_reading
 from edgespec.planners import Context
 from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, DraftPlanner, Guess
 from edgespec.sampling import IdArray
-from edgespec.tree import DraftTree, Source, choose, root_only, select
+from edgespec.tree import DraftTree, FloatArray, Source, choose, root_only, select
 
 CHILDREN = 32  # children of a node that are considered
 
@@ -56,10 +58,16 @@ class SpecExecPlanner(DraftPlanner):
             return root_only(context.token_ids[-1])
         guess = Guess(context, self.tau, self.coupling)
         search = _Search(context.token_ids[-1], budget)
+        started = self.model_seconds
         logits, root = self._drafter.read(context.token_ids)
         search.add_children(logits, guess, np.array([0]), [root])
         for _ in range(1, steps):
-            batch = search.nearest(self._beam, self._limits.max_leaves, self._limits.max_nodes)
+            beam = self._beam
+            if context.cost and self._drafter.cost.known:
+                best, unread = search.best(), search.log_probs[search.unread()[:beam]]
+                spent = self.model_seconds - started
+                beam = worth_reading(best, unread, budget, spent, context.cost, self._drafter.cost)
+            batch = search.nearest(beam, self._limits.max_leaves, self._limits.max_nodes)
             if len(batch) == 0:
                 break
             logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
@@ -106,11 +114,19 @@ class _Search:
         self.depth = np.concatenate([self.depth, np.repeat(depth, counts)[near] + 1])
         self.place = np.concatenate([self.place, np.full(np.count_nonzero(near), NOT_EVALUATED)])
 
+    def best(self) -> FloatArray:
+        """The log-probabilities of the K best nodes, best first."""
+        return -np.sort(-self.log_probs[1:])[: self.budget]
+
+    def unread(self) -> NDArray[np.intp]:
+        """The unread nodes that can still matter, nearest first."""
+        nodes: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & (self.log_probs >= self.cutoff()))
+        return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
+
     def nearest(self, beam: int, max_leaves: int, max_nodes: int) -> IdArray:
         """The nearest unread nodes that can still matter, as many as a pass and the draft's cache take."""
-        unread: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & (self.log_probs >= self.cutoff()))
         batch = list[int]()
-        for node in unread[np.argsort(-self.log_probs[unread], kind="stable")].tolist():
+        for node in self.unread().tolist():
             parent = int(self.parents[node])
             adds_leaf = parent in self.parents_expanded  # a first child takes over its parent's path
             if len(batch) == beam or self.read == max_nodes:
