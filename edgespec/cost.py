@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike
 from edgespec.tree import FloatArray
 
 REMEMBERED = 8  # passes of about one size; costs change with the text's length and with what else the machine does
+TRIAL = 4  # rounds by which drafting is judged, and the first rest
+LONGEST_REST = 64  # rounds
 APART = 3  # two sizes of pass so many times apart show how the cost grows
 
 
@@ -58,6 +60,32 @@ class PassCost:
         below = np.maximum(took[0] - slopes[0] * (size[0] - wanted), took[0] * wanted / size[0])
         above = took[-1] + slopes[-1] * (wanted - size[-1])
         return np.select([wanted < size[0], wanted > size[-1]], [below, above], np.interp(wanted, size, took))
+
+
+class Trial:
+    """Whether drafting pays at all. Where drafted rounds wrote slower than plain passes, it rests, longer each time."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=TRIAL)
+        self._resting = 0  # rounds to come
+        self._rest = TRIAL
+
+    def drafts(self) -> bool:
+        """Whether the next round shall draft."""
+        self._resting -= 1
+        return self._resting < 0
+
+    def add(self, tokens: int, seconds: float, plain_seconds: float) -> None:
+        """A drafted round wrote `tokens` in `seconds`; a plain pass takes `plain_seconds`."""
+        self._rounds.append((tokens, seconds))
+        if len(self._rounds) < TRIAL:
+            return
+        written, took = (sum(values) for values in zip(*self._rounds, strict=True))
+        if written * plain_seconds >= took:
+            self._rest = TRIAL
+            return
+        self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+        self._rounds.clear()
 
 
 def goodput(log_probs: FloatArray, spent: float, cost: PassCost) -> FloatArray:

@@ -12,11 +12,11 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
-from edgespec.cost import PassCost, best_size
+from edgespec.cost import PassCost, Trial, best_size
 from edgespec.planners import Context, Planner
 from edgespec.sampling import Noise, SamplingParams, sample
 from edgespec.stats import GenerationStats
-from edgespec.tree import Source, best_nodes
+from edgespec.tree import Source, best_nodes, root_only
 from edgespec.verify import walk
 
 
@@ -83,7 +83,7 @@ def generate_tokens(
         output = token_ids[len(prompt_ids) :] + list(accepted)
         return sample(logits.row(node), position, sampling, noise, prompt_ids, output)
 
-    finished = ""
+    trial, finished = Trial(), ""
     while not finished:
         # Plan. A node at depth d is worth a token only while d more tokens and a bonus still fit.
         started, model_seconds = perf_counter(), planner.model_seconds
@@ -91,7 +91,8 @@ def generate_tokens(
         known = cost if cost and cost.known else None
         size = cost.probe(budget) if cost and not known else budget
         context = Context(token_ids, len(prompt_ids), sampling, noise, room, capabilities.max_leaves, known)
-        tree = planner.plan(context, size)
+        drafting = not known or trial.drafts()
+        tree = planner.plan(context, size) if drafting else root_only(token_ids[-1])
         model_seconds = planner.model_seconds - model_seconds
         if known:
             size = min(size, best_size(tree.log_probs[1:], model_seconds, known))
@@ -124,7 +125,10 @@ def generate_tokens(
         stats.draft_seconds += model_seconds
         stats.target_seconds += pass_seconds
         stats.wait_seconds += waited
-        stats.plan_seconds += perf_counter() - started - model_seconds - pass_seconds
+        seconds = perf_counter() - started
+        stats.plan_seconds += seconds - model_seconds - pass_seconds
+        if known and drafting:
+            trial.add(len(output), seconds, float(known.seconds(1)))
         yield Round(output, sources, finished)
 
 

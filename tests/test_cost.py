@@ -1,6 +1,7 @@
 """How many guesses are worth it: by costs that are given here, never by a clock."""
 
 import math
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.cost import REMEMBERED, PassCost, best_size, goodput, worth_reading
+from edgespec.cost import LONGEST_REST, REMEMBERED, TRIAL, PassCost, Trial, best_size, goodput, worth_reading
 from edgespec.generate import generate_tokens
 from edgespec.model import choose_cost
 from edgespec.planners.none import NonePlanner
@@ -130,6 +131,39 @@ def test_unlikely_nodes_are_read_only_where_reading_is_cheap():
     assert worth_reading(found, unread, 64, 0.1, GivenCost(1.0, 0.0), GivenCost(0.01, 0.2)) == 1
     assert worth_reading(found, unread, 64, 0.1, GivenCost(1.0, 0.0), GivenCost(2.0, 0.0)) == 0
     assert worth_reading(found, unread[:0], 64, 0.1, GivenCost(1.0, 0.0), GivenCost(0.01, 0.0)) == 0
+
+
+def rounds_drafted(tokens, count=400):
+    """For each of `count` rounds whether it drafted; a drafted one takes twice a plain pass and writes `tokens`."""
+    trial, drafted = Trial(), []
+    for _ in range(count):
+        drafted.append(trial.drafts())
+        if drafted[-1]:
+            trial.add(tokens, 2.0, 1.0)
+    return drafted
+
+
+def test_drafting_that_pays_goes_on():
+    assert all(rounds_drafted(2))
+
+
+def test_drafting_that_does_not_pay_rests_longer_each_time_and_is_tried_again():
+    drafted = rounds_drafted(1)
+    runs = [(key, len(list(group))) for key, group in groupby(drafted)]
+    assert [length for key, length in runs if not key][:-1] == [4, 8, 16, 32, 64, 64, 64, 64]
+    assert {length for key, length in runs[:-1] if key} == {TRIAL}
+    assert LONGEST_REST == 64
+
+
+def test_a_text_that_becomes_easy_is_drafted_again():
+    trial = Trial()
+    while trial.drafts():
+        trial.add(1, 2.0, 1.0)
+    while not trial.drafts():
+        pass
+    for _ in range(TRIAL):
+        trial.add(5, 2.0, 1.0)
+    assert all(trial.drafts() for _ in range(100))
 
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
