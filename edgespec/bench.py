@@ -21,7 +21,7 @@ from edgespec.model import (
     Model,
     check_planner,
     choose_budget,
-    choose_cost,
+    choose_pace,
     close_all,
     make_planner,
     open_backends,
@@ -124,7 +124,7 @@ def run_bench(
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name == "sssd", options[name])
     need_draft = any(name in NEED_DRAFT for name in names)
-    costs = {name: choose_cost(budget, entry) for name in names}
+    paces = {name: choose_pace(budget, entry) for name in names}
     budget = choose_budget(budget, entry)
     system = system or entry.defaults.system
     backends = open_backends(
@@ -140,7 +140,7 @@ def run_bench(
                 for name in names:
                     planner = make_planner(name, backends, datastore if name == "sssd" else None, **options[name])
                     # A fresh cache for every text: nobody profits from what another planner left behind.
-                    with Model(backends[0], planner, budget=budget, cost=costs[name], sampling=params) as loaded:
+                    with Model(backends[0], planner, budget=budget, pace=paces[name], sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)
                     plain = plain or result.token_ids  # `none` comes first

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.backend import BUILT_IN, Backend, Work, load_backend, prefill
-from edgespec.cost import PassCost
+from edgespec.cost import Pace
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.machine import disk_bandwidth, format_size, private_memory
 from edgespec.model import DEFAULT_BUDGET, NEED_DRAFT, Model, close_all, make_planner, open_backends
@@ -112,10 +112,10 @@ def _measure_passes(task: Task) -> dict[str, Any]:
 def _measure_texts(task: Task) -> dict[str, Any]:
     backends = _open(task)
     try:
-        cost = PassCost() if task.by_cost else None
+        pace = Pace() if task.by_cost else None
         planner = make_planner(task.planner, backends, **task.planner_options)
         with Model(
-            backends[0], planner, budget=task.budget, cost=cost, sampling=SamplingParams(**task.sampling)
+            backends[0], planner, budget=task.budget, pace=pace, sampling=SamplingParams(**task.sampling)
         ) as model:
             read, runs = bytes_read(), []
             for prompt in task.prompts:

@@ -11,6 +11,7 @@ memory makes it steep, and a few sure guesses win. Costs steer only how the tree
 """
 
 from collections import deque
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import ArrayLike
 from edgespec.tree import FloatArray
 
 REMEMBERED = 8  # passes of about one size; costs change with the text's length and with what else the machine does
-TRIAL = 4  # rounds by which drafting is judged, and the first rest
-LONGEST_REST = 64  # rounds
+TRIAL = 4  # rounds by which drafting is judged
+FIRST_REST = 16  # rounds; each further rest in a row is twice as long
 APART = 3  # two sizes of pass so many times apart show how the cost grows
 
 
@@ -68,7 +69,7 @@ class Trial:
     def __init__(self) -> None:
         self._rounds: deque[tuple[int, float]] = deque(maxlen=TRIAL)
         self._resting = 0  # rounds to come
-        self._rest = TRIAL
+        self._rest = FIRST_REST
 
     def drafts(self) -> bool:
         """Whether the next round shall draft."""
@@ -82,10 +83,18 @@ class Trial:
             return
         written, took = (sum(values) for values in zip(*self._rounds, strict=True))
         if written * plain_seconds >= took:
-            self._rest = TRIAL
+            self._rest = FIRST_REST
             return
-        self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+        self._resting, self._rest = self._rest, 2 * self._rest
         self._rounds.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is known of a target and a planner at work; kept from text to text."""
+
+    cost: PassCost = field(default_factory=PassCost)  # of the target's passes
+    trial: Trial = field(default_factory=Trial)
 
 
 def goodput(log_probs: FloatArray, spent: float, cost: PassCost) -> FloatArray:

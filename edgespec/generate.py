@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
-from edgespec.cost import PassCost, Trial, best_size
+from edgespec.cost import Pace, best_size
 from edgespec.planners import Context, Planner
 from edgespec.sampling import Noise, SamplingParams, sample
 from edgespec.stats import GenerationStats
@@ -39,7 +39,7 @@ def generate_tokens(
     max_tokens: int,
     budget: int,
     stats: GenerationStats,
-    cost: PassCost | None = None,
+    pace: Pace | None = None,
     stop_ids: frozenset[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Round]:
@@ -54,8 +54,8 @@ def generate_tokens(
         max_tokens: most tokens to generate; at least 1.
         budget: most draft nodes per pass.
         stats: filled in.
-        cost: of this target's passes, learned as they go by: trees then have the size that pays, at most `budget`.
-            None: they have all the nodes the budget allows, and do not depend on how long anything takes.
+        pace: what passes cost, learned as they go by: trees then have the size that pays, at most `budget`. None: they
+            have all the nodes the budget allows, and do not depend on how long anything takes.
         stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
         progress: see `backend.prefill`.
 
@@ -83,15 +83,15 @@ def generate_tokens(
         output = token_ids[len(prompt_ids) :] + list(accepted)
         return sample(logits.row(node), position, sampling, noise, prompt_ids, output)
 
-    trial, finished = Trial(), ""
+    finished = ""
     while not finished:
         # Plan. A node at depth d is worth a token only while d more tokens and a bonus still fit.
         started, model_seconds = perf_counter(), planner.model_seconds
         room = limit - len(token_ids) - 1
-        known = cost if cost and cost.known else None
-        size = cost.probe(budget) if cost and not known else budget
+        known = pace.cost if pace and pace.cost.known else None
+        size = pace.cost.probe(budget) if pace and not known else budget
         context = Context(token_ids, len(prompt_ids), sampling, noise, room, capabilities.max_leaves, known)
-        drafting = not known or trial.drafts()
+        drafting = not pace or not known or pace.trial.drafts()
         tree = planner.plan(context, size) if drafting else root_only(token_ids[-1])
         model_seconds = planner.model_seconds - model_seconds
         if known:
@@ -103,8 +103,8 @@ def generate_tokens(
         everything = np.arange(len(tree), dtype=np.int32)
         logits = target.forward([Work(session, tree.token_ids, tree.parents, everything)])[0]
         pass_seconds, waited = perf_counter() - pass_started, target.wait_seconds - waited
-        if cost:
-            cost.add(len(tree), pass_seconds)
+        if pace:
+            pace.cost.add(len(tree), pass_seconds)
 
         # Walk it with the target's own samples.
         result = walk(tree, partial(sample_after, logits))
@@ -127,8 +127,8 @@ def generate_tokens(
         stats.wait_seconds += waited
         seconds = perf_counter() - started
         stats.plan_seconds += seconds - model_seconds - pass_seconds
-        if known and drafting:
-            trial.add(len(output), seconds, float(known.seconds(1)))
+        if pace and known and drafting:
+            pace.trial.add(len(output), seconds, float(known.seconds(1)))
         yield Round(output, sources, finished)
 
 

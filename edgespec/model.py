@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
-from edgespec.cost import PassCost
+from edgespec.cost import Pace
 from edgespec.datastore import open_datastore
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
@@ -79,7 +79,7 @@ class Model:
         planner: Planner,
         *,
         budget: int = DEFAULT_BUDGET,
-        cost: PassCost | None = None,
+        pace: Pace | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
         """
@@ -87,7 +87,7 @@ class Model:
             target: the model whose text is wanted.
             planner: where guesses come from; it holds the draft.
             budget: most guessed tokens per pass.
-            cost: what is known of the target's passes, to choose fewer by; None: always as many as the budget allows.
+            pace: what passes cost, to choose fewer by; None: always as many as the budget allows.
             sampling: what `generate` and `chat` use where the call does not say otherwise.
         """
         if budget < 1:
@@ -95,7 +95,7 @@ class Model:
         self.target = target
         self.planner = planner
         self.budget = budget
-        self.cost = cost
+        self.pace = pace
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
         self._session = target.open()
@@ -149,7 +149,7 @@ class Model:
     ) -> Iterator[Chunk]:
         rounds = generate_tokens(
             self.target, self._session, self.planner, prompt_ids, params,
-            max_tokens=max_tokens, budget=self.budget, cost=self.cost, stats=stats, progress=progress,
+            max_tokens=max_tokens, budget=self.budget, pace=self.pace, stats=stats, progress=progress,
         )  # fmt: skip
         for round_ in rounds:
             for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
@@ -258,7 +258,7 @@ def load(
     unsure = not (planner or defaults.planner or draft or datastore or planner_options)
     planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
-    cost = choose_cost(budget, entry)
+    pace = choose_pace(budget, entry)
     budget = choose_budget(budget, entry)
     backends = open_backends(
         entry, draft if planner in NEED_DRAFT else None, models_file,
@@ -269,7 +269,7 @@ def load(
         planner = "sssd"
     try:
         made = make_planner(planner, backends, datastore, **planner_options)
-        model = Model(backends[0], made, budget=budget, cost=cost, sampling=defaults.sampling())
+        model = Model(backends[0], made, budget=budget, pace=pace, sampling=defaults.sampling())
     except BaseException:
         close_all(backends)
         raise
@@ -290,9 +290,9 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
     return budget
 
 
-def choose_cost(budget: int | None, entry: Entry) -> PassCost | None:
+def choose_pace(budget: int | None, entry: Entry) -> Pace | None:
     """Costs to choose a budget by, unless somebody has chosen one."""
-    return PassCost() if budget is None and entry.defaults.budget is None else None
+    return Pace() if budget is None and entry.defaults.budget is None else None
 
 
 def open_backends(
