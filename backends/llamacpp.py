@@ -12,54 +12,32 @@ positions. So:
 
 All ids of a session carry the committed text, so starting a tree costs nothing.
 
-A model larger than memory is streamed (`residency.py`, `streaming.py`): llama.cpp tells `LayerWatch` which
-node it is about to compute, and the watch waits for that node's layer.
+A model larger than memory is streamed: `llamacpp_memory.py`.
 """
 
 import ctypes
 import hashlib
 import os
-import re
-import signal
 import sys
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
-from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
-from edgespec.machine import (
-    COMPRESSING_FILE_SYSTEMS,
-    NETWORK_FILE_SYSTEMS,
-    available_memory,
-    file_system,
-    format_size,
-    parse_size,
-    private_memory,
-)
-from edgespec.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
+from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.machine import parse_size
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.streaming import Mapping, Streamer, mappings, open_store, supported
+from edgespec.streaming import Streamer, mappings
 
-try:
-    import llama_cpp
-except ImportError as error:
-    raise MissingPackage("llama-cpp-python", "llamacpp", "running GGUF models") from error
-
-LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
-MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
-STREAMED_CHUNKS = (4096, 2048, 1024)  # … or of these where every chunk reads the weights again
-CHUNK_SHARE = 16  # the buffers of larger chunks may take this part of the memory
-ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
+from .llamacpp_files import last_log, llama_cpp, load_model, metadata, parts
+from .llamacpp_memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, plan_memory, start_streaming
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache. Kernels for quantised
 # weights quantise the activations too, so one flipped bit of rounding grows from layer to layer. Measured as the
@@ -67,21 +45,6 @@ ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing 
 TOLERANCE_QUANTISED = 1.5
 TOLERANCE_FLOAT = 0.15
 FLOAT_FILE_TYPES = {b"0": "F32", b"1": "F16", b"32": "BF16"}  # general.file_type, llama_ftype in llama.h
-
-_log_lines: list[str] = []
-_size_lines: list[str] = []
-
-
-def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
-    if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
-        _log_lines.append(text.decode("utf-8", "replace").strip())
-        del _log_lines[:-20]
-    elif b" size = " in text:
-        _size_lines.append(text.decode("utf-8", "replace"))
-        del _size_lines[:-100]
-
-
-_log_callback = llama_cpp.llama_log_callback(_keep_log)  # llama.cpp keeps only its address
 
 
 class LlamaVocab:
@@ -303,87 +266,6 @@ class LlamaSession:
         self._ids = []
 
 
-class LayerWatch:
-    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
-
-    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
-    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
-    everything before is computed. The first pass has every node reported and so learns the last node of each layer;
-    later passes stop only there.
-    """
-
-    def __init__(self, streamer: Streamer) -> None:
-        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
-        self.streamer = streamer
-        self._last_nodes: set[str] = set()
-        self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
-        self._handlers: dict[int, Any] = {}
-        self._learning, self._layer, self._name, self._reported = True, -1, "", True
-
-    def begin(self) -> None:
-        """A pass starts. Raises ModelError: the weights cannot be read any more."""
-        self.streamer.begin()
-        self.error = None
-        self._learning = not self._last_nodes
-        self._layer, self._name, self._reported = -1, "", True
-
-    @contextmanager
-    def signals_held(self) -> Iterator[None]:
-        """Within, Ctrl-C is noted, and obeyed at the next node or at the end.
-
-        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
-        lost, and llama.cpp takes the pass for finished.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-        try:
-            for number in self._handlers:
-                signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
-            yield
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._obey()
-
-    def _obey(self) -> None:
-        while self._signals:
-            number, frame = self._signals.pop()
-            self._handlers[number](number, frame)
-
-    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
-        if not ask:
-            return self.error is None  # False ends the pass
-        if self.error is not None:
-            return True
-        try:
-            self._obey()
-            return self._asked(_library().ggml_get_name(tensor).decode())
-        except BaseException as error:
-            self.error = error
-            return True
-
-    def _asked(self, name: str) -> bool:
-        digits = name.rpartition("-")[2]
-        layer = int(digits) if digits.isdecimal() else self._layer
-        if layer < self._layer and layer == 0:  # the pass was too large for one graph: here is the next one
-            self.streamer.finish()
-            self._layer = -1
-        new = layer > self._layer
-        if new:
-            self._last_nodes.add(self._name)
-        if new and self._reported:
-            self.streamer.enter(layer)
-            self._layer = layer
-        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
-        self._reported = self._learning or name in self._last_nodes or (new and self._layer < layer)
-        self._name = name
-        return self._reported
-
-
 class LlamaLogits:
     """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
 
@@ -518,7 +400,7 @@ class LlamaBackend:
         if watch and watch.error is not None:
             raise watch.error
         if status != 0:
-            raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {_last_log()}")
+            raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
 
     def close(self) -> None:
         if self._context is not None:
@@ -568,14 +450,14 @@ def load(
     memory = parse_size(memory) if isinstance(memory, str) else memory
     size = ContextSize(context_length, budget, sessions, MIN_NODES)
     plan, notes = None, list[str]()
-    plenty = _plenty(path, memory, beside)
+    plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
     options: dict[str, Any] = {"use_extra_bufts": plenty}  # repacked weights are copies outside the file's mapping
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    model = _load_model(path, n_gpu_layers=gpu_layers, **options)
+    model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = None
     try:
         if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
@@ -583,20 +465,20 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            watch = LayerWatch(_stream(path, plan, known, notes))
+            watch = LayerWatch(start_streaming(path, plan, known, notes))
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
         if watch and plan and plan.streamed:
             params.cb_eval = watch.callback
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
-            raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {_last_log()}")
+            raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {last_log()}")
     except BaseException:
         if watch:
             watch.streamer.close()
         llama_cpp.llama_model_free(model)
         raise
-    float_weights = _metadata(model, "general.file_type") in FLOAT_FILE_TYPES
+    float_weights = metadata(model, "general.file_type") in FLOAT_FILE_TYPES
     capabilities = Capabilities(
         context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
         max_nodes=size.max_nodes,
@@ -610,239 +492,12 @@ def load(
     return backend
 
 
-@dataclass(frozen=True, slots=True)
-class ContextSize:
-    """How large a context is asked for."""
-
-    context_length: int  # 0 = as trained
-    budget: int
-    sessions: int
-    chunk: int  # prompt tokens per pass
-
-    @property
-    def max_nodes(self) -> int:
-        return max(self.chunk, self.budget + 1)
-
-    @property
-    def max_leaves(self) -> int:
-        return min(max(self.budget, 32), LLAMA_MAX_SEQ // self.sessions)
-
-    def params(self, model: Any) -> Any:
-        """llama.cpp's parameters for it."""
-        length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = self.sessions * (length + self.max_nodes)
-        params.n_batch, params.n_ubatch = self.max_nodes * (1 + self.sessions), self.max_nodes
-        params.n_seq_max = self.max_leaves * self.sessions
-        params.n_outputs_max = max(self.budget + 1, params.n_seq_max)
-        params.kv_unified = True
-        params.swa_full = True  # a sliding window that forgets could not be rewound
-        params.no_perf = True
-        return params
-
-
-def plan_memory(
-    path: str, size: ContextSize, *, memory: int | None = None, beside: Sequence[str] = (), gpu_layers: int = 0
-) -> tuple[Plan | None, ContextSize, list[str]]:
-    """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
-
-    Arguments and errors as for `load`.
-    """
-    found = available_memory() if supported() else 0
-    room = memory if memory is not None else int(found * (1 - SAFETY))
-    if not supported():
-        note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
-        return None, size, [note] if memory is not None else []
-    tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
-    count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
-    # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
-    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
-    # Every chunk of a prompt is a pass over all the weights, so chunks are as large as a share of the memory allows.
-    sizes = [
-        size,
-        *(ContextSize(size.context_length, size.budget, size.sessions, n) for n in reversed(STREAMED_CHUNKS)),
-    ]
-    needed = sum(_weights_and_buffers(other, size) for other in beside)
-    buffers = _rehearse(path, sizes)
-    plan = make_plan(tensors, room, needed + buffers[0], **gpu)
-    notes = []
-    if memory is not None and memory > found:
-        notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
-    if plan is None:
-        return None, size, notes
-    best = max(i for i, taken in enumerate(buffers) if i == 0 or taken - buffers[0] <= room // CHUNK_SHARE)
-    kind = file_system(path)
-    if kind in NETWORK_FILE_SYSTEMS:
-        notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
-    elif kind in COMPRESSING_FILE_SYSTEMS:
-        notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
-    try:
-        plan = make_plan(tensors, room, needed + buffers[best], **gpu)
-        return plan, sizes[best], notes
-    except UsageError:
-        return make_plan(tensors, room, needed + buffers[0], **gpu), size, notes
-
-
-def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
-    """Bytes for everything but a model's own weights: what is `beside` it, caches, buffers, this program."""
-    return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
-
-
-def _weights_and_buffers(path: str, size: ContextSize) -> int:
-    weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
-    before = private_memory() + MARGIN
-    return weights + _rehearse(path, [size])[0] - before
-
-
-def _plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
-    """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
-    if memory is not None or not supported():
-        return memory is None
-    total = sum(Path(part).stat().st_size for each in (path, *beside) if Path(each).is_file() for part in parts(each))
-    return 2 * total + ROOM_FOR_BUFFERS < available_memory()
-
-
-def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
-    """Bytes of this program with a model's tokenizer, caches and buffers, but without its weights, for each size.
-
-    llama.cpp goes through the motions without allocating caches and buffers, and says how large they would be.
-    """
-    model = _load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
-    )
-    needed = []
-    try:
-        private = private_memory() + MARGIN
-        for size in sizes:
-            _size_lines.clear()
-            context = llama_cpp.llama_init_from_model(model, size.params(model))
-            if not context:
-                raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {_last_log()}")
-            llama_cpp.llama_free(context)
-            # "llama_kv_cache: size = 126.00 MiB (…" is all of it; "… KV buffer size = …" is zero in a rehearsal.
-            found = [
-                re.search(r"(?:cache: |(?:compute|output) buffer )size = +([\d.]+) MiB", line) for line in _size_lines
-            ]
-            needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
-        return needed
-    finally:
-        llama_cpp.llama_model_free(model)
-
-
-def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streamer:
-    """Pin and start to stream the weights of a model that has just been loaded; `known` mappings are not its own."""
-    files = parts(path)
-    mapped = list[Mapping]()
-    if sys.platform == "linux":
-        for part in files:
-            new = [mapping for mapping in mappings(part) if mapping.start not in known]
-            if not new:
-                raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
-            # Pieces of another model of the same file that is streamed come and go; they are smaller than a fresh one.
-            mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
-    try:
-        store = open_store(files, mapped, plan)
-        try:
-            store.drop([extent for layer in plan.streamed for extent in layer.extents])
-            store.look_up(plan.looked_up)
-            store.pin(plan.pinned)
-            notes.append(f"{plan.line()}; {store.note}")
-            return Streamer(plan, store)
-        except BaseException:
-            store.close()
-            raise
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be streamed: {error}") from error
-
-
-def parts(path: str) -> list[str]:
-    """The files of a model: model-00001-of-00003.gguf and so on, or the one file."""
-    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
-    return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
-
-
-def read_tensors(path: str, file: int = 0) -> list[Tensor]:
-    """The tensor table of one GGUF file.
-
-    Raises:
-        ModelError: missing, not a GGUF, or damaged.
-    """
-    library = _library()
-    with _table(path) as table:
-        base = library.gguf_get_data_offset(table)
-        return [
-            Tensor(
-                library.gguf_get_tensor_name(table, i).decode(),
-                file,
-                base + library.gguf_get_tensor_offset(table, i),
-                library.gguf_get_tensor_size(table, i),
-            )
-            for i in range(library.gguf_get_n_tensors(table))
-        ]
-
-
-@contextmanager
-def _table(path: str) -> Iterator[Any]:
-    """The header of a GGUF file."""
-    _check_file(path)
-    table = _library().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
-    if not table:
-        raise ModelError(f"{path}: is a damaged GGUF file: {_last_log()}")
-    try:
-        yield table
-    finally:
-        _library().gguf_free(table)
-
-
-class GgufInit(ctypes.Structure):
-    """struct gguf_init_params of gguf.h."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
-
-
-@cache
-def _library() -> Any:
-    """What llama-cpp-python does not name of libggml-base."""
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    folder = Path(llama_cpp.__file__).parent / "lib"
-    library = ctypes.CDLL(str(folder / ("ggml-base.dll" if suffix == "dll" else f"libggml-base.{suffix}")))
-    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
-    for name, result, arguments in [
-        ("ggml_get_name", text, [pointer]),
-        ("gguf_init_from_file", pointer, [text, GgufInit]),
-        ("gguf_free", None, [pointer]),
-        ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),
-        ("gguf_get_n_tensors", number, [pointer]),
-        ("gguf_get_tensor_name", text, [pointer, number]),
-        ("gguf_get_tensor_offset", ctypes.c_size_t, [pointer, number]),
-        ("gguf_get_tensor_size", ctypes.c_size_t, [pointer, number]),
-    ]:
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
-
-
 def load_vocab(path: str) -> LlamaVocab:
     """Only the tokenizer of a GGUF file; freed with the object. Raises ModelError as `load` does."""
-    model = _load_model(path, vocab_only=True)
+    model = load_model(path, vocab_only=True)
     vocab = LlamaVocab(model)
     weakref.finalize(vocab, llama_cpp.llama_model_free, model)
     return vocab
-
-
-def _load_model(path: str, **params: Any) -> Any:
-    _check_file(path)
-    _log_lines.clear()
-    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
-    model_params = llama_cpp.llama_model_default_params()
-    for name, value in params.items():
-        setattr(model_params, name, value)
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
-    if not model:
-        raise ModelError(f"{path}: cannot be loaded: {_last_log()}")
-    return model
 
 
 def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
@@ -854,30 +509,6 @@ def _check_options(context_length: int, budget: int, sessions: int, threads: int
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-
-
-def _check_file(path: str) -> None:
-    file = Path(path)
-    if not file.exists():
-        raise ModelError(f"{path}: there is no such file")
-    if not file.is_file():
-        raise ModelError(f"{path}: is a folder, not a GGUF file")
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
-
-
-def _metadata(model: Any, key: str) -> bytes:
-    """A value from the GGUF's header as text; empty if it is not there."""
-    buffer = ctypes.create_string_buffer(64)
-    llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return buffer.value
-
-
-def _last_log() -> str:
-    """What llama.cpp last complained about: the first line is the cause, later ones only pass it on."""
-    return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
 
 
 def compute_cores() -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.backend import BUILT_IN, Backend, Work, load_backend, prefill
+from edgespec.backend import Backend, Work, load_backend, prefill
 from edgespec.cost import Pace
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.machine import disk_bandwidth, format_size, private_memory
@@ -71,7 +71,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def _measure_needs(task: Task) -> dict[str, Any]:
-    engine = import_module(BUILT_IN["llamacpp"])
+    engine = import_module("edgespec.backends.llamacpp_memory")
     size = engine.ContextSize(task.context_length, task.budget, 1, engine.MIN_NODES)
     return {"needed": engine.memory_needs(task.target, size, [task.draft] if task.draft else [])}
 

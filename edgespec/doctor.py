@@ -8,13 +8,12 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from edgespec.backend import BUILT_IN, Backend, Work, load_backend
+from edgespec.backend import Backend, Work, load_backend
 from edgespec.errors import UsageError
 from edgespec.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.model import DEFAULT_CONTEXT, choose_budget
@@ -118,8 +117,8 @@ def diagnose(
     budget = choose_budget(budget, entry)
     context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
     room = parse_size(memory) if isinstance(memory, str) else memory
-    engine = import_module(BUILT_IN["llamacpp"])
-    weights = _weights(engine, path)
+    engine = import_module("edgespec.backends.llamacpp_memory")
+    weights = engine.file_size(path)
     say("memory")
     size = engine.ContextSize(context_length, budget, 1, engine.MIN_NODES)
     plan, notes, cannot_run = None, list[str](), ""
@@ -143,7 +142,7 @@ def diagnose(
         file_size=weights,
         file_system=file_system(path),
         memory=room if room is not None else int(available_memory() * (1 - SAFETY)),
-        draft_size=sum(_weights(engine, other) for other in beside),
+        draft_size=sum(engine.file_size(other) for other in beside),
         plan=plan,
         cannot_run=cannot_run,
         disk=disk,
@@ -151,10 +150,6 @@ def diagnose(
         draft_seconds=draft_seconds,
         notes=tuple(notes),
     )
-
-
-def _weights(engine: Any, path: str) -> int:
-    return sum(Path(part).stat().st_size for part in engine.parts(path))
 
 
 def report(diagnosis: Diagnosis) -> str:

@@ -22,8 +22,9 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+import llama_cpp
 from conftest import quantised
-from edgespec.backends import llamacpp
+from edgespec.backends import llamacpp_memory
 from edgespec.backends.llamacpp import LlamaBackend, load
 
 from edgespec import cli, streaming
@@ -49,7 +50,7 @@ PROMPT = "Count: one two three four one two three four one two"
 @pytest.fixture(autouse=True)
 def _steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process itself takes differs from test to test; here plans are to depend on the model alone."""
-    monkeypatch.setattr(llamacpp, "private_memory", lambda: 0)
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def resident(smollm2: Path) -> Iterator[LlamaBackend]:
 @pytest.fixture(scope="module")
 def streamed(smollm2: Path) -> Iterator[LlamaBackend]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llamacpp, "private_memory", lambda: 0)
+        patch.setattr(llamacpp_memory, "private_memory", lambda: 0)
         backend = load_streamed(smollm2, 10 * MIB)
     yield backend
     backend.close()
@@ -438,7 +439,7 @@ SHRINK = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from test_offload_llamacpp import *
-llamacpp.private_memory = lambda: 0
+llamacpp_memory.private_memory = lambda: 0
 path = Path(sys.argv[1])
 backend = load_streamed(path)
 last_row(backend, [5])
@@ -516,9 +517,9 @@ def test_a_load_that_fails_leaves_nothing(
         raise OSError(12, "Cannot allocate memory")
 
     if where == "context":
-        really = llamacpp.llama_cpp.llama_init_from_model
+        really = llama_cpp.llama_init_from_model
         monkeypatch.setattr(
-            llamacpp.llama_cpp,
+            llama_cpp,
             "llama_init_from_model",
             lambda model, params: None if params.cb_eval else really(model, params),
         )
@@ -578,13 +579,13 @@ def test_the_least_memory_named_works_and_less_does_not(tiny: Path) -> None:
 
 def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = []
-    really = llamacpp.llama_cpp.llama_init_from_model
+    really = llama_cpp.llama_init_from_model
     monkeypatch.setattr(
-        llamacpp.llama_cpp,
+        llama_cpp,
         "llama_init_from_model",
         lambda model, params: (callbacks.append(bool(params.cb_eval)), really(model, params))[1],
     )
-    monkeypatch.setattr(llamacpp, "available_memory", lambda: 8 << 30)
+    monkeypatch.setattr(llamacpp_memory, "available_memory", lambda: 8 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
     assert backend.streamer is None
     assert backend.notes == []
@@ -594,7 +595,7 @@ def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: py
 
 
 def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llamacpp, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(llamacpp_memory, "available_memory", lambda: 1 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
     assert backend.notes == ["4.00 GiB of memory are asked for, but only 1.00 GiB are free"]
     backend.close()
@@ -681,13 +682,13 @@ def test_run_tells_what_it_streams(
 ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
-from edgespec.backends import llamacpp
+from edgespec.backends import llamacpp_memory
 from edgespec.backends.llamacpp import load
 from edgespec.backend import prefill
 from edgespec.errors import UsageError
 from edgespec.machine import parse_size
 
-llamacpp.private_memory = lambda: 0  # it grows with every load
+llamacpp_memory.private_memory = lambda: 0  # it grows with every load
 
 def row(**options):
     backend = load(sys.argv[1], context_length=256, threads=1, budget=16, **options)

@@ -1,0 +1,263 @@
+"""llama.cpp models larger than memory: what their contexts take, what of the weights stays, and moving the rest.
+
+`plan_memory` has llama.cpp rehearse a context to learn the size of its buffers, and leaves the choice to
+`residency.py`. `start_streaming` has `streaming.py` move the weights that do not stay, and `LayerWatch` keeps the
+movement in step with a pass: llama.cpp tells it which node it is about to compute, and it waits for that node's layer.
+"""
+
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.machine import (
+    COMPRESSING_FILE_SYSTEMS,
+    NETWORK_FILE_SYSTEMS,
+    available_memory,
+    file_system,
+    format_size,
+    private_memory,
+)
+from edgespec.residency import MARGIN, SAFETY, Plan, make_plan
+from edgespec.streaming import Mapping, Streamer, mappings, open_store, supported
+
+from .llamacpp_files import file_size, ggml_base, last_log, llama_cpp, load_model, parts, read_tensors, size_lines
+
+LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
+MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
+STREAMED_CHUNKS = (4096, 2048, 1024)  # … or of these where every chunk reads the weights again
+CHUNK_SHARE = 16  # the buffers of larger chunks may take this part of the memory
+ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """How large a context is asked for."""
+
+    context_length: int  # 0 = as trained
+    budget: int
+    sessions: int
+    chunk: int  # prompt tokens per pass
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.chunk, self.budget + 1)
+
+    @property
+    def max_leaves(self) -> int:
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ // self.sessions)
+
+    def params(self, model: Any) -> Any:
+        """llama.cpp's parameters for it."""
+        length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = self.sessions * (length + self.max_nodes)
+        params.n_batch, params.n_ubatch = self.max_nodes * (1 + self.sessions), self.max_nodes
+        params.n_seq_max = self.max_leaves * self.sessions
+        params.n_outputs_max = max(self.budget + 1, params.n_seq_max)
+        params.kv_unified = True
+        params.swa_full = True  # a sliding window that forgets could not be rewound
+        params.no_perf = True
+        return params
+
+
+def plan_memory(
+    path: str, size: ContextSize, *, memory: int | None = None, beside: Sequence[str] = (), gpu_layers: int = 0
+) -> tuple[Plan | None, ContextSize, list[str]]:
+    """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
+
+    Arguments and errors as for `load`.
+    """
+    found = available_memory() if supported() else 0
+    room = memory if memory is not None else int(found * (1 - SAFETY))
+    if not supported():
+        note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
+        return None, size, [note] if memory is not None else []
+    tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+    count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
+    # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
+    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
+    # Every chunk of a prompt is a pass over all the weights, so chunks are as large as a share of the memory allows.
+    sizes = [
+        size,
+        *(ContextSize(size.context_length, size.budget, size.sessions, n) for n in reversed(STREAMED_CHUNKS)),
+    ]
+    needed = sum(_weights_and_buffers(other, size) for other in beside)
+    buffers = _rehearse(path, sizes)
+    plan = make_plan(tensors, room, needed + buffers[0], **gpu)
+    notes = []
+    if memory is not None and memory > found:
+        notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
+    if plan is None:
+        return None, size, notes
+    best = max(i for i, taken in enumerate(buffers) if i == 0 or taken - buffers[0] <= room // CHUNK_SHARE)
+    kind = file_system(path)
+    if kind in NETWORK_FILE_SYSTEMS:
+        notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
+    elif kind in COMPRESSING_FILE_SYSTEMS:
+        notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
+    try:
+        plan = make_plan(tensors, room, needed + buffers[best], **gpu)
+        return plan, sizes[best], notes
+    except UsageError:
+        return make_plan(tensors, room, needed + buffers[0], **gpu), size, notes
+
+
+def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
+    """Bytes for everything but a model's own weights: what is `beside` it, caches, buffers, this program."""
+    return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
+
+
+def is_plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
+    """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
+    if memory is not None or not supported():
+        return memory is None
+    total = sum(file_size(each) for each in (path, *beside) if Path(each).is_file())
+    return 2 * total + ROOM_FOR_BUFFERS < available_memory()
+
+
+def _weights_and_buffers(path: str, size: ContextSize) -> int:
+    weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
+    before = private_memory() + MARGIN
+    return weights + _rehearse(path, [size])[0] - before
+
+
+def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
+    """Bytes of this program with a model's tokenizer, caches and buffers, but without its weights, for each size.
+
+    llama.cpp goes through the motions without allocating caches and buffers, and says how large they would be.
+    """
+    model = load_model(
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
+    )
+    needed = []
+    try:
+        private = private_memory() + MARGIN
+        for size in sizes:
+            size_lines.clear()
+            context = llama_cpp.llama_init_from_model(model, size.params(model))
+            if not context:
+                raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
+            llama_cpp.llama_free(context)
+            # "llama_kv_cache: size = 126.00 MiB (…" is all of it; "… KV buffer size = …" is zero in a rehearsal.
+            found = [
+                re.search(r"(?:cache: |(?:compute|output) buffer )size = +([\d.]+) MiB", line) for line in size_lines
+            ]
+            needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
+        return needed
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streamer:
+    """Pin and start to stream the weights of a model that has just been loaded; `known` mappings are not its own."""
+    files = parts(path)
+    mapped = list[Mapping]()
+    if sys.platform == "linux":
+        for part in files:
+            new = [mapping for mapping in mappings(part) if mapping.start not in known]
+            if not new:
+                raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
+            # Pieces of another model of the same file that is streamed come and go; they are smaller than a fresh one.
+            mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
+    try:
+        store = open_store(files, mapped, plan)
+        try:
+            store.drop([extent for layer in plan.streamed for extent in layer.extents])
+            store.look_up(plan.looked_up)
+            store.pin(plan.pinned)
+            notes.append(f"{plan.line()}; {store.note}")
+            return Streamer(plan, store)
+        except BaseException:
+            store.close()
+            raise
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be streamed: {error}") from error
+
+
+class LayerWatch:
+    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
+
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
+    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
+    everything before is computed. The first pass has every node reported and so learns the last node of each layer;
+    later passes stop only there.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self.streamer = streamer
+        self._last_nodes: set[str] = set()
+        self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
+        self._handlers: dict[int, Any] = {}
+        self._learning, self._layer, self._name, self._reported = True, -1, "", True
+
+    def begin(self) -> None:
+        """A pass starts. Raises ModelError: the weights cannot be read any more."""
+        self.streamer.begin()
+        self.error = None
+        self._learning = not self._last_nodes
+        self._layer, self._name, self._reported = -1, "", True
+
+    @contextmanager
+    def signals_held(self) -> Iterator[None]:
+        """Within, Ctrl-C is noted, and obeyed at the next node or at the end.
+
+        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
+        lost, and llama.cpp takes the pass for finished.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        try:
+            for number in self._handlers:
+                signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
+            yield
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._obey()
+
+    def _obey(self) -> None:
+        while self._signals:
+            number, frame = self._signals.pop()
+            self._handlers[number](number, frame)
+
+    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
+        if not ask:
+            return self.error is None  # False ends the pass
+        if self.error is not None:
+            return True
+        try:
+            self._obey()
+            return self._asked(ggml_base().ggml_get_name(tensor).decode())
+        except BaseException as error:
+            self.error = error
+            return True
+
+    def _asked(self, name: str) -> bool:
+        digits = name.rpartition("-")[2]
+        layer = int(digits) if digits.isdecimal() else self._layer
+        if layer < self._layer and layer == 0:  # the pass was too large for one graph: here is the next one
+            self.streamer.finish()
+            self._layer = -1
+        new = layer > self._layer
+        if new:
+            self._last_nodes.add(self._name)
+        if new and self._reported:
+            self.streamer.enter(layer)
+            self._layer = layer
+        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
+        self._reported = self._learning or name in self._last_nodes or (new and self._layer < layer)
+        self._name = name
+        return self._reported
