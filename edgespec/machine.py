@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
 from time import perf_counter
@@ -75,7 +76,10 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _group_room(root: Path) -> list[int]:
-    """Limit - use + page cache, for each limited control group this process is in, versions 1 and 2."""
+    """Limit - use + page cache, for each limit of a control group this process is in, versions 1 and 2.
+
+    Beyond memory.high nothing is killed, but the kernel makes whoever takes more wait: it limits like memory.max.
+    """
     rooms = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -84,16 +88,16 @@ def _group_room(root: Path) -> list[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
-            base, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, limits, used = root / "sys/fs/cgroup/memory", ["memory.limit_in_bytes"], "memory.usage_in_bytes"
             cache = ("total_active_file", "total_inactive_file")
         elif not controllers:
-            base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+            base, limits, used = root / "sys/fs/cgroup", ["memory.max", "memory.high"], "memory.current"
             cache = ("active_file", "inactive_file")
         else:
             continue
         # In a container the path may name a group outside what is mounted: then only the mounted root is seen.
         groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
-        for group in groups:
+        for group, limit in product(groups, limits):
             try:
                 most = (group / limit).read_text().strip()
                 if most == "max":

@@ -108,10 +108,20 @@ def group1(root: Path, path: str, limit: int, used: int, active: int = 0, inacti
     )
 
 
-def group2(root: Path, path: str, limit: int | str, used: int = 0, active: int = 0, inactive: int = 0) -> None:
+def group2(
+    root: Path,
+    path: str,
+    limit: int | str,
+    used: int = 0,
+    active: int = 0,
+    inactive: int = 0,
+    high: int | str | None = None,
+) -> None:
     folder = root / "sys/fs/cgroup" / path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
+    if high is not None:  # kernels before 4.5, and what imitates control groups, have none
+        (folder / "memory.high").write_text(f"{high}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 7\nfile 9\nactive_file {active}\ninactive_file {inactive}\n")
 
@@ -156,6 +166,28 @@ def test_version_2_the_tightest_of_nested_limits_counts(
     root = system(tmp_path, free=50 * GIB, cgroup="0::/a/b/c\n")
     for path, limit in zip(("a", "a/b", "a/b/c"), limits, strict=True):
         group2(root, path, limit, used=GIB)
+    assert available_memory(root) == room
+
+
+@pytest.mark.parametrize(
+    ("limits", "highs", "room"),
+    [
+        (("max", "max"), ("max", "max"), 50 * GIB),
+        (("max", "max"), ("max", 6 * GIB), 5 * GIB),
+        (("max", "max"), (6 * GIB, "max"), 5 * GIB),
+        ((9 * GIB, "max"), ("max", 60 * GIB), 8 * GIB),
+        (("max", 9 * GIB), ("max", 7 * GIB), 6 * GIB),
+        (("max", 7 * GIB), (4 * GIB, 9 * GIB), 3 * GIB),
+        (("max", 7 * GIB), (0, "max"), 0),
+        (("", ""), ("max", 6 * GIB), 5 * GIB),  # one odd file does not hide the other
+    ],
+)
+def test_version_2_beyond_memory_high_everything_crawls(
+    tmp_path: Path, limits: tuple[int | str, ...], highs: tuple[int | str, ...], room: int
+) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup="0::/a/b\n")
+    for path, limit, high in zip(("a", "a/b"), limits, highs, strict=True):
+        group2(root, path, limit, used=GIB, high=high)
     assert available_memory(root) == room
 
 
