@@ -276,24 +276,20 @@ def _check(result: int | None, what: str) -> None:
 
 
 def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
-    """Lock ranges (address, size) in memory as far as this process may: those locked, and a note for a person."""
+    """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    locked: list[tuple[int, int]] = []
-    for address, size in ranges:
-        if library.mlock(address, size) != 0:
-            break
-        locked.append((address, size))
+    locked = [(address, size) for address, size in ranges if library.mlock(address, size) == 0]
     done, total = (sum(size for _, size in some) for some in (locked, ranges))
-    if len(locked) == len(ranges):
-        return locked, f"{format_size(done)} locked in memory"
-    limit = (
-        "" if hard == resource.RLIM_INFINITY else f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
-    )
-    return locked, f"{format_size(total - done)} of {format_size(total)} kept in the page cache, not locked{limit}"
+    note = f"{format_size(done)} locked in memory"
+    if len(locked) < len(ranges):
+        note += f", {format_size(total - done)} kept in the page cache"
+        if hard != resource.RLIM_INFINITY:
+            note += f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
+    return locked, note
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +374,7 @@ class LinuxStore:
             warm(descriptor, [extent for extent in extents if extent.file == number])
         ranges = [(self._address(extent), extent.size) for extent in extents]
         self._locked, self.note = lock(self._libc, ranges)
-        for address, size in ranges[len(self._locked) :]:
+        for address, size in set(ranges) - set(self._locked):
             self._libc.madvise(address, size, MADV_POPULATE_READ)  # a wish: since Linux 5.14
 
     def drop(self, extents: Sequence[Extent]) -> None:

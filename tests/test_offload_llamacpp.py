@@ -667,7 +667,7 @@ def test_run_tells_what_it_streams(
     lines = err.splitlines()
     assert re.fullmatch(
         r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(\d of 6 layers\) is read from disk "
-        r"in every pass; \d+ MiB (locked in memory|of \d+ MiB kept in the page cache, not locked.*)",
+        r"in every pass; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
         lines[0],
     )
     assert "in every pass" not in plain[2]
@@ -724,6 +724,6 @@ def test_an_ordinary_user_streams_without_locking_and_is_told(smollm2: Path) -> 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("True model of ")
-    assert re.search(r"; \d+ MiB of \d+ MiB kept in the page cache, not locked; the limit .* is 0 MiB", lines[0])
-    assert lines[1] == "0"
+    assert re.search(r"; 0 MiB locked in memory, \d+ MiB kept in the page cache; the limit .* is 0 MiB", lines[0])
+    assert int(lines[1]) <= 64  # KiB
     assert lines[2] == "False"
