@@ -4,14 +4,15 @@
 computation, which calls `enter(layer)` before it computes a layer and `finish()` after a pass. So the first layers of
 the next pass are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
 
-`Store` is what a system must be able to do. There are two:
+`Store` is what a system must be able to do. There are three:
 
-    LinuxStore   reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where the
-                 engine has mapped the layer; when the layer is done they move back, and the file is mapped there
-                 again. So a layer that comes late is slow, never wrong. It needs no privilege, does not depend on the
-                 kernel's read-ahead, and pushes nothing else out of the page cache.
-    DarwinStore  macOS has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties it,
-                 mlock pins. Written from Apple's sources and documentation; not measured.
+    LinuxStore        reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where
+                      the engine has mapped the layer; when the layer is done they move back, and the file is mapped
+                      there again. So a layer that comes late is slow, never wrong. It needs no privilege, does not
+                      depend on the kernel's read-ahead, and pushes nothing else out of the page cache.
+    CachedLinuxStore  for kernels that cannot move pages: reads into the page cache, and drops from it. Not measured.
+    DarwinStore       macOS has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties
+                      it, mlock pins. Written from Apple's sources and documentation; not measured.
 """
 
 import ctypes
@@ -20,8 +21,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+from dataclasses import dataclass, replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from edgespec.machine import READ_SIZE, READ_THREADS, format_size, open_direct
 from edgespec.residency import Extent, Layer, Plan
 
 MAP_FIXED = 0x10
-MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # linux/mman.h
+MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 MAP_FAILED = (1 << 64) - 1
 MS_INVALIDATE = 2  # macOS, sys/mman.h
@@ -241,6 +242,11 @@ def _touch(descriptor: int, start: int, stop: int) -> int:
     return done
 
 
+def _touch_all(descriptor: int, start: int, stop: int) -> None:
+    if _touch(descriptor, start, stop) < stop - start:
+        raise OSError(f"the file ends before byte {stop}; it must have shrunk")
+
+
 def _file_sizes(descriptors: Iterable[int]) -> list[int]:
     return [os.fstat(descriptor).st_size for descriptor in descriptors]
 
@@ -425,13 +431,46 @@ class LinuxStore:
 
     def _move(self, source: int, target: int, size: int) -> None:
         # The source stays mapped, without pages: nobody else's memory can land there meanwhile.
-        flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
-        _check(self._libc.mremap(source, size, size, flags, target), "mremap")
+        _check(self._libc.mremap(source, size, size, MOVE, target), "mremap")
 
     def _map(self, address: int | None, size: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
         found = self._libc.mmap(address, size, protection, flags, descriptor, offset)
         _check(found, "mmap")
         return int(found)
+
+
+class CachedLinuxStore(LinuxStore):
+    """For kernels that cannot move pages: reading fills the page cache, from where the engine's mapping has them."""
+
+    def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
+        super().__init__(paths, mapped, replace(plan, slots=0), library)
+
+    def pin(self, extents: Sequence[Extent]) -> None:
+        super().pin(extents)
+        self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        _touch_all(self._cached[extent.file], start, stop)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        pass
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        self.drop(layer.extents)
+
+
+def moves_pages(library: Any) -> bool:
+    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError."""
+    places = list[int]()
+    try:
+        for _ in range(2):
+            place = library.mmap(None, PAGESIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+            _check(place, "mmap")
+            places.append(place)
+        return bool(library.mremap(places[0], PAGESIZE, PAGESIZE, MOVE, places[1]) == places[1])
+    finally:
+        for place in places:
+            library.munmap(place, PAGESIZE)
 
 
 class DarwinStore:
@@ -474,8 +513,7 @@ class DarwinStore:
         self.drop(extents)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        if _touch(self._descriptors[extent.file], start, stop) < stop - start:
-            raise OSError(f"the file ends before byte {stop}; it must have shrunk")
+        _touch_all(self._descriptors[extent.file], start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
         pass  # what was read is in the page cache, and so in the engine's mapping
@@ -500,4 +538,7 @@ def supported() -> bool:
 
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan) -> Store:
     """The store of this system. Raises OSError."""
-    return LinuxStore(paths, mapped, plan) if sys.platform == "linux" else DarwinStore(paths)
+    library = libc()
+    if sys.platform != "linux":
+        return DarwinStore(paths, library)
+    return (LinuxStore if moves_pages(library) else CachedLinuxStore)(paths, mapped, plan, library)

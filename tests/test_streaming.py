@@ -24,7 +24,7 @@ from edgespec import streaming
 from edgespec.errors import ModelError
 from edgespec.machine import READ_SIZE
 from edgespec.residency import Extent, Layer, Plan
-from edgespec.streaming import DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
+from edgespec.streaming import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -871,20 +871,70 @@ def test_what_cannot_be_opened_or_mapped_leaves_nothing(mapped: Mapped, tmp_path
     assert set(library.anonymous.values()) == {0}
 
 
-@linux_only
-def test_a_system_that_cannot_move_pages_says_so(mapped: Mapped) -> None:
-    """mremap knows MREMAP_DONTUNMAP since Linux 5.7."""
+class OldLibrary(Recorder):
+    """Linux before 5.7: mremap does not know MREMAP_DONTUNMAP."""
 
-    class Old(Recorder):
-        def mremap(self, *arguments: Any) -> int:
-            ctypes.set_errno(22)
+    def mremap(self, *arguments: Any) -> int:
+        ctypes.set_errno(22)
+        return streaming.MAP_FAILED
+
+
+@linux_only
+def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
+    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found when the model is loaded, not at the first pass."""
+    files, library = descriptors(), OldLibrary()
+    monkeypatch.setattr(streaming, "libc", lambda: library)
+    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    assert isinstance(store, CachedLinuxStore)
+    store.drop([extent for layer in mapped.layers for extent in layer.extents])
+    store.pin(mapped.plan.pinned)
+    assert "locked in memory" in store.note
+    assert store.note.endswith("through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)")
+    dropped: list[tuple[int, int]] = []
+    really = store.drop
+    monkeypatch.setattr(store, "drop", lambda some: (dropped.extend((e.start, e.size) for e in some), really(some)))
+    streamer = Streamer(mapped.plan, store)
+
+    def passes() -> None:
+        for _ in range(3):
+            streamer.begin()
+            for index in range(mapped.plan.layers):
+                streamer.enter(index)
+                if index % 2 == 0:
+                    assert mapped.right(mapped.layers[index // 2])
+                    assert not mapped.moved(mapped.layers[index // 2])
+            streamer.finish()
+
+    within(30, passes)
+    until(lambda: len(dropped) >= 3 * sum(len(layer.extents) for layer in mapped.layers))
+    within(5, streamer.close)
+    assert set(dropped) == {(e.start, e.size) for layer in mapped.layers for e in layer.extents}
+    assert set(library.anonymous.values()) <= {0}  # no memory was taken but for the trial
+    assert descriptors() == files
+    os.truncate(mapped.path, PAGE)
+    extent = mapped.layers[0].extents[0]
+    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    with pytest.raises(OSError, match="it must have shrunk"):
+        store.read(0, mapped.layers[0], extent, extent.start, extent.stop)
+    store.close()
+
+
+@linux_only
+def test_this_kernel_is_tried_and_the_trial_leaves_nothing(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorder()
+    assert streaming.moves_pages(library)
+    assert sum(library.anonymous.values()) == 0
+    assert not streaming.moves_pages(OldLibrary())
+
+    class Full(Recorder):
+        def mmap(self, *arguments: Any) -> Any:
+            ctypes.set_errno(12)
             return streaming.MAP_FAILED
 
-    streamer = Streamer(mapped.plan, mapped.store(Old()))
-    with pytest.raises(ModelError, match=r"layer \d cannot be read: .*mremap: Invalid argument"):
-        within(10, lambda: streamer.enter(0))
-    within(5, streamer.close)
-    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+    with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
+        streaming.moves_pages(Full())
 
 
 @linux_only
