@@ -60,10 +60,10 @@ class Store(Protocol):
         """Read bytes `start` to `stop` of a file, part of `extent`, into the slot. Called by several threads."""
 
     def show(self, slot: int, layer: Layer) -> None:
-        """The whole layer has been read: let the engine see it."""
+        """The whole layer has been read: let the engine see it. If that fails, the slot still has its memory."""
 
     def hide(self, slot: int, layer: Layer) -> None:
-        """The engine is done with the layer: its memory goes back to the slot."""
+        """The engine is done with the layer: its memory goes back to the slot. What failed can be tried again."""
 
     def close(self) -> None:
         """Undo everything. Safe to call twice."""
@@ -89,7 +89,8 @@ class Streamer:
         self._left: dict[int, int] = {}  # layer being read -> pieces still missing
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
-        self._error: EdgespecError | None = None
+        self._reading = 0  # threads that are reading a piece
+        self._error: EdgespecError | None = None  # until the next pass, nothing is read
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"edgespec-read-{i}", daemon=True)
@@ -99,15 +100,30 @@ class Streamer:
             thread.start()
 
     def begin(self) -> None:
-        """A pass starts.
+        """A pass starts; what has failed is tried again.
 
         Raises:
-            ModelError: a file has shrunk.
+            ModelError: a file has shrunk, or memory cannot be taken back.
         """
         try:
             self._store.check()
         except OSError as error:
             raise ModelError(f"the model cannot be read any more: {error}") from error
+        with self._changed:
+            if self._error is not None:
+                self._start_over()
+
+    def _start_over(self) -> None:
+        """After an error, when all threads rest: empty every slot and read on from the first layer not computed."""
+        while self._reading:
+            self._changed.wait()
+        self._error, self._pieces, self._next = None, iter(()), self._freed
+        self._left.clear()
+        for slot in range(len(self._occupant)):
+            self._empty(slot)
+        if self._error is not None:
+            raise self._error
+        self._changed.notify_all()
 
     def enter(self, index: int) -> None:
         """All layers before `index` are computed; return when that layer is in memory.
@@ -167,13 +183,20 @@ class Streamer:
             except Exception as error:  # whatever it is, `enter` must not wait for this thread
                 with self._changed:
                     self._error = ModelError(f"layer {layer.index} cannot be read: {error}")
+            with self._changed:
+                self._reading -= 1
+                if self._error is not None:
                     self._changed.notify_all()
 
     def _take(self) -> tuple[int, Extent, int, int] | None:
         """The next piece to read; None at the end."""
         with self._changed:
-            while not self._closed and self._error is None:
+            while not self._closed:
+                if self._error is not None:
+                    self._changed.wait()
+                    continue
                 if (piece := next(self._pieces, None)) is not None:
+                    self._reading += 1
                     return piece
                 count = max(self._next, self._freed)
                 # All slots, not only the one needed: after a pass given up, another may still show this very layer.
@@ -193,16 +216,19 @@ class Streamer:
         count = self._occupant[slot]
         if count is None:
             return True
-        if count >= self._freed or count in self._left:
-            return False
-        if count in self._shown:
-            self._shown.remove(count)
+        return count < self._freed and count not in self._left and self._empty(slot)
+
+    def _empty(self, slot: int) -> bool:
+        """Take back a slot's memory; False if that fails."""
+        count = self._occupant[slot]
+        if count is not None and count in self._shown:
             try:
                 self._store.hide(slot, self._layers[count % len(self._layers)])
             except Exception as error:
                 self._error = ModelError(f"memory of a computed layer cannot be taken back: {error}")
                 self._changed.notify_all()
                 return False
+            self._shown.remove(count)
         self._occupant[slot] = None
         return True
 
@@ -351,7 +377,8 @@ class LinuxStore:
             size = max(size, offset)
         self._slot_size = -(-size // HUGE) * HUGE
         self._slots: list[tuple[int, int]] = []  # (address, what to unmap)
-        self._shown: dict[int, Layer] = {}
+        self._shown: dict[int, Layer] = {}  # by slot
+        self._moved: set[Extent] = set()  # whose memory is where the engine sees it
         self._cached: list[int] = []
         self._direct: list[int] = []
         self.is_direct = True
@@ -400,14 +427,21 @@ class LinuxStore:
             os.posix_fadvise(self._direct[extent.file], start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def show(self, slot: int, layer: Layer) -> None:
-        for extent in layer.extents:
-            self._move(self._place(slot, extent), self._address(extent), extent.size)
         self._shown[slot] = layer
+        try:
+            for extent in layer.extents:
+                self._move(self._place(slot, extent), self._address(extent), extent.size)
+                self._moved.add(extent)
+        except OSError:
+            self.hide(slot, layer)
+            raise
 
     def hide(self, slot: int, layer: Layer) -> None:
         for extent in layer.extents:
             address = self._address(extent)
-            self._move(address, self._place(slot, extent), extent.size)
+            if extent in self._moved:
+                self._move(address, self._place(slot, extent), extent.size)
+                self._moved.remove(extent)
             self._map(address, extent.size, PROT_READ, MAP_SHARED | MAP_FIXED, self._cached[extent.file], extent.start)
         self._shown.pop(slot, None)
 

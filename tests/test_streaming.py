@@ -375,11 +375,85 @@ def test_errors_of_the_store_reach_the_one_who_computes(kind: str, call: int, er
     with pytest.raises(ModelError, match=re.escape(str(error))) as caught:
         within(10, passes)
     assert "layer" in str(caught.value)
-    with pytest.raises(ModelError):  # and it stays so: nobody reads any more
+    before = store.calls.copy()
+    with pytest.raises(ModelError):  # and it stays so for this pass
         within(5, lambda: streamer.enter(4))
+    streamer.finish()
+    time.sleep(0.01)
+    assert store.calls["hide"] == before["hide"]  # nothing is tried behind anybody's back
+
+    def more_passes() -> None:
+        for _ in range(3):
+            streamer.begin()
+            for index in range(5):
+                compute(streamer, store, index)
+            finish(streamer, store)
+
+    within(10, more_passes)  # it was only once
     within(5, streamer.close)
+    assert store.wrong == []
     assert store.closed == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edgespec-read")]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_disk_that_comes_and_goes(slots: int) -> None:
+    """Passes fail as long as it is gone, none hangs, and the next one after is whole."""
+    plan = plan_for(fake_layers([0, 2, 4, 6, 8], pieces=3), slots)
+    gone = threading.Event()
+    gone.set()
+
+    class Flaky(WatchfulStore):
+        def read(self, *arguments: Any) -> None:
+            super().read(*arguments)
+            if gone.is_set():
+                raise OSError(5, "Input/output error")
+
+        def show(self, slot: int, layer: Layer) -> None:
+            with self.lock:  # what was read before an error is read again, and would be counted twice
+                self.held[slot] = (self.held[slot][0], layer.size)
+            super().show(slot, layer)
+
+    generator = random.Random(slots)
+    store = Flaky(plan.slots, delay=lambda: generator.random() * 1e-3)
+    streamer = Streamer(plan, store)
+
+    def one_pass() -> None:
+        streamer.begin()
+        try:
+            for index in range(plan.layers):
+                compute(streamer, store, index)
+        finally:
+            finish(streamer, store)
+
+    until(lambda: streamer._error is not None)  # from reading ahead
+    for _ in range(4):
+        gone.clear()
+        within(10, one_pass)
+        gone.set()
+        for _ in range(3):
+            with pytest.raises(ModelError, match=r"layer \d cannot be read: .*Input/output error"):
+                within(10, one_pass)
+    within(5, streamer.close)
+    assert store.wrong == []
+
+
+def test_memory_that_is_not_given_back_stays_an_error_until_it_is() -> None:
+    plan = plan_for(fake_layers([0, 1, 2]), 1)
+    store = BrokenStore(plan.slots, "hide", 1, OSError(12, "Cannot allocate memory"))
+    streamer = Streamer(plan, store)
+    within(5, lambda: streamer.enter(0))
+    with pytest.raises(ModelError, match=r"memory of a computed layer cannot be taken back: .*Cannot"):
+        within(5, lambda: streamer.enter(1))
+    streamer.finish()
+    store.call = 2
+    with pytest.raises(ModelError, match=r"memory of a computed layer cannot be taken back: .*Cannot"):
+        within(5, streamer.begin)
+    assert store.shown == {0: 0}
+    within(5, streamer.begin)
+    within(5, lambda: compute(streamer, store, 0))
+    within(5, streamer.close)
+    assert store.wrong == []
 
 
 def test_a_file_that_has_shrunk_is_noticed_before_a_pass() -> None:
@@ -839,6 +913,84 @@ def test_a_truncated_file_is_an_error_not_a_crash(mapped: Mapped) -> None:
     with pytest.raises(ModelError, match=rf"layer {last.index} cannot be read: the file ends"):
         within(20, lambda: [streamer.enter(index) for index in range(mapped.plan.layers)])
     within(5, streamer.close)
+
+
+@linux_only
+def test_a_file_that_is_whole_again_is_read_again(mapped: Mapped) -> None:
+    store = mapped.store()
+    streamer = Streamer(mapped.plan, store)
+
+    def one_pass() -> None:
+        streamer.begin()
+        try:
+            for index in range(mapped.plan.layers):
+                streamer.enter(index)
+                assert index % 2 or mapped.right(mapped.layers[index // 2])
+        finally:
+            streamer.finish()
+
+    within(10, one_pass)
+    until(lambda: mapped.all_moved(mapped.layers[:3]))
+    os.truncate(mapped.path, PAGE)
+    within(10, lambda: [streamer.enter(index) for index in range(5)])  # what was read ahead is there
+    with pytest.raises(ModelError, match="it must have shrunk"):
+        within(10, lambda: [streamer.enter(index) for index in range(mapped.plan.layers)])
+    streamer.finish()
+    with pytest.raises(ModelError, match="has shrunk from"):
+        within(10, one_pass)
+    with mapped.path.open("r+b") as file:
+        file.write(mapped.bytes.tobytes())
+    within(10, one_pass)
+    within(5, streamer.close)
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+
+
+@linux_only
+@pytest.mark.parametrize("name", ["mremap", "mmap"])
+def test_what_failed_halfway_can_be_done_again(mapped: Mapped, name: str) -> None:
+    """Layers of two pieces, whose first, second, … call fails."""
+    layer, other = mapped.layers[1], mapped.layers[3]
+    assert len(layer.extents) == len(other.extents) == 2
+
+    class Failing(Recorder):
+        left = -1
+
+        def fail(self) -> bool:
+            self.left -= 1
+            if self.left == 0:
+                ctypes.set_errno(12)
+            return self.left == 0
+
+        def mremap(self, *arguments: Any) -> Any:
+            return streaming.MAP_FAILED if name == "mremap" and self.fail() else self.library.mremap(*arguments)
+
+        def mmap(self, *arguments: Any) -> Any:
+            return streaming.MAP_FAILED if name == "mmap" and self.fail() else super().mmap(*arguments)
+
+    library = Failing()
+    store = mapped.store(library)
+    for call in (1, 2):
+        if name == "mremap":
+            mapped.load(store, 0, layer)
+            library.left = call
+            with pytest.raises(OSError, match="mremap: Cannot allocate memory"):
+                store.show(0, layer)
+            assert mapped.right(layer)  # all or nothing
+            assert not mapped.moved(layer)
+        mapped.load(store, 0, layer)
+        store.show(0, layer)
+        library.left = call
+        with pytest.raises(OSError, match=f"{name}: Cannot allocate memory"):
+            store.hide(0, layer)
+        store.hide(0, layer)
+        assert mapped.right(layer)
+        assert not mapped.moved(layer)
+        mapped.load(store, 0, other)  # the slot is memory again
+        store.show(0, other)
+        assert mapped.right(other)
+        store.hide(0, other)
+    store.close()
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
 
 
 @linux_only
