@@ -142,6 +142,9 @@ class Streamer:
                 while count >= self._freed and count not in self._shown and not (self._error or self._closed):
                     self._changed.wait()
                 self.wait_seconds += perf_counter() - started
+                if count < self._freed and not self._closed:
+                    for slot in range(len(self._occupant)):  # now: no thread may do it while the layer is computed
+                        self._vacate(slot)
             if self._error is not None:
                 raise self._error
 
@@ -437,6 +440,9 @@ class LinuxStore:
             raise
 
     def hide(self, slot: int, layer: Layer) -> None:
+        # Between the two calls the engine's place is empty, and would read as zeros. Nobody looks then: a layer is
+        # hidden only after a later one was entered, or the pass ended; `enter` first hides what is entered once more.
+        # Mapping the file at once would need one call, but free the memory: new memory is zeroed, for every layer.
         for extent in layer.extents:
             address = self._address(extent)
             if extent in self._moved:

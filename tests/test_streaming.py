@@ -332,6 +332,27 @@ def test_a_layer_entered_again_or_too_late_does_not_hang() -> None:
     assert store.wrong == []
 
 
+@pytest.mark.parametrize("entered", [[0, 1, 0], [0, 2, 1, 0]])
+def test_a_layer_entered_too_late_is_not_hidden_while_it_is_computed(entered: list[int]) -> None:
+    """One that was left, but is still shown, is hidden before it is computed, not during."""
+    gate = threading.Event()
+    store = WatchfulStore(2)
+    store.delay = lambda: float(bool(store.shown) and not gate.wait(20))
+    streamer = Streamer(plan_for(fake_layers([0, 3]), 2), store, threads=1)
+
+    def run() -> None:
+        for index in entered:
+            streamer.enter(index)
+        assert store.shown == {}
+        gate.set()
+        streamer.enter(3)
+        assert set(store.shown.values()) == {3}
+
+    within(10, run)
+    streamer.close()
+    assert store.wrong == []
+
+
 class BrokenStore(WatchfulStore):
     """Fails at one call of one kind."""
 
