@@ -648,11 +648,11 @@ def plan_memory(
 
     Arguments and errors as for `load`.
     """
-    found = available_memory() if supported() else 0
+    found = available_memory()
     room = memory if memory is not None else int(found * (1 - SAFETY))
     if not supported():
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
-        return None, size, [note] if memory is not None else []
+        return None, size, [note] if memory is not None or _file_size(path, *beside) > found else []
     tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
     count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
@@ -697,10 +697,11 @@ def _weights_and_buffers(path: str, size: ContextSize) -> int:
 
 def _plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
     """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
-    if memory is not None or not supported():
-        return memory is None
-    total = sum(Path(part).stat().st_size for each in (path, *beside) if Path(each).is_file() for part in parts(each))
-    return 2 * total + ROOM_FOR_BUFFERS < available_memory()
+    return memory is None and 2 * _file_size(path, *beside) + ROOM_FOR_BUFFERS < available_memory()
+
+
+def _file_size(*paths: str) -> int:
+    return sum(Path(part).stat().st_size for path in paths if Path(path).is_file() for part in parts(path))
 
 
 def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:

@@ -16,13 +16,13 @@ the next pass are read while the draft model works (SpecExec, arXiv 2406.02532, 
 """
 
 import ctypes
+import mmap  # whose flags are not there on Windows
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -310,6 +310,14 @@ def _check(result: int | None, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
+def new_memory(library: Any, size: int) -> int:
+    """The address of so many bytes that this process can write. Raises OSError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    _check(address, "mmap")
+    return int(address)
+
+
 def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
     """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
     import resource
@@ -393,9 +401,7 @@ class LinuxStore:
                 self.is_direct &= direct
             self._sizes = _file_sizes(self._cached)
             for _ in range(plan.slots):
-                address = self._map(
-                    None, self._slot_size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0
-                )
+                address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
                 self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
         except BaseException:
@@ -448,7 +454,8 @@ class LinuxStore:
             if extent in self._moved:
                 self._move(address, self._place(slot, extent), extent.size)
                 self._moved.remove(extent)
-            self._map(address, extent.size, PROT_READ, MAP_SHARED | MAP_FIXED, self._cached[extent.file], extent.start)
+            flags, descriptor = mmap.MAP_SHARED | MAP_FIXED, self._cached[extent.file]
+            _check(self._libc.mmap(address, extent.size, mmap.PROT_READ, flags, descriptor, extent.start), "mmap")
         self._shown.pop(slot, None)
 
     def close(self) -> None:
@@ -472,11 +479,6 @@ class LinuxStore:
     def _move(self, source: int, target: int, size: int) -> None:
         # The source stays mapped, without pages: nobody else's memory can land there meanwhile.
         _check(self._libc.mremap(source, size, size, MOVE, target), "mremap")
-
-    def _map(self, address: int | None, size: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-        found = self._libc.mmap(address, size, protection, flags, descriptor, offset)
-        _check(found, "mmap")
-        return int(found)
 
 
 class CachedLinuxStore(LinuxStore):
@@ -504,13 +506,11 @@ def moves_pages(library: Any) -> bool:
     places = list[int]()
     try:
         for _ in range(2):
-            place = library.mmap(None, PAGESIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-            _check(place, "mmap")
-            places.append(place)
-        return bool(library.mremap(places[0], PAGESIZE, PAGESIZE, MOVE, places[1]) == places[1])
+            places.append(new_memory(library, mmap.PAGESIZE))
+        return bool(library.mremap(places[0], mmap.PAGESIZE, mmap.PAGESIZE, MOVE, places[1]) == places[1])
     finally:
         for place in places:
-            library.munmap(place, PAGESIZE)
+            library.munmap(place, mmap.PAGESIZE)
 
 
 class DarwinStore:
@@ -530,7 +530,7 @@ class DarwinStore:
                 self._descriptors.append(os.open(path, os.O_RDONLY))
             self._sizes = _file_sizes(self._descriptors)
             for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
-                start = self._libc.mmap(None, size, PROT_READ, MAP_SHARED, descriptor, 0)
+                start = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
                 _check(start, "mmap")
                 self._starts.append(start)
         except BaseException:

@@ -605,6 +605,33 @@ def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.Monke
     backend.close()
 
 
+@pytest.mark.parametrize("memory", [None, 4 << 30])
+@pytest.mark.parametrize(("free", "told"), [(8 << 30, False), (100 * MIB, False), (20 * MIB, True)])
+def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
+    tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, told: bool
+) -> None:
+    """As on Windows. With --memory it is always told: the limit cannot be kept."""
+    size = tiny.stat().st_size
+    assert 20 * MIB < size < 100 * MIB
+    monkeypatch.setattr(llamacpp, "supported", lambda: False)
+    monkeypatch.setattr(llamacpp, "available_memory", lambda: free)
+    backend = load(str(tiny), memory=memory, **OPTIONS)
+    note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
+    assert backend.notes == [note] * (told or memory is not None)
+    assert backend.streamer is None
+    backend.close()
+
+
+def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = tiny.stat().st_size
+    monkeypatch.setattr(llamacpp, "supported", lambda: False)
+    monkeypatch.setattr(llamacpp, "available_memory", lambda: size * 3 // 2)
+    for beside, notes in (([], 0), ([str(tiny)], 1)):
+        backend = load(str(tiny), beside=beside, **OPTIONS)
+        assert len(backend.notes) == notes
+        backend.close()
+
+
 def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     alone = least_memory(tiny, **OPTIONS)
     beside = least_memory(tiny, beside=[str(smollm2)], **OPTIONS)
