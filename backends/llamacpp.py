@@ -48,7 +48,7 @@ from edgespec.machine import (
 )
 from edgespec.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.streaming import Mapping, Streamer, mappings, open_store, supported
+from edgespec.streaming import Mapping, Streamer, mappings, measure_disk, open_store, supported
 
 try:
     import llama_cpp
@@ -747,8 +747,10 @@ def _stream(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streame
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             store.look_up(plan.looked_up)
+            speed = measure_disk(files, plan)
             store.pin(plan.pinned)
-            notes.append(f"{plan.line()}; {store.note}")
+            notes.append(f"{plan.line(speed)}; {store.note}")
+            notes += filter(None, [plan.warning(speed)])
             return Streamer(plan, store)
         except BaseException:
             store.close()

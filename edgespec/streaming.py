@@ -28,7 +28,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.machine import READ_SIZE, READ_THREADS, format_size, open_direct
+from edgespec.machine import READ_SIZE, READ_THREADS, disk_bandwidth, format_size, open_direct
 from edgespec.residency import Extent, Layer, Plan
 
 MAP_FIXED = 0x10
@@ -36,6 +36,7 @@ MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 MAP_FAILED = (1 << 64) - 1
 MS_INVALIDATE = 2  # macOS, sys/mman.h
+MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
 HUGE = 2 << 20  # a huge page moves in one step if it lies alike, modulo this, where it comes from and where it goes
 
 
@@ -569,6 +570,11 @@ class DarwinStore:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._starts, self._sizes, self._descriptors, self._locked = [], [], [], []
+
+
+def measure_disk(paths: Sequence[str], plan: Plan) -> float:
+    """Bytes per second of the disk that a model's layers are streamed from; 0 if none are. Raises ModelError."""
+    return disk_bandwidth(paths[plan.streamed[0].extents[0].file], MEASURE) if plan.streamed else 0.0
 
 
 def supported() -> bool:

@@ -699,13 +699,47 @@ def test_run_tells_what_it_streams(
     lines = err.splitlines()
     assert re.fullmatch(
         r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(\d of 6 layers\) is read from disk "
-        r"in every pass; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
+        r"in every pass, about [\d.]+ s at [\d.]+ GB/s; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
         lines[0],
     )
     assert "in every pass" not in plain[2]
     roomy = command(monkeypatch, capfd, *arguments, "--memory", "3G")
     assert roomy[:2] == plain[:2]
     assert "in every pass" not in roomy[2]
+
+
+def test_run_warns_of_a_slow_disk_before_it_starts(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    least = least_memory(tiny, context_length=256, budget=8)
+    arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
+    monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e6)
+    code, _, err = command(monkeypatch, capfd, *arguments)
+    assert code == 0
+    lines = err.splitlines()
+    found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s; ", lines[0])
+    assert found
+    told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
+    assert told
+    assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
+    monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e9)
+    assert "the disk allows" not in command(monkeypatch, capfd, *arguments)[2]
+
+
+def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: str, seconds: float) -> float:
+        raise ModelError(f"{path}: cannot be read: Input/output error")
+
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(tiny, copy)
+    memory = least_memory(copy, **OPTIONS)
+    monkeypatch.setattr(streaming, "disk_bandwidth", broken)
+    before = left_behind(copy)
+    with pytest.raises(ModelError, match="cannot be read: Input/output error"):
+        load(str(copy), memory=memory, **OPTIONS)
+    assert left_behind(copy) == before
 
 
 # --- an ordinary user --------------------------------------------------------------------------------------------

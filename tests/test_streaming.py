@@ -637,6 +637,23 @@ def test_limits_are_left_alone_where_there_is_nothing_to_raise(monkeypatch: pyte
     assert limits.set == []
 
 
+def test_the_disk_is_measured_where_the_streamed_layers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a model's files may hold nothing but the header."""
+    asked: list[tuple[str, float]] = []
+
+    def measure(path: str, seconds: float) -> float:
+        asked.append((path, seconds))
+        return 7e8
+
+    monkeypatch.setattr(streaming, "disk_bandwidth", measure)
+    layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE),))]
+    assert streaming.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
+    assert [path for path, _ in asked] == ["b"]
+    assert asked[0][1] < 1  # seconds, of everybody's patience
+    assert streaming.measure_disk(["a"], plan_for([])) == 0
+    assert len(asked) == 1
+
+
 def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> None:
     path = tmp_path / "a model.gguf"
     path.write_bytes(b"x" * PAGE)
