@@ -1,5 +1,7 @@
 """The tokenizer of a model folder, through transformers; shared by all backends that load such folders.
 
+Where transformers is not installed, the backend that imports this says which extra of its own brings it.
+
 Byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece pieces ("▁" for a space, "<0x0A>"
 for a byte) are turned into bytes exactly. Token texts are those that llama.cpp's converter writes into a GGUF
 (convert_hf_to_gguf.py, `get_vocab_base`), so that fingerprints are equal across engines: unused ids at the end are
@@ -14,13 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import MissingPackage, ModelError
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoTokenizer
 
-try:
-    from tokenizers import AddedToken
-    from transformers import AutoConfig, AutoTokenizer
-except ImportError as error:
-    raise MissingPackage("transformers", "torch", "reading a model folder") from error
+from edgespec.errors import ModelError
 
 BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
 

@@ -25,7 +25,7 @@ from edgespec.machine import (
     private_memory,
 )
 from edgespec.residency import MARGIN, SAFETY, Plan, make_plan
-from edgespec.streaming import Mapping, Streamer, mappings, open_store, supported
+from edgespec.streaming import Mapping, Streamer, mappings, measure_disk, open_store, supported
 
 from .llamacpp_files import file_size, ggml_base, last_log, llama_cpp, load_model, parts, read_tensors, size_lines
 
@@ -74,11 +74,11 @@ def plan_memory(
 
     Arguments and errors as for `load`.
     """
-    found = available_memory() if supported() else 0
+    found = available_memory()
     room = memory if memory is not None else int(found * (1 - SAFETY))
     if not supported():
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
-        return None, size, [note] if memory is not None else []
+        return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
     tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
     count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
@@ -117,10 +117,11 @@ def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> in
 
 def is_plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
     """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
-    if memory is not None or not supported():
-        return memory is None
-    total = sum(file_size(each) for each in (path, *beside) if Path(each).is_file())
-    return 2 * total + ROOM_FOR_BUFFERS < available_memory()
+    return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < available_memory()
+
+
+def _file_sizes(*paths: str) -> int:
+    return sum(file_size(path) for path in paths if Path(path).is_file())
 
 
 def _weights_and_buffers(path: str, size: ContextSize) -> int:
@@ -172,8 +173,10 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str]) ->
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             store.look_up(plan.looked_up)
+            speed = measure_disk(files, plan)
             store.pin(plan.pinned)
-            notes.append(f"{plan.line()}; {store.note}")
+            notes.append(f"{plan.line(speed)}; {store.note}")
+            notes += filter(None, [plan.warning(speed)])
             return Streamer(plan, store)
         except BaseException:
             store.close()

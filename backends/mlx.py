@@ -38,11 +38,11 @@ try:
     from mlx.utils import tree_flatten
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
     from mlx_lm.utils import load_model
+
+    # After mlx_lm, which stops transformers from recommending PyTorch.
+    from .hf_vocab import HfVocab, check_folder, first_line, load_vocab
 except ImportError as error:
     raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error
-
-# After mlx_lm, which stops transformers from recommending PyTorch.
-from .hf_vocab import HfVocab, check_folder, first_line, load_vocab
 
 __all__ = ["MlxBackend", "load", "load_vocab"]
 

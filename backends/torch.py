@@ -35,10 +35,11 @@ try:
     import torch
     import transformers
     from torch.nn.functional import scaled_dot_product_attention
+
+    from .hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
 except ImportError as error:
     raise MissingPackage("torch and transformers", "torch", "running model folders on PyTorch") from error
 
-from .hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
 from .torch_offload import (
     BUFFERS,
     Block,

@@ -18,9 +18,8 @@ from edgespec.errors import UsageError
 from edgespec.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.model import DEFAULT_CONTEXT, choose_budget
 from edgespec.registry import find_model, is_folder, local_path
-from edgespec.residency import SAFETY, Plan
+from edgespec.residency import REMEDY, SAFETY, SLOW, Plan
 
-SLOW = 0.5  # tokens per second below which a user is warned
 # Tokens per pass to expect of a tree of 64 nodes in a chat, from this project's own measurements (README, "Measured").
 EXPECTED_TOKENS = {"specexec": 7.0, "sssd": 2.0}
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
@@ -183,7 +182,7 @@ def report(diagnosis: Diagnosis) -> str:
     expected = tokens_per_second(diagnosis)
     lines.append(("tokens/s", ", ".join(f"{name} about {speed:.1f}" for name, speed in expected.items())))
     if max(expected.values()) < SLOW:
-        lines.append(("warning", f"below {SLOW} tokens/s: a faster disk, more memory or a smaller model would help"))
+        lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
     lines += [("note", note) for note in diagnosis.notes]
     return _aligned(lines)
 

@@ -2,12 +2,13 @@
 
 import ctypes
 import math
+import mmap  # whose flags are not there on Windows
 import os
 import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
@@ -58,13 +59,15 @@ def format_size(size: float, *, up: bool = False) -> str:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes this process may still take without anything being swapped or killed, control groups included.
 
-    What the page cache holds counts as free: it is given back on demand.
+    What the page cache holds counts as free: it is given back on demand. On systems that do not tell, it is all memory
+    there is, or if not even that is told, sys.maxsize.
 
     Args:
         root: where /proc and /sys are found; for tests.
     """
-    if sys.platform == "darwin" and root == Path("/"):
-        return _available_darwin()
+    if root == Path("/") and sys.platform != "linux":
+        others = {"darwin": _available_darwin, "win32": _available_windows}
+        return others.get(sys.platform, _all_memory)()
     free = [_meminfo(root)["MemAvailable"], *_group_room(root)]
     return max(0, min(free))
 
@@ -75,7 +78,10 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _group_room(root: Path) -> list[int]:
-    """Limit - use + page cache, for each limited control group this process is in, versions 1 and 2."""
+    """Limit - use + page cache, for each limit of a control group this process is in, versions 1 and 2.
+
+    Beyond memory.high nothing is killed, but the kernel makes whoever takes more wait: it limits like memory.max.
+    """
     rooms = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -84,16 +90,16 @@ def _group_room(root: Path) -> list[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
-            base, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, limits, used = root / "sys/fs/cgroup/memory", ["memory.limit_in_bytes"], "memory.usage_in_bytes"
             cache = ("total_active_file", "total_inactive_file")
         elif not controllers:
-            base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+            base, limits, used = root / "sys/fs/cgroup", ["memory.max", "memory.high"], "memory.current"
             cache = ("active_file", "inactive_file")
         else:
             continue
         # In a container the path may name a group outside what is mounted: then only the mounted root is seen.
         groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
-        for group in groups:
+        for group, limit in product(groups, limits):
             try:
                 most = (group / limit).read_text().strip()
                 if most == "max":
@@ -114,7 +120,32 @@ def _available_darwin() -> int:
         return number.value
 
     pages = value(b"vm.page_free_count") + value(b"vm.page_pageable_external_count")
-    return pages * PAGESIZE
+    return pages * mmap.PAGESIZE
+
+
+class MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows' sysinfoapi.h."""
+
+    _fields_ = (
+        ("dwLength", ctypes.c_uint32),
+        ("dwMemoryLoad", ctypes.c_uint32),
+        ("ullTotalPhys", ctypes.c_uint64),
+        ("ullAvailPhys", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _available_windows() -> int:
+    status = MemoryStatus(dwLength=ctypes.sizeof(MemoryStatus))
+    windll = getattr(ctypes, "windll")  # noqa: B009  (only Windows has it, so types are checked without it)
+    return int(status.ullAvailPhys) if windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else sys.maxsize
+
+
+def _all_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    except (ValueError, OSError):
+        return sys.maxsize
 
 
 def private_memory() -> int:
@@ -168,7 +199,10 @@ def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS)
 
     Raises:
         ModelError: the file cannot be read.
+        UsageError: this system cannot read past its cache.
     """
+    if not hasattr(os, "preadv"):
+        raise UsageError("the speed of a disk is measured on Linux and macOS only")
     descriptor = -1
     try:
         descriptor, direct = open_direct(path)
@@ -182,7 +216,7 @@ def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS)
 
         def read() -> int:
             done = 0
-            with mmap(-1, READ_SIZE, MAP_PRIVATE | MAP_ANONYMOUS) as buffer:
+            with mmap.mmap(-1, READ_SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
                 while perf_counter() - started < seconds:
                     with lock:
                         block = next(turn, None)

@@ -14,6 +14,7 @@ Pinning always beats a larger window of slots: a pinned byte is never read, a by
 For the same reason streamed layers are spread evenly over the model: while pinned ones compute, the disk works on.
 """
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ SLOTS = 2  # one layer being computed, one being read; a third was not faster, a
 SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
 MARGIN = 96 << 20  # what allocators, work buffers and page tables take beyond what is counted
 SAFETY = 0.05  # of the memory found free is left alone, unless the user names the memory
+
+SLOW = 0.5  # tokens per second below which a user is warned
+REMEDY = "a faster disk, more memory or a smaller model would help"
 
 EXPERTS = re.compile(r"_(?:ch)?exps\.")
 
@@ -105,8 +109,8 @@ class Plan:
         """Of the embedding, if only its rows are needed."""
         return sum(extent.size for extent in self.looked_up)
 
-    def line(self) -> str:
-        """One line for a person."""
+    def line(self, bandwidth: float = 0.0) -> str:
+        """One line for a person; with what the disk's bytes per second, if known, make of it."""
         total = self.pinned_bytes + self.streamed_bytes + self.cached_bytes + self.looked_up_bytes
         text = f"model of {format_size(total)} in {format_size(self.memory)} of memory: "
         text += f"{format_size(self.pinned_bytes)} stays"
@@ -115,11 +119,26 @@ class Plan:
                 f", {format_size(self.streamed_bytes)} ({len(self.streamed)} of {self.layers} layers) "
                 f"is read from disk in every pass"
             )
+            if bandwidth:
+                seconds = self.streamed_bytes / bandwidth
+                text += f", about {two_digits(seconds)} s at {two_digits(bandwidth / 1e9)} GB/s"
         if self.cached:
             text += f", {format_size(self.cached_bytes)} of experts as the page cache keeps them"
         if self.looked_up:
             text += f", {format_size(self.looked_up_bytes)} of embeddings row by row"
         return text
+
+    def warning(self, bandwidth: float) -> str:
+        """What to tell a person before starting if a disk of so many bytes per second is too slow, or ""."""
+        most = bandwidth / self.streamed_bytes if self.streamed and bandwidth else math.inf
+        if most >= SLOW:
+            return ""
+        return f"slow: the disk allows {two_digits(most)} tokens/s, more only where guesses are right; {REMEDY}"
+
+
+def two_digits(number: float) -> str:
+    """A positive number for a person, with two digits that count."""
+    return f"{number:.{max(0, 1 - math.floor(math.log10(number)))}f}"
 
 
 def make_plan(

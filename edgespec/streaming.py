@@ -4,37 +4,39 @@
 computation, which calls `enter(layer)` before it computes a layer and `finish()` after a pass. So the first layers of
 the next pass are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
 
-`Store` is what a system must be able to do. There are two:
+`Store` is what a system must be able to do. There are three:
 
-    LinuxStore   reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where the
-                 engine has mapped the layer; when the layer is done they move back, and the file is mapped there
-                 again. So a layer that comes late is slow, never wrong. It needs no privilege, does not depend on the
-                 kernel's read-ahead, and pushes nothing else out of the page cache.
-    DarwinStore  macOS has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties it,
-                 mlock pins. Written from Apple's sources and documentation; not measured.
+    LinuxStore        reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where
+                      the engine has mapped the layer; when the layer is done they move back, and the file is mapped
+                      there again. So a layer that comes late is slow, never wrong. It needs no privilege, does not
+                      depend on the kernel's read-ahead, and pushes nothing else out of the page cache.
+    CachedLinuxStore  for kernels that cannot move pages: reads into the page cache, and drops from it. Not measured.
+    DarwinStore       macOS has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties
+                      it, mlock pins. Written from Apple's sources and documentation; not measured.
 """
 
 import ctypes
+import mmap  # whose flags are not there on Windows
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.machine import READ_SIZE, READ_THREADS, format_size, open_direct
+from edgespec.machine import READ_SIZE, READ_THREADS, disk_bandwidth, format_size, open_direct
 from edgespec.residency import Extent, Layer, Plan
 
 MAP_FIXED = 0x10
-MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # linux/mman.h
+MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 MAP_FAILED = (1 << 64) - 1
 MS_INVALIDATE = 2  # macOS, sys/mman.h
+MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
 HUGE = 2 << 20  # a huge page moves in one step if it lies alike, modulo this, where it comes from and where it goes
 
 
@@ -59,10 +61,10 @@ class Store(Protocol):
         """Read bytes `start` to `stop` of a file, part of `extent`, into the slot. Called by several threads."""
 
     def show(self, slot: int, layer: Layer) -> None:
-        """The whole layer has been read: let the engine see it."""
+        """The whole layer has been read: let the engine see it. If that fails, the slot still has its memory."""
 
     def hide(self, slot: int, layer: Layer) -> None:
-        """The engine is done with the layer: its memory goes back to the slot."""
+        """The engine is done with the layer: its memory goes back to the slot. What failed can be tried again."""
 
     def close(self) -> None:
         """Undo everything. Safe to call twice."""
@@ -88,7 +90,8 @@ class Streamer:
         self._left: dict[int, int] = {}  # layer being read -> pieces still missing
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
-        self._error: EdgespecError | None = None
+        self._reading = 0  # threads that are reading a piece
+        self._error: EdgespecError | None = None  # until the next pass, nothing is read
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"edgespec-read-{i}", daemon=True)
@@ -98,15 +101,30 @@ class Streamer:
             thread.start()
 
     def begin(self) -> None:
-        """A pass starts.
+        """A pass starts; what has failed is tried again.
 
         Raises:
-            ModelError: a file has shrunk.
+            ModelError: a file has shrunk, or memory cannot be taken back.
         """
         try:
             self._store.check()
         except OSError as error:
             raise ModelError(f"the model cannot be read any more: {error}") from error
+        with self._changed:
+            if self._error is not None:
+                self._start_over()
+
+    def _start_over(self) -> None:
+        """After an error, when all threads rest: empty every slot and read on from the first layer not computed."""
+        while self._reading:
+            self._changed.wait()
+        self._error, self._pieces, self._next = None, iter(()), self._freed
+        self._left.clear()
+        for slot in range(len(self._occupant)):
+            self._empty(slot)
+        if self._error is not None:
+            raise self._error
+        self._changed.notify_all()
 
     def enter(self, index: int) -> None:
         """All layers before `index` are computed; return when that layer is in memory.
@@ -125,6 +143,9 @@ class Streamer:
                 while count >= self._freed and count not in self._shown and not (self._error or self._closed):
                     self._changed.wait()
                 self.wait_seconds += perf_counter() - started
+                if count < self._freed and not self._closed:
+                    for slot in range(len(self._occupant)):  # now: no thread may do it while the layer is computed
+                        self._vacate(slot)
             if self._error is not None:
                 raise self._error
 
@@ -166,13 +187,20 @@ class Streamer:
             except Exception as error:  # whatever it is, `enter` must not wait for this thread
                 with self._changed:
                     self._error = ModelError(f"layer {layer.index} cannot be read: {error}")
+            with self._changed:
+                self._reading -= 1
+                if self._error is not None:
                     self._changed.notify_all()
 
     def _take(self) -> tuple[int, Extent, int, int] | None:
         """The next piece to read; None at the end."""
         with self._changed:
-            while not self._closed and self._error is None:
+            while not self._closed:
+                if self._error is not None:
+                    self._changed.wait()
+                    continue
                 if (piece := next(self._pieces, None)) is not None:
+                    self._reading += 1
                     return piece
                 count = max(self._next, self._freed)
                 # All slots, not only the one needed: after a pass given up, another may still show this very layer.
@@ -192,16 +220,19 @@ class Streamer:
         count = self._occupant[slot]
         if count is None:
             return True
-        if count >= self._freed or count in self._left:
-            return False
-        if count in self._shown:
-            self._shown.remove(count)
+        return count < self._freed and count not in self._left and self._empty(slot)
+
+    def _empty(self, slot: int) -> bool:
+        """Take back a slot's memory; False if that fails."""
+        count = self._occupant[slot]
+        if count is not None and count in self._shown:
             try:
                 self._store.hide(slot, self._layers[count % len(self._layers)])
             except Exception as error:
                 self._error = ModelError(f"memory of a computed layer cannot be taken back: {error}")
                 self._changed.notify_all()
                 return False
+            self._shown.remove(count)
         self._occupant[slot] = None
         return True
 
@@ -241,6 +272,11 @@ def _touch(descriptor: int, start: int, stop: int) -> int:
     return done
 
 
+def _touch_all(descriptor: int, start: int, stop: int) -> None:
+    if _touch(descriptor, start, stop) < stop - start:
+        raise OSError(f"the file ends before byte {stop}; it must have shrunk")
+
+
 def _file_sizes(descriptors: Iterable[int]) -> list[int]:
     return [os.fstat(descriptor).st_size for descriptor in descriptors]
 
@@ -275,25 +311,29 @@ def _check(result: int | None, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
+def new_memory(library: Any, size: int) -> int:
+    """The address of so many bytes that this process can write. Raises OSError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    _check(address, "mmap")
+    return int(address)
+
+
 def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
-    """Lock ranges (address, size) in memory as far as this process may: those locked, and a note for a person."""
+    """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    locked: list[tuple[int, int]] = []
-    for address, size in ranges:
-        if library.mlock(address, size) != 0:
-            break
-        locked.append((address, size))
+    locked = [(address, size) for address, size in ranges if library.mlock(address, size) == 0]
     done, total = (sum(size for _, size in some) for some in (locked, ranges))
-    if len(locked) == len(ranges):
-        return locked, f"{format_size(done)} locked in memory"
-    limit = (
-        "" if hard == resource.RLIM_INFINITY else f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
-    )
-    return locked, f"{format_size(total - done)} of {format_size(total)} kept in the page cache, not locked{limit}"
+    note = f"{format_size(done)} locked in memory"
+    if len(locked) < len(ranges):
+        note += f", {format_size(total - done)} kept in the page cache"
+        if hard != resource.RLIM_INFINITY:
+            note += f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
+    return locked, note
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +389,8 @@ class LinuxStore:
             size = max(size, offset)
         self._slot_size = -(-size // HUGE) * HUGE
         self._slots: list[tuple[int, int]] = []  # (address, what to unmap)
-        self._shown: dict[int, Layer] = {}
+        self._shown: dict[int, Layer] = {}  # by slot
+        self._moved: set[Extent] = set()  # whose memory is where the engine sees it
         self._cached: list[int] = []
         self._direct: list[int] = []
         self.is_direct = True
@@ -361,9 +402,7 @@ class LinuxStore:
                 self.is_direct &= direct
             self._sizes = _file_sizes(self._cached)
             for _ in range(plan.slots):
-                address = self._map(
-                    None, self._slot_size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0
-                )
+                address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
                 self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
         except BaseException:
@@ -378,7 +417,7 @@ class LinuxStore:
             warm(descriptor, [extent for extent in extents if extent.file == number])
         ranges = [(self._address(extent), extent.size) for extent in extents]
         self._locked, self.note = lock(self._libc, ranges)
-        for address, size in ranges[len(self._locked) :]:
+        for address, size in set(ranges) - set(self._locked):
             self._libc.madvise(address, size, MADV_POPULATE_READ)  # a wish: since Linux 5.14
 
     def drop(self, extents: Sequence[Extent]) -> None:
@@ -398,15 +437,26 @@ class LinuxStore:
             os.posix_fadvise(self._direct[extent.file], start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def show(self, slot: int, layer: Layer) -> None:
-        for extent in layer.extents:
-            self._move(self._place(slot, extent), self._address(extent), extent.size)
         self._shown[slot] = layer
+        try:
+            for extent in layer.extents:
+                self._move(self._place(slot, extent), self._address(extent), extent.size)
+                self._moved.add(extent)
+        except OSError:
+            self.hide(slot, layer)
+            raise
 
     def hide(self, slot: int, layer: Layer) -> None:
+        # Between the two calls the engine's place is empty, and would read as zeros. Nobody looks then: a layer is
+        # hidden only after a later one was entered, or the pass ended; `enter` first hides what is entered once more.
+        # Mapping the file at once would need one call, but free the memory: new memory is zeroed, for every layer.
         for extent in layer.extents:
             address = self._address(extent)
-            self._move(address, self._place(slot, extent), extent.size)
-            self._map(address, extent.size, PROT_READ, MAP_SHARED | MAP_FIXED, self._cached[extent.file], extent.start)
+            if extent in self._moved:
+                self._move(address, self._place(slot, extent), extent.size)
+                self._moved.remove(extent)
+            flags, descriptor = mmap.MAP_SHARED | MAP_FIXED, self._cached[extent.file]
+            _check(self._libc.mmap(address, extent.size, mmap.PROT_READ, flags, descriptor, extent.start), "mmap")
         self._shown.pop(slot, None)
 
     def close(self) -> None:
@@ -429,13 +479,39 @@ class LinuxStore:
 
     def _move(self, source: int, target: int, size: int) -> None:
         # The source stays mapped, without pages: nobody else's memory can land there meanwhile.
-        flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
-        _check(self._libc.mremap(source, size, size, flags, target), "mremap")
+        _check(self._libc.mremap(source, size, size, MOVE, target), "mremap")
 
-    def _map(self, address: int | None, size: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-        found = self._libc.mmap(address, size, protection, flags, descriptor, offset)
-        _check(found, "mmap")
-        return int(found)
+
+class CachedLinuxStore(LinuxStore):
+    """For kernels that cannot move pages: reading fills the page cache, from where the engine's mapping has them."""
+
+    def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
+        super().__init__(paths, mapped, replace(plan, slots=0), library)
+
+    def pin(self, extents: Sequence[Extent]) -> None:
+        super().pin(extents)
+        self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        _touch_all(self._cached[extent.file], start, stop)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        pass
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        self.drop(layer.extents)
+
+
+def moves_pages(library: Any) -> bool:
+    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError."""
+    places = list[int]()
+    try:
+        for _ in range(2):
+            places.append(new_memory(library, mmap.PAGESIZE))
+        return bool(library.mremap(places[0], mmap.PAGESIZE, mmap.PAGESIZE, MOVE, places[1]) == places[1])
+    finally:
+        for place in places:
+            library.munmap(place, mmap.PAGESIZE)
 
 
 class DarwinStore:
@@ -455,7 +531,7 @@ class DarwinStore:
                 self._descriptors.append(os.open(path, os.O_RDONLY))
             self._sizes = _file_sizes(self._descriptors)
             for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
-                start = self._libc.mmap(None, size, PROT_READ, MAP_SHARED, descriptor, 0)
+                start = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
                 _check(start, "mmap")
                 self._starts.append(start)
         except BaseException:
@@ -478,8 +554,7 @@ class DarwinStore:
         self.drop(extents)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        if _touch(self._descriptors[extent.file], start, stop) < stop - start:
-            raise OSError(f"the file ends before byte {stop}; it must have shrunk")
+        _touch_all(self._descriptors[extent.file], start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
         pass  # what was read is in the page cache, and so in the engine's mapping
@@ -497,6 +572,11 @@ class DarwinStore:
         self._starts, self._sizes, self._descriptors, self._locked = [], [], [], []
 
 
+def measure_disk(paths: Sequence[str], plan: Plan) -> float:
+    """Bytes per second of the disk that a model's layers are streamed from; 0 if none are. Raises ModelError."""
+    return disk_bandwidth(paths[plan.streamed[0].extents[0].file], MEASURE) if plan.streamed else 0.0
+
+
 def supported() -> bool:
     """Whether weights can be streamed on this system."""
     return sys.platform in ("linux", "darwin")
@@ -504,4 +584,7 @@ def supported() -> bool:
 
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan) -> Store:
     """The store of this system. Raises OSError."""
-    return LinuxStore(paths, mapped, plan) if sys.platform == "linux" else DarwinStore(paths)
+    library = libc()
+    if sys.platform != "linux":
+        return DarwinStore(paths, library)
+    return (LinuxStore if moves_pages(library) else CachedLinuxStore)(paths, mapped, plan, library)

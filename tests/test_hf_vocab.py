@@ -1,6 +1,8 @@
 """Tokenizers of model folders: bytes, control tokens, ends, and fingerprints equal to llama.cpp's."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +153,21 @@ def test_folders_that_are_not_models(tmp_path):
     (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
         load_vocab(str(folder))
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "transformers"])
+@pytest.mark.parametrize(("engine", "library"), [("torch", "torch"), ("mlx", "mlx_lm.utils")])
+def test_where_a_package_is_missing_the_extra_of_the_engine_is_named(engine, library, package):
+    pytest.importorskip(library.partition(".")[0])
+    script = (
+        f"import sys, {library}; sys.modules[{package!r}] = None\n"  # the engine's own library is there, and works
+        "from edgespec.backend import load_vocab\n"
+        "from edgespec.errors import MissingPackage\n"
+        f"try: load_vocab({engine!r}, 'folder')\n"
+        "except MissingPackage as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.strip().endswith(f": pip install 'edgespec[{engine}]'")
 
 
 def test_smollm2_is_the_same_as_in_llama_cpp(smollm2, smollm2_hf):

@@ -1,12 +1,17 @@
 """What the machine has: sizes, free memory inside control groups, file systems, the speed of a disk."""
 
 import contextlib
+import ctypes
 import gc
 import os
+import struct
+import subprocess
 import sys
 import threading
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -108,10 +113,20 @@ def group1(root: Path, path: str, limit: int, used: int, active: int = 0, inacti
     )
 
 
-def group2(root: Path, path: str, limit: int | str, used: int = 0, active: int = 0, inactive: int = 0) -> None:
+def group2(
+    root: Path,
+    path: str,
+    limit: int | str,
+    used: int = 0,
+    active: int = 0,
+    inactive: int = 0,
+    high: int | str | None = None,
+) -> None:
     folder = root / "sys/fs/cgroup" / path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
+    if high is not None:  # kernels before 4.5, and what imitates control groups, have none
+        (folder / "memory.high").write_text(f"{high}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 7\nfile 9\nactive_file {active}\ninactive_file {inactive}\n")
 
@@ -159,6 +174,28 @@ def test_version_2_the_tightest_of_nested_limits_counts(
     assert available_memory(root) == room
 
 
+@pytest.mark.parametrize(
+    ("limits", "highs", "room"),
+    [
+        (("max", "max"), ("max", "max"), 50 * GIB),
+        (("max", "max"), ("max", 6 * GIB), 5 * GIB),
+        (("max", "max"), (6 * GIB, "max"), 5 * GIB),
+        ((9 * GIB, "max"), ("max", 60 * GIB), 8 * GIB),
+        (("max", 9 * GIB), ("max", 7 * GIB), 6 * GIB),
+        (("max", 7 * GIB), (4 * GIB, 9 * GIB), 3 * GIB),
+        (("max", 7 * GIB), (0, "max"), 0),
+        (("", ""), ("max", 6 * GIB), 5 * GIB),  # one odd file does not hide the other
+    ],
+)
+def test_version_2_beyond_memory_high_everything_crawls(
+    tmp_path: Path, limits: tuple[int | str, ...], highs: tuple[int | str, ...], room: int
+) -> None:
+    root = system(tmp_path, free=50 * GIB, cgroup="0::/a/b\n")
+    for path, limit, high in zip(("a", "a/b"), limits, highs, strict=True):
+        group2(root, path, limit, used=GIB, high=high)
+    assert available_memory(root) == room
+
+
 def test_version_2_page_cache_counts_as_free(tmp_path: Path) -> None:
     root = system(tmp_path, free=50 * GIB, cgroup="0::/a\n")
     group2(root, "a", 4 * GIB, used=3 * GIB, active=GIB, inactive=GIB)
@@ -194,6 +231,59 @@ def test_a_group_whose_files_are_odd_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="memory is only looked up there")
 def test_this_machine_has_memory() -> None:
     assert 16 * MIB < available_memory() < 1 << 50
+
+
+class Kernel32:
+    """Windows' answer: GlobalMemoryStatusEx fills a MEMORYSTATUSEX (sysinfoapi.h)."""
+
+    def __init__(self, works: bool = True) -> None:
+        self.works = works
+
+    def GlobalMemoryStatusEx(self, pointer: Any) -> int:  # noqa: N802
+        status = pointer._obj
+        assert (ctypes.sizeof(status), status.dwLength) == (64, 64)
+        # dwLength, dwMemoryLoad, and seven of 64 bits: total and free of memory, page file, address space; a reserve
+        numbers = struct.pack("<2I7Q", 64, 40, 8 * GIB, 3 * GIB, 20 * GIB, 11 * GIB, 1 << 47, 1 << 46, 0)
+        ctypes.memmove(ctypes.addressof(status), numbers, 64)
+        return int(self.works)
+
+
+def test_free_memory_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="win32", maxsize=sys.maxsize))
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=Kernel32()), raising=False)
+    assert available_memory() == 3 * GIB
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=Kernel32(works=False)), raising=False)
+    assert available_memory() > 1 << 60  # unknown: nothing can be said against a model
+
+
+def test_free_memory_where_only_all_memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is more than all of it is more than what is free, too."""
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="freebsd14"))
+    numbers = {"SC_PHYS_PAGES": 1 << 20}
+    monkeypatch.setattr(os, "sysconf", lambda name: numbers[name])
+    assert available_memory() == PAGESIZE << 20
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="os.preadv is taken away here, but must be there first")
+def test_the_speed_of_a_disk_where_it_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "preadv")
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    with pytest.raises(UsageError, match="is measured on Linux and macOS only"):
+        disk_bandwidth(str(path))
+
+
+def test_modules_can_be_imported_on_windows() -> None:
+    """Where mmap has no flags, and there is no module resource."""
+    script = (
+        "import mmap, sys\n"
+        "for name in list(vars(mmap)):\n"
+        "    if name.startswith(('MAP_', 'PROT_', 'MADV_')): delattr(mmap, name)\n"
+        "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
+        "import edgespec.machine, edgespec.residency, edgespec.streaming, edgespec.doctor, edgespec.cli\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux's")

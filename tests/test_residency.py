@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
 from edgespec.machine import parse_size
-from edgespec.residency import SLOTS, SMALL, Extent, Plan, Tensor, make_plan
+from edgespec.residency import SLOTS, SMALL, Extent, Layer, Plan, Tensor, make_plan
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
@@ -54,6 +54,39 @@ def plan_of(tensors: list[Tensor], memory: int, needed: int = 0, **options: int)
     plan = make_plan(tensors, memory, needed, page=PAGE, **options)
     assert plan is not None
     return plan
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "text", "warning"),
+    [
+        (0.0, "is read from disk in every pass", ""),
+        (1.8e9, "is read from disk in every pass, about 0.93 s at 1.8 GB/s", ""),
+        (860e6, "is read from disk in every pass, about 2.0 s at 0.86 GB/s", ""),
+        (
+            800e6,
+            "is read from disk in every pass, about 2.1 s at 0.80 GB/s",
+            "slow: the disk allows 0.48 tokens/s, more only where guesses are right; "
+            "a faster disk, more memory or a smaller model would help",
+        ),
+        (
+            5e6,
+            "is read from disk in every pass, about 336 s at 0.0050 GB/s",
+            "slow: the disk allows 0.0030 tokens/s, more only where guesses are right; "
+            "a faster disk, more memory or a smaller model would help",
+        ),
+    ],
+)
+def test_what_a_disk_makes_of_a_plan(bandwidth: float, text: str, warning: str) -> None:
+    layers = tuple(Layer(i, (Extent(0, i << 30, (i << 30) + 400 * MIB),)) for i in range(4))
+    plan = Plan(1 << 30, 0, (), layers, (), 2, 8)
+    assert plan.line(bandwidth).endswith(text)
+    assert plan.warning(bandwidth) == warning
+
+
+def test_nothing_streamed_needs_no_disk() -> None:
+    plan = Plan(1 << 30, 0, (Extent(0, 0, MIB),), (), (Extent(0, MIB, MIB << 8),), 0, 8)
+    assert plan.line(1e9) == plan.line()
+    assert plan.warning(1.0) == ""
 
 
 @st.composite

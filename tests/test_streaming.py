@@ -24,7 +24,7 @@ from edgespec import streaming
 from edgespec.errors import ModelError
 from edgespec.machine import READ_SIZE
 from edgespec.residency import Extent, Layer, Plan
-from edgespec.streaming import DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
+from edgespec.streaming import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -332,6 +332,27 @@ def test_a_layer_entered_again_or_too_late_does_not_hang() -> None:
     assert store.wrong == []
 
 
+@pytest.mark.parametrize("entered", [[0, 1, 0], [0, 2, 1, 0]])
+def test_a_layer_entered_too_late_is_not_hidden_while_it_is_computed(entered: list[int]) -> None:
+    """One that was left, but is still shown, is hidden before it is computed, not during."""
+    gate = threading.Event()
+    store = WatchfulStore(2)
+    store.delay = lambda: float(bool(store.shown) and not gate.wait(20))
+    streamer = Streamer(plan_for(fake_layers([0, 3]), 2), store, threads=1)
+
+    def run() -> None:
+        for index in entered:
+            streamer.enter(index)
+        assert store.shown == {}
+        gate.set()
+        streamer.enter(3)
+        assert set(store.shown.values()) == {3}
+
+    within(10, run)
+    streamer.close()
+    assert store.wrong == []
+
+
 class BrokenStore(WatchfulStore):
     """Fails at one call of one kind."""
 
@@ -375,11 +396,85 @@ def test_errors_of_the_store_reach_the_one_who_computes(kind: str, call: int, er
     with pytest.raises(ModelError, match=re.escape(str(error))) as caught:
         within(10, passes)
     assert "layer" in str(caught.value)
-    with pytest.raises(ModelError):  # and it stays so: nobody reads any more
+    before = store.calls.copy()
+    with pytest.raises(ModelError):  # and it stays so for this pass
         within(5, lambda: streamer.enter(4))
+    streamer.finish()
+    time.sleep(0.01)
+    assert store.calls["hide"] == before["hide"]  # nothing is tried behind anybody's back
+
+    def more_passes() -> None:
+        for _ in range(3):
+            streamer.begin()
+            for index in range(5):
+                compute(streamer, store, index)
+            finish(streamer, store)
+
+    within(10, more_passes)  # it was only once
     within(5, streamer.close)
+    assert store.wrong == []
     assert store.closed == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edgespec-read")]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_disk_that_comes_and_goes(slots: int) -> None:
+    """Passes fail as long as it is gone, none hangs, and the next one after is whole."""
+    plan = plan_for(fake_layers([0, 2, 4, 6, 8], pieces=3), slots)
+    gone = threading.Event()
+    gone.set()
+
+    class Flaky(WatchfulStore):
+        def read(self, *arguments: Any) -> None:
+            super().read(*arguments)
+            if gone.is_set():
+                raise OSError(5, "Input/output error")
+
+        def show(self, slot: int, layer: Layer) -> None:
+            with self.lock:  # what was read before an error is read again, and would be counted twice
+                self.held[slot] = (self.held[slot][0], layer.size)
+            super().show(slot, layer)
+
+    generator = random.Random(slots)
+    store = Flaky(plan.slots, delay=lambda: generator.random() * 1e-3)
+    streamer = Streamer(plan, store)
+
+    def one_pass() -> None:
+        streamer.begin()
+        try:
+            for index in range(plan.layers):
+                compute(streamer, store, index)
+        finally:
+            finish(streamer, store)
+
+    until(lambda: streamer._error is not None)  # from reading ahead
+    for _ in range(4):
+        gone.clear()
+        within(10, one_pass)
+        gone.set()
+        for _ in range(3):
+            with pytest.raises(ModelError, match=r"layer \d cannot be read: .*Input/output error"):
+                within(10, one_pass)
+    within(5, streamer.close)
+    assert store.wrong == []
+
+
+def test_memory_that_is_not_given_back_stays_an_error_until_it_is() -> None:
+    plan = plan_for(fake_layers([0, 1, 2]), 1)
+    store = BrokenStore(plan.slots, "hide", 1, OSError(12, "Cannot allocate memory"))
+    streamer = Streamer(plan, store)
+    within(5, lambda: streamer.enter(0))
+    with pytest.raises(ModelError, match=r"memory of a computed layer cannot be taken back: .*Cannot"):
+        within(5, lambda: streamer.enter(1))
+    streamer.finish()
+    store.call = 2
+    with pytest.raises(ModelError, match=r"memory of a computed layer cannot be taken back: .*Cannot"):
+        within(5, streamer.begin)
+    assert store.shown == {0: 0}
+    within(5, streamer.begin)
+    within(5, lambda: compute(streamer, store, 0))
+    within(5, streamer.close)
+    assert store.wrong == []
 
 
 def test_a_file_that_has_shrunk_is_noticed_before_a_pass() -> None:
@@ -493,36 +588,44 @@ class LockingLibrary:
         return 0
 
 
-RANGES = [(PAGE, 4 * MIB), (64 * MIB, 8 * MIB), (128 * MIB, 16 * MIB)]
+RANGES = [(PAGE, 16 * MIB), (64 * MIB, 4 * MIB), (128 * MIB, 8 * MIB)]
 
 
 @posix_only
 @pytest.mark.parametrize(
     ("limit", "hard", "done", "note"),
     [
-        (1e12, 1 << 40, 3, "28 MiB locked in memory"),
+        (1e12, 1 << 40, [16, 4, 8], "28 MiB locked in memory"),
         (
             13 * MIB,
             13 * MIB,
-            2,
-            "16 MiB of 28 MiB kept in the page cache, not locked; the limit for locked memory is 13 MiB (ulimit -l)",
+            [4, 8],
+            "12 MiB locked in memory, 16 MiB kept in the page cache; the limit for locked memory is 13 MiB (ulimit -l)",
+        ),
+        (
+            20.5 * MIB,
+            20 * MIB,
+            [16, 4],
+            "20 MiB locked in memory, 8 MiB kept in the page cache; the limit for locked memory is 20 MiB (ulimit -l)",
         ),
         (
             0,
             0,
-            0,
-            "28 MiB of 28 MiB kept in the page cache, not locked; the limit for locked memory is 0 MiB (ulimit -l)",
+            [],
+            "0 MiB locked in memory, 28 MiB kept in the page cache; the limit for locked memory is 0 MiB (ulimit -l)",
         ),
-        (5 * MIB, -1, 1, "24 MiB of 28 MiB kept in the page cache, not locked"),
+        (5 * MIB, -1, [4], "4 MiB locked in memory, 24 MiB kept in the page cache"),
     ],
-    ids=["all", "middle", "nothing", "no limit and yet"],
+    ids=["all", "not the first", "not the last", "nothing", "no limit and yet"],
 )
 def test_locking_as_far_as_it_goes(
-    monkeypatch: pytest.MonkeyPatch, limit: float, hard: int, done: int, note: str
+    monkeypatch: pytest.MonkeyPatch, limit: float, hard: int, done: list[int], note: str
 ) -> None:
+    """Each range that fits, not only those before the first that does not."""
     limits = Limits(monkeypatch, 1 << 16, hard)
     locked, text = lock(LockingLibrary(limit), RANGES)
-    assert locked == RANGES[:done]
+    assert [size // MIB for _, size in locked] == done
+    assert set(locked) <= set(RANGES)
     assert text == note
     assert limits.set == [(hard, hard)]  # what the user may raise is raised
 
@@ -532,6 +635,23 @@ def test_limits_are_left_alone_where_there_is_nothing_to_raise(monkeypatch: pyte
     limits = Limits(monkeypatch, 1 << 30, 1 << 30)
     assert lock(LockingLibrary(1e12), []) == ([], "0 MiB locked in memory")
     assert limits.set == []
+
+
+def test_the_disk_is_measured_where_the_streamed_layers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a model's files may hold nothing but the header."""
+    asked: list[tuple[str, float]] = []
+
+    def measure(path: str, seconds: float) -> float:
+        asked.append((path, seconds))
+        return 7e8
+
+    monkeypatch.setattr(streaming, "disk_bandwidth", measure)
+    layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE),))]
+    assert streaming.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
+    assert [path for path, _ in asked] == ["b"]
+    assert asked[0][1] < 1  # seconds, of everybody's patience
+    assert streaming.measure_disk(["a"], plan_for([])) == 0
+    assert len(asked) == 1
 
 
 def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> None:
@@ -740,6 +860,41 @@ def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path
 
 
 @linux_only
+def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None:
+    """Also where the one that cannot be locked comes first: mapped pages are the last to be given up."""
+
+    class Refusing(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.populated: list[int] = []
+            self.locked: list[int] = []
+
+        def mlock(self, address: int, size: int) -> int:
+            if size > 3 * PAGE:
+                ctypes.set_errno(12)
+                return -1
+            self.locked.append(address)
+            return 0
+
+        def madvise(self, address: int, size: int, advice: int) -> int:
+            if advice == streaming.MADV_POPULATE_READ:
+                self.populated.append(address)
+            return int(self.library.madvise(address, size, advice))
+
+        def munlock(self, address: int, size: int) -> int:
+            self.locked.remove(address)
+            return 0
+
+    library = Refusing()
+    store = mapped.store(library)
+    store.pin(mapped.plan.pinned)
+    small = mapped.address + mapped.plan.pinned[1].start
+    assert (library.populated, library.locked) == ([mapped.address], [small])
+    store.close()
+    assert library.locked == []
+
+
+@linux_only
 def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
     def entries() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
@@ -799,6 +954,84 @@ def test_a_truncated_file_is_an_error_not_a_crash(mapped: Mapped) -> None:
 
 
 @linux_only
+def test_a_file_that_is_whole_again_is_read_again(mapped: Mapped) -> None:
+    store = mapped.store()
+    streamer = Streamer(mapped.plan, store)
+
+    def one_pass() -> None:
+        streamer.begin()
+        try:
+            for index in range(mapped.plan.layers):
+                streamer.enter(index)
+                assert index % 2 or mapped.right(mapped.layers[index // 2])
+        finally:
+            streamer.finish()
+
+    within(10, one_pass)
+    until(lambda: mapped.all_moved(mapped.layers[:3]))
+    os.truncate(mapped.path, PAGE)
+    within(10, lambda: [streamer.enter(index) for index in range(5)])  # what was read ahead is there
+    with pytest.raises(ModelError, match="it must have shrunk"):
+        within(10, lambda: [streamer.enter(index) for index in range(mapped.plan.layers)])
+    streamer.finish()
+    with pytest.raises(ModelError, match="has shrunk from"):
+        within(10, one_pass)
+    with mapped.path.open("r+b") as file:
+        file.write(mapped.bytes.tobytes())
+    within(10, one_pass)
+    within(5, streamer.close)
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+
+
+@linux_only
+@pytest.mark.parametrize("name", ["mremap", "mmap"])
+def test_what_failed_halfway_can_be_done_again(mapped: Mapped, name: str) -> None:
+    """Layers of two pieces, whose first, second, … call fails."""
+    layer, other = mapped.layers[1], mapped.layers[3]
+    assert len(layer.extents) == len(other.extents) == 2
+
+    class Failing(Recorder):
+        left = -1
+
+        def fail(self) -> bool:
+            self.left -= 1
+            if self.left == 0:
+                ctypes.set_errno(12)
+            return self.left == 0
+
+        def mremap(self, *arguments: Any) -> Any:
+            return streaming.MAP_FAILED if name == "mremap" and self.fail() else self.library.mremap(*arguments)
+
+        def mmap(self, *arguments: Any) -> Any:
+            return streaming.MAP_FAILED if name == "mmap" and self.fail() else super().mmap(*arguments)
+
+    library = Failing()
+    store = mapped.store(library)
+    for call in (1, 2):
+        if name == "mremap":
+            mapped.load(store, 0, layer)
+            library.left = call
+            with pytest.raises(OSError, match="mremap: Cannot allocate memory"):
+                store.show(0, layer)
+            assert mapped.right(layer)  # all or nothing
+            assert not mapped.moved(layer)
+        mapped.load(store, 0, layer)
+        store.show(0, layer)
+        library.left = call
+        with pytest.raises(OSError, match=f"{name}: Cannot allocate memory"):
+            store.hide(0, layer)
+        store.hide(0, layer)
+        assert mapped.right(layer)
+        assert not mapped.moved(layer)
+        mapped.load(store, 0, other)  # the slot is memory again
+        store.show(0, other)
+        assert mapped.right(other)
+        store.hide(0, other)
+    store.close()
+    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+
+
+@linux_only
 def test_a_file_that_grows_is_no_concern(mapped: Mapped) -> None:
     store = mapped.store()
     with mapped.path.open("ab") as file:
@@ -828,20 +1061,70 @@ def test_what_cannot_be_opened_or_mapped_leaves_nothing(mapped: Mapped, tmp_path
     assert set(library.anonymous.values()) == {0}
 
 
-@linux_only
-def test_a_system_that_cannot_move_pages_says_so(mapped: Mapped) -> None:
-    """mremap knows MREMAP_DONTUNMAP since Linux 5.7."""
+class OldLibrary(Recorder):
+    """Linux before 5.7: mremap does not know MREMAP_DONTUNMAP."""
 
-    class Old(Recorder):
-        def mremap(self, *arguments: Any) -> int:
-            ctypes.set_errno(22)
+    def mremap(self, *arguments: Any) -> int:
+        ctypes.set_errno(22)
+        return streaming.MAP_FAILED
+
+
+@linux_only
+def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
+    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found when the model is loaded, not at the first pass."""
+    files, library = descriptors(), OldLibrary()
+    monkeypatch.setattr(streaming, "libc", lambda: library)
+    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    assert isinstance(store, CachedLinuxStore)
+    store.drop([extent for layer in mapped.layers for extent in layer.extents])
+    store.pin(mapped.plan.pinned)
+    assert "locked in memory" in store.note
+    assert store.note.endswith("through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)")
+    dropped: list[tuple[int, int]] = []
+    really = store.drop
+    monkeypatch.setattr(store, "drop", lambda some: (dropped.extend((e.start, e.size) for e in some), really(some)))
+    streamer = Streamer(mapped.plan, store)
+
+    def passes() -> None:
+        for _ in range(3):
+            streamer.begin()
+            for index in range(mapped.plan.layers):
+                streamer.enter(index)
+                if index % 2 == 0:
+                    assert mapped.right(mapped.layers[index // 2])
+                    assert not mapped.moved(mapped.layers[index // 2])
+            streamer.finish()
+
+    within(30, passes)
+    until(lambda: len(dropped) >= 3 * sum(len(layer.extents) for layer in mapped.layers))
+    within(5, streamer.close)
+    assert set(dropped) == {(e.start, e.size) for layer in mapped.layers for e in layer.extents}
+    assert set(library.anonymous.values()) <= {0}  # no memory was taken but for the trial
+    assert descriptors() == files
+    os.truncate(mapped.path, PAGE)
+    extent = mapped.layers[0].extents[0]
+    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    with pytest.raises(OSError, match="it must have shrunk"):
+        store.read(0, mapped.layers[0], extent, extent.start, extent.stop)
+    store.close()
+
+
+@linux_only
+def test_this_kernel_is_tried_and_the_trial_leaves_nothing(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorder()
+    assert streaming.moves_pages(library)
+    assert sum(library.anonymous.values()) == 0
+    assert not streaming.moves_pages(OldLibrary())
+
+    class Full(Recorder):
+        def mmap(self, *arguments: Any) -> Any:
+            ctypes.set_errno(12)
             return streaming.MAP_FAILED
 
-    streamer = Streamer(mapped.plan, mapped.store(Old()))
-    with pytest.raises(ModelError, match=r"layer \d cannot be read: .*mremap: Invalid argument"):
-        within(10, lambda: streamer.enter(0))
-    within(5, streamer.close)
-    np.testing.assert_array_equal(mapped.view, mapped.bytes)
+    with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
+        streaming.moves_pages(Full())
 
 
 @linux_only
@@ -964,7 +1247,7 @@ def test_darwin_errors(two_files: list[str], monkeypatch: pytest.MonkeyPatch) ->
     library = DarwinLibrary("mlock", after=1)
     store = DarwinStore(two_files, library)
     store.pin([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)])
-    assert "3 MiB of 4 MiB kept in the page cache, not locked" in store.note
+    assert store.note.startswith("1 MiB locked in memory, 3 MiB kept in the page cache")
     store.close()
     assert library.named("munlock") == [(FIRST, MIB)]  # only what was locked
     assert descriptors() == files
