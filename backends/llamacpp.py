@@ -36,15 +36,24 @@ from edgespec.machine import parse_size
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.streaming import Streamer, mappings
 
-from .llamacpp_files import last_log, llama_cpp, load_model, metadata, parts
+from .llamacpp_files import (
+    FILE_TYPE_BF16,
+    FILE_TYPE_F16,
+    FILE_TYPE_F32,
+    last_log,
+    llama_cpp,
+    load_model,
+    metadata,
+    parts,
+)
 from .llamacpp_memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, plan_memory, start_streaming
 
-# Most a logit moves with the shape of its pass and with the order of cells in the cache. Kernels for quantised
-# weights quantise the activations too, so one flipped bit of rounding grows from layer to layer. Measured as the
-# largest difference over a vocabulary: SmolLM2 Q4_1 1.31, Qwen2.5-Coder 1.5B Q4_K_M 0.5, SmolLM2 F32 0.12.
+# Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
+# for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
+# Measured with SmolLM2 as the largest difference over a vocabulary: Q4_1 1.31, BF16 0.43, F16 0.18, and F32, whose
+# cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
 TOLERANCE_QUANTISED = 1.5
-TOLERANCE_FLOAT = 0.15
-FLOAT_FILE_TYPES = {b"0": "F32", b"1": "F16", b"32": "BF16"}  # general.file_type, llama_ftype in llama.h
+TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
 
 
 class LlamaVocab:
@@ -478,13 +487,12 @@ def load(
             watch.streamer.close()
         llama_cpp.llama_model_free(model)
         raise
-    float_weights = metadata(model, "general.file_type") in FLOAT_FILE_TYPES
     capabilities = Capabilities(
         context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
-        logit_tolerance=TOLERANCE_FLOAT if float_weights else TOLERANCE_QUANTISED,
+        logit_tolerance=TOLERANCES.get(metadata(model, "general.file_type"), TOLERANCE_QUANTISED),
         streams=bool(plan and plan.streamed),
     )
     backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch)

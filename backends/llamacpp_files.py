@@ -21,6 +21,8 @@ try:
 except ImportError as error:
     raise MissingPackage("llama-cpp-python", "llamacpp", "running GGUF models") from error
 
+FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
+
 _log_lines: list[str] = []
 size_lines: list[str] = []  # what llama.cpp said last about the sizes of its buffers
 

@@ -27,7 +27,18 @@ from edgespec.machine import (
 from edgespec.residency import MARGIN, SAFETY, Plan, make_plan
 from edgespec.streaming import Mapping, Streamer, mappings, measure_disk, open_store, supported
 
-from .llamacpp_files import file_size, ggml_base, last_log, llama_cpp, load_model, parts, read_tensors, size_lines
+from .llamacpp_files import (
+    FILE_TYPE_F32,
+    file_size,
+    ggml_base,
+    last_log,
+    llama_cpp,
+    load_model,
+    metadata,
+    parts,
+    read_tensors,
+    size_lines,
+)
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
@@ -64,6 +75,10 @@ class ContextSize:
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound
         params.no_perf = True
+        if metadata(model, "general.file_type") == FILE_TYPE_F32:
+            # Who keeps weights in float32 wants float32 arithmetic: by default keys, values and scores have 16 bits.
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
 
 

@@ -36,7 +36,7 @@ class Divergence:
     plain_token: int | None  # None: plain decoding had already ended
     other_token: int | None  # None: the other text had already ended
     gap: float  # how much better plain decoding scores its own token, noise included, in logits; inf: nothing to score
-    tolerance: float  # the backend's
+    tolerance: float  # most a logit of the two runs may differ
     tie: bool  # rounding can explain it
 
     def __str__(self) -> str:
@@ -54,7 +54,12 @@ def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def explain(
-    backend: Backend, prompt_ids: Sequence[int], plain: Sequence[int], other: Sequence[int], params: SamplingParams
+    backend: Backend,
+    prompt_ids: Sequence[int],
+    plain: Sequence[int],
+    other: Sequence[int],
+    params: SamplingParams,
+    tolerance: float | None = None,
 ) -> Divergence | None:
     """Why `other` is not `plain`: None when it is.
 
@@ -64,36 +69,40 @@ def explain(
         backend: the target; one of its sessions must be free.
         prompt_ids: the prompt.
         plain: what the planner `none` wrote, with any stop token.
-        other: what another planner wrote.
+        other: what another planner wrote, or another engine with the same model.
         params: the sampling of both runs.
+        tolerance: most a logit of the two runs may differ; default: the backend's own. Of two engines: the sum of both.
     """
+    tolerance = backend.capabilities.logit_tolerance if tolerance is None else tolerance
     index = first_divergence(plain, other)
     if index is None:
         return None
     if index == min(len(plain), len(other)):
         ended = plain[index] if index < len(plain) else None, other[index] if index < len(other) else None
-        return Divergence(
-            index, len(prompt_ids) + index, *ended, math.inf, backend.capabilities.logit_tolerance, tie=False
-        )
+        return Divergence(index, len(prompt_ids) + index, *ended, math.inf, tolerance, tie=False)
     for logits in plain_logits(backend, prompt_ids, plain[: index + 1]):
         last = logits
-    return _judge(backend, last, prompt_ids, plain[:index], plain[index], other[index], params)
+    return _judge(backend, last, prompt_ids, plain[:index], plain[index], other[index], params, tolerance)
 
 
 def replay(
-    backend: Backend, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+    backend: Backend,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    params: SamplingParams,
+    tolerance: float | None = None,
 ) -> list[Divergence]:
     """Every token of `output_ids` that plain decoding, after the same text, would not have sampled.
 
-    Stronger than `explain`, which cannot look behind the first divergence.
+    Stronger than `explain`, which cannot look behind the first divergence; arguments as there.
     """
-    noise = Noise(params.seed, backend.vocab.size)
-    found = []
+    tolerance = backend.capabilities.logit_tolerance if tolerance is None else tolerance
+    noise, found = Noise(params.seed, backend.vocab.size), []
     for i, logits in enumerate(plain_logits(backend, prompt_ids, output_ids)):
         output = output_ids[:i]
         token = sample(logits, len(prompt_ids) + i, params, noise, prompt_ids, output)
         if token != output_ids[i]:
-            found.append(_judge(backend, logits, prompt_ids, output, token, output_ids[i], params))
+            found.append(_judge(backend, logits, prompt_ids, output, token, output_ids[i], params, tolerance))
     return found
 
 
@@ -120,8 +129,9 @@ def _judge(
     plain_token: int,
     other_token: int,
     params: SamplingParams,
+    tolerance: float,
 ) -> Divergence:
-    position, tolerance = len(prompt_ids) + len(output_ids), backend.capabilities.logit_tolerance
+    position = len(prompt_ids) + len(output_ids)
     noise = Noise(params.seed, backend.vocab.size)
     texts = {"prompt_ids": prompt_ids, "output_ids": output_ids}
     tie = is_tie(logits, plain_token, other_token, position, params, noise, tolerance, **texts)

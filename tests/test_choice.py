@@ -1,42 +1,23 @@
-"""Which engine runs what, and one clear line where none can. The command line runs in this process: engines are slow
-to import.
-"""
+"""Which engine runs what, and one clear line where none can."""
 
 import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Run
 
 import edgespec
 from edgespec import backend as backend_module
 from edgespec.backend import choose_backend, load_options
-from edgespec.cli import main
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
 
-Run = Callable[..., tuple[int, str, str]]
 FOLDER_ENGINES = ["torch", "mlx"]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the command with arguments: exit code, standard output, standard error."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
-        capfd.readouterr()
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), *capfd.readouterr()
-        return 0, *capfd.readouterr()
-
-    return call
 
 
 def refused(run: Run, *arguments: str, code: int, says: str) -> None:
@@ -219,11 +200,11 @@ class TestPairs:
         assert status == 0, err
         return dict(json.loads(out))
 
-    def test_each_engine_by_its_own_path(self, run: Run, smollm2: Path, smollm2_hf: Path) -> None:
+    def test_each_engine_by_its_own_path(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path) -> None:
         """The folder has the GGUF's weights, so each is nearly a draft of itself; text stays the target's."""
         for target, draft, name in (
-            (smollm2, smollm2_hf, "llamacpp"),
-            (smollm2_hf, smollm2, choose_backend(folder=True)),
+            (smollm2_tiny, smollm2_tiny_hf, "llamacpp"),
+            (smollm2_tiny_hf, smollm2_tiny, choose_backend(folder=True)),
         ):
             plain = self.write(run, str(target), *self.QUESTION, "--planner", "none")
             drafted = self.write(run, str(target), *self.QUESTION, "--draft", str(draft))
@@ -231,30 +212,30 @@ class TestPairs:
             assert plain["stats"]["backend"] == drafted["stats"]["backend"] == name
             assert drafted["stats"]["acceptance_length"] > 2
 
-    def test_an_option_that_one_of_both_has(self, run: Run, smollm2: Path, smollm2_hf: Path) -> None:
+    def test_an_option_that_one_of_both_has(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path) -> None:
         has("torch")
         options = ["--threads", "1", "--memory", "4G"]
-        drafted = self.write(run, str(smollm2), *self.QUESTION, "--draft", str(smollm2_hf), *options)
+        drafted = self.write(run, str(smollm2_tiny), *self.QUESTION, "--draft", str(smollm2_tiny_hf), *options)
         assert drafted["stats"]["tokens_by_source"]["draft"] > 0
 
-    def test_another_vocabulary(self, run: Run, smollm2: Path, tiny: Path) -> None:
+    def test_another_vocabulary(self, run: Run, smollm2_tiny: Path, tiny: Path) -> None:
         says = "another vocabulary than the target"
-        refused(run, "run", str(smollm2), "hi", "--draft", str(tiny), "--ctx", "128", code=1, says=says)
+        refused(run, "run", str(smollm2_tiny), "hi", "--draft", str(tiny), "--ctx", "128", code=1, says=says)
 
-    def test_a_datastore_serves_both(self, run: Run, smollm2: Path, smollm2_hf: Path, tmp_path: Path) -> None:
+    def test_a_datastore_serves_both(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path, tmp_path: Path) -> None:
         text, store = tmp_path / "text.txt", tmp_path / "text.store"
         text.write_text("The cat sat on the mat and purred. " * 20)
-        status, out, err = run("datastore", "build", str(store), str(text), "--model", str(smollm2_hf))
+        status, out, err = run("datastore", "build", str(store), str(text), "--model", str(smollm2_tiny_hf))
         assert status == 0, err
         assert "1 documents" in out
-        found = self.write(run, str(smollm2), *self.QUESTION, "--datastore", str(store))
+        found = self.write(run, str(smollm2_tiny), *self.QUESTION, "--datastore", str(store))
         assert found["stats"]["tokens"] == 10
 
-    def test_bench_names_the_engines(self, run: Run, smollm2: Path, smollm2_hf: Path, tmp_path: Path) -> None:
+    def test_bench_names_the_engines(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "Say hello."}\n')
-        options = ["--draft", str(smollm2_hf), "--planners", "specexec", "-n", "6", "--budget", "4", "--ctx", "64"]
-        status, out, err = run("bench", str(prompts), "--model", str(smollm2), *options, "--json")
+        options = ["--draft", str(smollm2_tiny_hf), "--planners", "specexec", "-n", "6", "--budget", "4", "--ctx", "64"]
+        status, out, err = run("bench", str(prompts), "--model", str(smollm2_tiny), *options, "--json")
         assert status == 0, err
         report = json.loads(out)
         assert (report["backend"], report["draft_backend"]) == ("llamacpp", choose_backend(folder=True))

@@ -47,7 +47,7 @@ def mlx_factory(folder: Path) -> Factory:
     return partial(mlx.load, str(write_model(folder / "model", FAMILIES["llama-3"])))
 
 
-@pytest.fixture(scope="module", params=["reference", "torch", "mlx", "smollm2", "smollm2_f32"])
+@pytest.fixture(scope="module", params=["reference", "torch", "mlx", "smollm2_tiny", "smollm2_tiny_f32"])
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))

@@ -4,7 +4,6 @@ Tiny models of some families, with windows, experts, 4 bits and streamed weights
 and so is a damaged copy.
 """
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
@@ -110,44 +109,18 @@ class TestSmolLM2:
 
 
 @pytest.fixture(scope="module")
-def smollm2_models(smollm2_hf, tmp_path_factory):
-    """SmolLM2, again for a draft, and a draft without its middle layers: half as costly, and often wrong."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_hf)
-    kept = [layer for i, layer in enumerate(model.model.layers) if not 12 <= i < 16]
+def smollm2_models(smollm2_tiny_hf, tmp_path_factory):
+    """SmolLM2 with six layers, again for a draft, and a draft without the last two: often wrong."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_tiny_hf)
+    kept = list(model.model.layers)[:4]
     model.model.layers = type(model.model.layers)(kept)
     model.config.num_hidden_layers = len(kept)
     folder = tmp_path_factory.mktemp("damaged")
     model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(smollm2_hf).save_pretrained(folder)
-    backends = [load(str(path), **OPTIONS) for path in (smollm2_hf, smollm2_hf, folder)]
+    transformers.AutoTokenizer.from_pretrained(smollm2_tiny_hf).save_pretrained(folder)
+    backends = [load(str(path), **OPTIONS) for path in (smollm2_tiny_hf, smollm2_tiny_hf, folder)]
     yield backends
     for backend in backends:
         backend.close()
     for file in folder.iterdir():
         file.unlink()
-
-
-def test_engines_agree(smollm2_models, smollm2_f32):
-    """The same model in llama.cpp, whose cache is in 16 bits and whose tolerance says so: greedy text is the same."""
-    from edgespec.backends import llamacpp
-
-    theirs = llamacpp.load(str(smollm2_f32), **OPTIONS)
-    ours = smollm2_models[0]
-    prompt = ours.vocab.encode("Once upon a time, a fox", add_bos=True, parse_special=False)
-    texts = [write(backend, NonePlanner(), prompt, SamplingParams(), 16)[0] for backend in (theirs, ours)]
-    found = explain(theirs, prompt, *texts, SamplingParams())
-    assert found is None or found.tie
-    logits = []
-    for backend in (theirs, ours):
-        session = backend.open()
-        logits.append(_last_row(backend, session, prompt))
-        session.close()
-    theirs.close()
-    np.testing.assert_allclose(*logits, atol=theirs.capabilities.logit_tolerance)
-
-
-def _last_row(backend, session, prompt):
-    from edgespec.backend import prefill
-
-    logits, node = prefill(backend, session, prompt, want_last=True)
-    return logits.row(node)

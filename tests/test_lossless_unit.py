@@ -173,6 +173,13 @@ def test_explain_and_replay():
     assert "NOT a tie" in str(found)
     assert found in replay(backend, prompt, wrong, params)
 
+    gap = found.gap + 1e-3
+    for tolerance, tie in ((gap / 2, True), (gap / 4, False)):  # of both runs together, instead of the backend's
+        wide = explain(backend, prompt, plain, wrong, params, tolerance)
+        assert wide is not None
+        assert (wide.tolerance, wide.tie) == (tolerance, tie)
+        assert wide in replay(backend, prompt, wrong, params, tolerance)
+
     short = explain(backend, prompt, plain, plain[:6], params)
     assert short is not None
     assert (short.index, short.other_token, short.tie) == (6, None, False)

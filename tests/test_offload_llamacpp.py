@@ -23,11 +23,12 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
-from conftest import quantised
+from conftest import Run
 from edgespec.backends import llamacpp_memory
 from edgespec.backends.llamacpp import LlamaBackend, load
+from edgespec.backends.llamacpp_memory import MIN_NODES, ContextSize
 
-from edgespec import cli, streaming
+from edgespec import streaming
 from edgespec.backend import Work, prefill
 from edgespec.errors import ModelError, UsageError
 from edgespec.generate import generate_tokens
@@ -42,7 +43,6 @@ pytestmark = pytest.mark.skipif(not streaming.supported(), reason="weights are s
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 MIB = 1 << 20
-Q4_1 = 3  # llama_ftype in llama.h
 OPTIONS: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
 PROMPT = "Count: one two three four one two three four one two"
 
@@ -54,9 +54,8 @@ def _steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(smollm2: Path, smollm2_folder: Path) -> Path:
-    """A copy with six layers: fast, and quite mad."""
-    return quantised(smollm2, smollm2_folder / "tiny.gguf", Q4_1, tuple(range(6, 30)))
+def tiny(smollm2_tiny: Path) -> Path:
+    return smollm2_tiny
 
 
 def least_memory(path: Path, **options: Any) -> int:
@@ -95,6 +94,15 @@ def streamed(smollm2: Path) -> Iterator[LlamaBackend]:
 @pytest.fixture(scope="module")
 def tiny_resident(tiny: Path) -> Iterator[LlamaBackend]:
     backend = load(str(tiny), resident=True, **OPTIONS)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_streamed(tiny: Path) -> Iterator[LlamaBackend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+        backend = load_streamed(tiny)
     yield backend
     backend.close()
 
@@ -180,18 +188,20 @@ PLAIN: dict[float, list[int]] = {}
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("kind", ["none", "sssd", "specexec"])
-def test_texts_are_the_same(streamed: LlamaBackend, resident: LlamaBackend, kind: str, temperature: float) -> None:
+def test_texts_are_the_same(
+    tiny_streamed: LlamaBackend, tiny_resident: LlamaBackend, kind: str, temperature: float
+) -> None:
     """The draft is the same file again, in the same process."""
     sampling = SamplingParams(temperature=temperature, seed=4)
     if temperature not in PLAIN:
-        PLAIN[temperature] = write(resident, NonePlanner(), sampling)
+        PLAIN[temperature] = write(tiny_resident, NonePlanner(), sampling)
     makers: dict[str, Callable[[], Any]] = {
         "none": NonePlanner,
         "sssd": SssdPlanner,
-        "specexec": lambda: SpecExecPlanner(resident, depth=6, beam=4),
+        "specexec": lambda: SpecExecPlanner(tiny_resident, depth=6, beam=4),
     }
     planner = makers[kind]()
-    assert write(streamed, planner, sampling) == PLAIN[temperature]
+    assert write(tiny_streamed, planner, sampling) == PLAIN[temperature]
     planner.close()
 
 
@@ -639,19 +649,15 @@ def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     assert beside - alone > smollm2.stat().st_size
 
 
-def command(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
-    capfd.readouterr()
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out, err = capfd.readouterr()
-    return code, out, err
+def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:
+    """A model in float32 has keys and values in float32: twice as large, and so counted."""
+    rounded, exact = (
+        [llamacpp_memory.memory_needs(str(path), ContextSize(length, 16, 1, MIN_NODES)) for length in (1024, 4096)]
+        for path in (tiny, smollm2_tiny_f32)
+    )
+    cache = 3072 * 2 * 6 * 192 * 2  # keys and values of six layers, two bytes each
+    assert rounded[1] - rounded[0] >= cache
+    assert exact[1] - exact[0] >= rounded[1] - rounded[0] + cache
 
 
 @pytest.mark.parametrize(
@@ -663,38 +669,20 @@ def command(
         ("-5G", "'-5G' is not a size"),
     ],
 )
-def test_bad_memory_is_one_line(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], size: str, says: str
-) -> None:
-    code, out, err = command(monkeypatch, capfd, "run", str(tiny), "hi", "--memory", size)
+def test_bad_memory_is_one_line(run: Run, tiny: Path, size: str, says: str) -> None:
+    code, out, err = run("run", str(tiny), "hi", "--memory", size)
     assert code == 2
     assert out == ""
     assert err.startswith(f"edgespec: {says}")
     assert err.count("\n") == 1
 
 
-def test_run_tells_what_it_streams(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "run",
-        str(tiny),
-        "hi",
-        "-n",
-        "8",
-        "--ctx",
-        "256",
-        "--budget",
-        "8",
-        "--raw",
-        "--threads",
-        "1",
-        "--seed",
-        "1",
-    ]
-    plain = command(monkeypatch, capfd, *arguments)
+def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
+    options = ["-n", "8", "--ctx", "256", "--budget", "8", "--raw", "--threads", "1", "--seed", "1"]
+    arguments = ["run", str(tiny), "hi", *options]
+    plain = run(*arguments)
     least = least_memory(tiny, context_length=256, budget=8)
-    code, out, err = command(monkeypatch, capfd, *arguments, "--memory", f"{least // MIB}M")
+    code, out, err = run(*arguments, "--memory", f"{least // MIB}M")
     assert code == plain[0] == 0
     assert out == plain[1] != ""
     lines = err.splitlines()
@@ -704,7 +692,7 @@ def test_run_tells_what_it_streams(
         lines[0],
     )
     assert "in every pass" not in plain[2]
-    roomy = command(monkeypatch, capfd, *arguments, "--memory", "3G")
+    roomy = run(*arguments, "--memory", "3G")
     assert roomy[:2] == plain[:2]
     assert "in every pass" not in roomy[2]
 

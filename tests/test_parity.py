@@ -1,0 +1,115 @@
+"""SmolLM2 in float32 on every engine: the same logits, and the same text but for explained ties."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.backend import Backend, Work, load_backend, prefill
+from edgespec.generate import generate_tokens
+from edgespec.lossless import explain, replay
+from edgespec.planners.none import NonePlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+PAIRS = [("llamacpp", "torch"), ("llamacpp", "mlx"), ("torch", "mlx")]
+STORY = "The lighthouse keeper wrote down the weather, every ship that passed, and what the gulls had stolen from him. "
+PROMPTS = ["Once upon a time, a fox", "def is_prime(n):\n    "]
+SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=1)]
+NODES, TOKENS = 40, 16
+OPTIONS = {"context_length": 256, "budget": NODES}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A backend and what it computed."""
+
+    backend: Backend
+    tree: np.ndarray  # logits, shape [NODES, V]
+    texts: list[list[int]]  # for each prompt and sampling
+
+
+def compute(backend: Backend) -> Engine:
+    """MLX computes one token after the other on Linux, 0.1 s each, so every engine computes everything once."""
+    prompt, tokens, parents = a_tree(backend)
+    session, nodes = backend.open(), np.arange(NODES, dtype=np.int32)
+    prefill(backend, session, prompt)
+    logits = backend.forward([Work(session, tokens, parents, nodes)])[0]
+    tree = np.stack([logits.row(node) for node in range(NODES)])
+    texts = []
+    for ids in prompts(backend):
+        for sampling in SAMPLINGS:
+            rounds = generate_tokens(
+                backend, session, NonePlanner(), ids, sampling, max_tokens=TOKENS, budget=1, stats=GenerationStats()
+            )
+            texts.append([token for round_ in rounds for token in round_.tokens])
+    session.close()
+    return Engine(backend, tree, texts)
+
+
+def a_tree(backend: Backend) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """200 tokens of prose, and the tokens and parents of a tree with branches and chains."""
+    prompt = backend.vocab.encode(STORY * 20, add_bos=True, parse_special=False)[:200]
+    assert len(prompt) == 200
+    generator = np.random.default_rng(3)
+    tokens = generator.choice(np.arange(100, backend.vocab.size), NODES, replace=False).astype(np.int32)
+    parents = np.array([generator.integers(max(-1, i - 6), i) for i in range(NODES)], np.int32)
+    return prompt, tokens, parents
+
+
+def prompts(backend: Backend) -> list[list[int]]:
+    return [backend.vocab.encode(text, add_bos=True, parse_special=False) for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def llamacpp(smollm2_f32: Path) -> Iterator[Engine]:
+    backend = load_backend("llamacpp", str(smollm2_f32), **OPTIONS, threads=1)
+    yield compute(backend)
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def torch(smollm2_hf: Path) -> Iterator[Engine]:
+    pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+    backend = load_backend("torch", str(smollm2_hf), **OPTIONS, threads=1)
+    yield compute(backend)
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def mlx(smollm2_hf: Path) -> Iterator[Engine]:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+    backend = load_backend("mlx", str(smollm2_hf), **OPTIONS)
+    yield compute(backend)
+    backend.close()
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
+def pair(request: pytest.FixtureRequest) -> list[Engine]:
+    return [request.getfixturevalue(name) for name in request.param]
+
+
+def test_logits_of_a_tree_agree(pair: list[Engine]) -> None:
+    one, other = pair
+    np.testing.assert_allclose(one.tree, other.tree, rtol=0, atol=1e-2)
+
+
+def test_wrong_logits_are_noticed(llamacpp: Engine) -> None:
+    """The check above can fail: different nodes' logits are far apart."""
+    gaps = np.abs(llamacpp.tree[1:] - llamacpp.tree[:-1]).max(axis=1)
+    assert gaps.min() > 1
+
+
+def test_texts_agree(pair: list[Engine]) -> None:
+    """Same seed, same text. Where texts part, both engines' rounding together must explain it, there and after it."""
+    one, other = pair
+    tolerance = sum(engine.backend.capabilities.logit_tolerance for engine in pair)
+    cases = [(prompt, sampling) for prompt in prompts(one.backend) for sampling in SAMPLINGS]
+    for (prompt, sampling), plain, text in zip(cases, one.texts, other.texts, strict=True):
+        found = explain(one.backend, prompt, plain, text, sampling, tolerance)
+        if found is not None:
+            later = replay(one.backend, prompt, text, sampling, tolerance)
+            bad = [divergence for divergence in (found, *later) if not divergence.tie]
+            assert not bad, f"{sampling}: " + "; ".join(map(str, bad))
