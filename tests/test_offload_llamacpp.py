@@ -697,13 +697,11 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
     assert "in every pass" not in roomy[2]
 
 
-def test_run_warns_of_a_slow_disk_before_it_starts(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     least = least_memory(tiny, context_length=256, budget=8)
     arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
     monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e6)
-    code, _, err = command(monkeypatch, capfd, *arguments)
+    code, _, err = run(*arguments)
     assert code == 0
     lines = err.splitlines()
     found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s; ", lines[0])
@@ -712,7 +710,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
     monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e9)
-    assert "the disk allows" not in command(monkeypatch, capfd, *arguments)[2]
+    assert "the disk allows" not in run(*arguments)[2]
 
 
 def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
