@@ -37,6 +37,7 @@ class Recording:
 
     prompt_ids: list[int]
     output_ids: list[int]
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Replay:
 
 
 def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:
-    """Recorded answers: a JSONL file of objects with the texts `prompt` and `output`.
+    """Recorded answers: a JSONL file of objects with the texts `prompt` and `output`, perhaps a `category`.
 
     Args:
         path: the file.
@@ -64,13 +65,15 @@ def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Rec
     try:
         lines = Path(path).read_text("utf-8").split("\n")
         for line in filter(str.strip, lines):
-            prompt, output = itemgetter("prompt", "output")(json.loads(line))
+            record = json.loads(line)
+            prompt, output = itemgetter("prompt", "output")(record)
             if not (isinstance(prompt, str) and isinstance(output, str)):
                 raise TypeError("prompt or output is no text")
             prompt_ids = render_chat(vocab, [{"role": "user", "content": prompt}])
             output_ids = vocab.encode(output, add_bos=False, parse_special=False)
             if output_ids:
-                recordings.append(Recording(prompt_ids, output_ids[:max_tokens]))
+                category = str(record.get("category", ""))
+                recordings.append(Recording(prompt_ids, output_ids[:max_tokens], category))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path}: is not a JSONL file with a prompt and an output on each line: {error}") from error
     return recordings

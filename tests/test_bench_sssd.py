@@ -1,0 +1,52 @@
+"""scripts/bench-sssd: answers recorded once, guessed without the model."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-sssd"
+
+
+@pytest.fixture
+def script(monkeypatch, capfd):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return call
+
+
+def test_answers_are_recorded_once_and_guessed(script, smollm2_tiny, tmp_path):
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    questions = [{"prompt": "Say it again, again, again and again.", "category": "echo"}, {"prompt": "Why?"}]
+    prompts.write_text("\n".join(map(json.dumps, questions)))
+    record = "record", smollm2_tiny, prompts, answers, "-n", "24", "--ctx", "256"
+    assert script(*record)[0] == 0
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [(line["prompt"], line["category"]) for line in lines] == [(questions[0]["prompt"], "echo"), ("Why?", "")]
+    assert all(line["output"] for line in lines)
+    before = answers.read_text()
+    assert script(*record)[0] == 0
+    assert answers.read_text() == before
+    code, out, _ = script("measure", smollm2_tiny, answers, "--budget", "8")
+    assert code == 0
+    echo, rest, mean = map(float, re.search(r"text so far .*?([\d.]+) .*?([\d.]+) .*?([\d.]+) ", out).groups())
+    assert mean == pytest.approx((echo + rest) / 2, abs=0.011)
+    assert min(echo, rest) >= 1
+    assert max(echo, rest) <= 9
+
+
+def test_bad_answers_are_one_line(script, smollm2_tiny, tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"prompt": "no output"}')
+    code, _, err = script("measure", smollm2_tiny, answers)
+    assert code != 0
+    assert err.startswith("bench-sssd: ")
+    assert len(err.splitlines()) == 1
