@@ -182,13 +182,13 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -
     assert cut["stats"]["finish_reason"] == "stop"
 
 
-def test_drafted_tokens_are_tinted(smollm2_tiny: Path) -> None:
+def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
     arguments = [str(smollm2_tiny), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(smollm2_tiny)]
     code = "import sys; sys.stdout.isatty = lambda: True; from edgespec.cli import main; main()"  # click strips
     command = [sys.executable, "-c", code, "run", *arguments, "--show-drafts"]  # colours where there is no terminal
     done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     assert "\x1b[32m" in done.stdout
-    assert "\x1b[32m" not in start("run", *arguments).stdout
+    assert "\x1b[32m" not in run("run", *arguments)[1]
 
 
 def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ PLAIN: dict[object, list[int]] = {}  # it does not depend on the draft, so once 
 
 
 def plain_text(target, prompt, sampling, count):
-    key = target.capabilities.logit_tolerance, tuple(prompt), sampling.seed, count
+    key = target, tuple(prompt), sampling.seed, count
     if key not in PLAIN:
         PLAIN[key], _ = write(target, NonePlanner(), prompt, sampling, count)
         assert replay(target, prompt, PLAIN[key], sampling) == []  # plain decoding can be repeated to the bit
@@ -124,7 +124,7 @@ by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0
 
 @by_temperature
 def test_trees(target, draft, sampling):
-    check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 32)
+    check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24)
 
 
 @by_temperature
@@ -142,7 +142,6 @@ def test_the_whole_model(whole_target, smollm2_q2k, sampling):
     """Thirty layers round five times as often, and write sense: drafts are right in other places."""
     with loaded(smollm2_q2k) as draft:
         check_lossless(whole_target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
-    check_lossless(whole_target, SssdPlanner(), sampling, 24, PROMPTS[1:2])
 
 
 def test_cells_out_of_order_are_a_matter_of_rounding(smollm2, smollm2_pruned):
@@ -155,7 +154,7 @@ def test_cells_out_of_order_are_a_matter_of_rounding(smollm2, smollm2_pruned):
 def test_float_weights(float_target, target, sampling):
     """Float kernels hardly round, so next to nothing passes for a tie. The quantised model drafts."""
     assert float_target.capabilities.logit_tolerance <= 0.01
-    check_lossless(float_target, SpecExecPlanner(target, depth=8, beam=4), sampling, 32)
+    check_lossless(float_target, SpecExecPlanner(target, depth=8, beam=4), sampling, 24)
 
 
 def test_float32_weights_are_computed_in_float32(float_target):
@@ -195,11 +194,11 @@ def resident_bytes():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")
-def test_memory_comes_back(smollm2):
-    """The cache alone has 2 * 30 layers * 192 * 2 bytes for each of the 2560 places: 59 MB a load."""
+def test_memory_comes_back(smollm2_tiny):
+    """The cache alone has 2 * 6 layers * 192 * 2 bytes for each of the 2560 places: 12 MB a load."""
 
     def once():
-        backend = load(str(smollm2), context_length=2048, threads=1)
+        backend = load(str(smollm2_tiny), context_length=2048, threads=1)
         session = backend.open()
         prefill(backend, session, list(range(5, 20)))
         backend.close()

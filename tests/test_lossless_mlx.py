@@ -73,7 +73,7 @@ def models(request, tmp_path_factory):
 def test_tiny_models(models, sampling):
     target, equal, damaged = models
     prompt = target.vocab.encode(PROMPT, add_bos=True, parse_special=False)
-    plain, _ = write(target, NonePlanner(), prompt, sampling, 40)
+    plain, _ = write(target, NonePlanner(), prompt, sampling, 30)
     assert replay(target, prompt, plain, sampling) == []  # plain decoding can be repeated to the bit
     stats = check_lossless(target, SpecExecPlanner(equal, depth=6, beam=4, tau=0.3), prompt, plain, sampling)
     assert stats.acceptance_length > 3
@@ -136,6 +136,6 @@ def test_smollm2_with_itself(smollm2_tiny_hf, smollm2_target):
 
 
 def test_smollm2_copies(smollm2_target):
-    text = "the cat and the dog and the cat and the dog and the cat"
-    stats = check_smollm2(smollm2_target, SssdPlanner(), text, SAMPLINGS[0])
+    """So few layers soon repeat themselves."""
+    stats = check_smollm2(smollm2_target, SssdPlanner(), "!!!!!!!!!!!!", SAMPLINGS[0], 16)
     assert stats.acceptance_length > 2

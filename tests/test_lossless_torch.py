@@ -67,7 +67,7 @@ def pair(request, tmp_path_factory):
 def test_tiny_models(pair, sampling):
     target, same, damaged = load(str(pair[0]), **OPTIONS), *(load(str(path), **OPTIONS) for path in pair)
     planners = [SpecExecPlanner(draft, depth=8, beam=4, tau=0.3) for draft in (same, damaged)]
-    lengths = check_lossless(target, [*planners, SssdPlanner()], [5, 9, 30, 7, 9, 30], sampling, 48)
+    lengths = check_lossless(target, [*planners, SssdPlanner()], [5, 9, 30, 7, 9, 30], sampling, 32)
     assert lengths[0] > 4
     assert 1 < lengths[1] <= lengths[0]
 
@@ -84,7 +84,7 @@ def test_streamed_weights(tmp_path, sampling, options):
     )
     assert target.streamer is not None
     planners = [SpecExecPlanner(draft, depth=8, beam=4, tau=0.3), SssdPlanner()]
-    assert check_lossless(target, planners, [5, 9, 30, 7, 9, 30], sampling, 48)[0] > 2
+    assert check_lossless(target, planners, [5, 9, 30, 7, 9, 30], sampling, 32)[0] > 2
 
 
 class TestSmolLM2:
