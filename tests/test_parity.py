@@ -93,7 +93,7 @@ def pair(request: pytest.FixtureRequest) -> list[Engine]:
 
 def test_logits_of_a_tree_agree(pair: list[Engine]) -> None:
     one, other = pair
-    np.testing.assert_allclose(one.tree, other.tree, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(one.tree, other.tree, rtol=0, atol=1e-3)  # seen: 1.3e-4
 
 
 def test_wrong_logits_are_noticed(llamacpp: Engine) -> None:
