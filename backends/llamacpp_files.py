@@ -19,7 +19,7 @@ from edgespec.residency import Tensor
 try:
     import llama_cpp as llama_cpp  # the engine's other files have it from here, with this error
 except ImportError as error:
-    raise MissingPackage("llama-cpp-python", "llamacpp", "running GGUF models") from error
+    raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
 

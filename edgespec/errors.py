@@ -37,7 +37,8 @@ class RegistryError(EdgespecError):
 
 
 class MissingPackage(EdgespecError):
-    """An optional package is not installed; the message carries the pip command."""
+    """A package is not installed; the message carries the pip command: for an extra, or "" for the package alone."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}: pip install 'edgespec[{extra}]'")
+        what = f"edgespec[{extra}]" if extra else package
+        super().__init__(f"{purpose} needs the package {package!r}: pip install '{what}'")

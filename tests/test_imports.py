@@ -43,3 +43,13 @@ def test_planners_know_no_engine_and_no_loop() -> None:
     for path in (ROOT / "edgespec" / "planners").glob("*.py"):
         forbidden = {"ctypes", "torch", "mlx", "llama_cpp", "edgespec.generate", "edgespec.model", "edgespec.cli"}
         assert not imports(path) & forbidden, path
+
+
+def test_a_missing_engine_is_named_with_its_command() -> None:
+    script = (
+        "import sys; sys.modules['llama_cpp'] = None\n"
+        "from edgespec.backend import load_backend\nfrom edgespec.errors import MissingPackage\n"
+        "try: load_backend('llamacpp', 'model.gguf')\nexcept MissingPackage as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.strip().endswith("needs the package 'llama-cpp-python': pip install 'llama-cpp-python'")
