@@ -68,7 +68,11 @@ MODEL_OPTIONS = _options(
     click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
     click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
     click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
-    click.option("--tau", type=float, help="specexec, chain: disagreement of the pair, in logits."),
+    click.option(
+        "--tau",
+        type=float,
+        help="specexec, chain: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
+    ),
     click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
     click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
 )

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from edgespec.backend import Backend
 from edgespec.errors import ContextFull
 from edgespec.generate import generate_tokens
-from edgespec.planners import Planner
+from edgespec.planners import Context, Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
+from edgespec.sampling import Noise, SamplingParams
 from edgespec.stats import GenerationStats
 
 SIZE = 48
@@ -129,6 +129,21 @@ def test_a_perfect_draft_is_always_right(name, temperature):
     assert output == plain
     assert stats.passes == 4  # six guesses and a bonus each
     assert stats.acceptance_length == 7
+
+
+@pytest.mark.parametrize(("temperature", "tau"), [(0.0, 0.7), (0.6, 1.3), (1.0, 1.3)])
+def test_tau_depends_on_whether_the_text_is_sampled(temperature, tau):
+    """Without one given; seen in the tree's probabilities."""
+
+    def tree(**options):
+        planner = SpecExecPlanner(ReferenceBackend(MODELS[1]), depth=3, **options)
+        planner.begin([0, 9])
+        context = Context([0, 9], 2, SamplingParams(temperature=temperature, seed=3), Noise(3, SIZE), 9, 64)
+        found = planner.plan(context, 12).log_probs.tolist()
+        planner.close()
+        return found
+
+    assert tree() == tree(tau=tau) != tree(tau=1.0)
 
 
 def test_drafts_differ_in_use():

@@ -16,7 +16,7 @@ class ChainPlanner(DraftPlanner):
 
     name = "chain"
 
-    def __init__(self, draft: Backend, *, depth: int = 16, tau: float = 1.0, coupling: bool = True) -> None:
+    def __init__(self, draft: Backend, *, depth: int = 16, tau: float | None = None, coupling: bool = True) -> None:
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.

@@ -36,14 +36,14 @@ class SpecExecPlanner(DraftPlanner):
     name = "specexec"
 
     def __init__(
-        self, draft: Backend, *, depth: int = 32, beam: int = 16, tau: float = 1.0, coupling: bool = True
+        self, draft: Backend, *, depth: int = 32, beam: int = 16, tau: float | None = None, coupling: bool = True
     ) -> None:
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.
             depth: most draft passes per tree, so also the deepest node.
             beam: most nodes expanded per draft pass.
-            tau: usual disagreement of draft and target, in logits.
+            tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
             coupling: draft with the target's own noise; without it q = softmax(z / T).
         """
         super().__init__(draft, depth, tau, coupling)
