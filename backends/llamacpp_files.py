@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
+from edgespec.gguf_model import check_magic
 from edgespec.residency import Tensor
 
 try:
@@ -54,7 +55,7 @@ def load_model(path: str, **params: Any) -> Any:
     Raises:
         ModelError: the file is missing, not a GGUF, or damaged.
     """
-    _check_file(path)
+    check_magic(path)
     _log_lines.clear()
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
@@ -108,7 +109,7 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
     """The header of a GGUF file."""
-    _check_file(path)
+    check_magic(path)
     table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
     if not table:
         raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
@@ -116,18 +117,6 @@ def _table(path: str) -> Iterator[Any]:
         yield table
     finally:
         ggml_base().gguf_free(table)
-
-
-def _check_file(path: str) -> None:
-    file = Path(path)
-    if not file.exists():
-        raise ModelError(f"{path}: there is no such file")
-    if not file.is_file():
-        raise ModelError(f"{path}: is a folder, not a GGUF file")
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
 
 
 class GgufInit(ctypes.Structure):

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from edgespec.backend import load_vocab
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.gguf_model import ROPE_FACTORS, Shapes, find_family, folder_names, folder_tensors, model_config
+from edgespec.gguf_model import (
+    ROPE_FACTORS,
+    Shapes,
+    check_magic,
+    find_family,
+    folder_names,
+    folder_tensors,
+    model_config,
+)
 from edgespec.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.sampling import Float32Array
 
@@ -122,7 +130,7 @@ def read_gguf(path: Path) -> Gguf:
     parts = _parts(path)
     readers = []
     for part in parts:
-        _check_magic(part)
+        check_magic(part)
         try:
             readers.append(GGUFReader(part))
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
@@ -147,15 +155,6 @@ def _parts(path: Path) -> list[Path]:
     if missing := [part for part in parts if not part.is_file()]:
         raise ModelError(f"{missing[0]}: there is no such file; a split GGUF needs all its {count} parts")
     return parts
-
-
-def _check_magic(path: Path) -> None:
-    if not path.is_file():
-        raise ModelError(f"{path}: {'is a folder, not a GGUF file' if path.is_dir() else 'there is no such file'}")
-    with path.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
 
 
 def _check(out: Path, dtype: str, bits: int | None) -> None:

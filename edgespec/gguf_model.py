@@ -8,6 +8,7 @@ is refused, because a folder that loads and computes something else is worse tha
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -337,3 +338,14 @@ def _halves(rows: Float32Array, heads: int) -> Float32Array:
     """Rows of each head from (0, n/2, 1, n/2 + 1, …), as llama.cpp rotates them, back to 0, 1, 2, …"""
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def check_magic(path: str | Path) -> None:
+    """Refuse what is not a GGUF file, by its first bytes. Raises ModelError."""
+    file = Path(path)
+    if not file.is_file():
+        raise ModelError(f"{path}: {'is a folder, not a GGUF file' if file.exists() else 'there is no such file'}")
+    with file.open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
