@@ -62,12 +62,11 @@ class SpecExecPlanner(DraftPlanner):
         logits, root = self._drafter.read(context.token_ids)
         search.add_children(logits, guess, np.array([0]), [root])
         for _ in range(1, steps):
-            beam = self._beam
+            unread, beam = search.unread(), self._beam
             if context.cost and self._drafter.cost.known:
-                best, unread = search.best(), search.log_probs[search.unread()[:beam]]
-                spent = self.model_seconds - started
-                beam = worth_reading(best, unread, budget, spent, context.cost, self._drafter.cost)
-            batch = search.nearest(beam, self._limits.max_leaves, self._limits.max_nodes)
+                next_best, spent = search.log_probs[unread[:beam]], self.model_seconds - started
+                beam = worth_reading(search.best(), next_best, budget, spent, context.cost, self._drafter.cost)
+            batch = search.take(unread, beam, self._limits.max_leaves, self._limits.max_nodes)
             if len(batch) == 0:
                 break
             logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
@@ -123,10 +122,10 @@ class _Search:
         nodes: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & (self.log_probs >= self.cutoff()))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
-    def nearest(self, beam: int, max_leaves: int, max_nodes: int) -> IdArray:
-        """The nearest unread nodes that can still matter, as many as a pass and the draft's cache take."""
+    def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
+        """The first of the unread nodes, as many as a pass and the draft's cache take."""
         batch = list[int]()
-        for node in self.unread().tolist():
+        for node in unread.tolist():
             parent = int(self.parents[node])
             adds_leaf = parent in self.parents_expanded  # a first child takes over its parent's path
             if len(batch) == beam or self.read == max_nodes:
