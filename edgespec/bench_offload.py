@@ -322,11 +322,12 @@ def text_speeds(
         say: told what is being done.
     """
     files = [target, draft] if draft else [target]
-    shared: dict[str, Any] = {"budget": budget or DEFAULT_BUDGET, "by_cost": budget is None, "sampling": sampling}
+    most = DEFAULT_BUDGET if budget is None else budget
+    shared: dict[str, Any] = {"budget": most, "by_cost": budget is None, "sampling": sampling}
     with memory_group() as group:
         if group is None:
             raise EdgespecError("texts are compared under a memory limit, and no control group may be made here")
-        needed = process_needs(Task(target, draft, budget=shared["budget"]))
+        needed = process_needs(Task(target, draft, budget=most))
         limit = room + needed
         tasks = {
             "mapped, none": Task(target, stream=False, max_tokens=plain_tokens, **shared),
