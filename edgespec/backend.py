@@ -144,10 +144,10 @@ MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ
 
 # name -> module with `load(path, **options) -> Backend` and `load_vocab(path) -> Vocab`.
 BUILT_IN = {
-    "llamacpp": "edgespec.backends.llamacpp",
-    "mlx": "edgespec.backends.mlx",
+    "llamacpp": "edgespec.backends.llamacpp.backend",
+    "mlx": "edgespec.backends.mlx.backend",
     "reference": "edgespec.backends.reference",
-    "torch": "edgespec.backends.torch",
+    "torch": "edgespec.backends.torch.backend",
 }
 
 

@@ -1,6 +1,6 @@
 """What can go wrong, as types. Messages are whole sentences a user can act on.
 
-Nothing here prints: `cli.py` (and the server) turn these into one line and an exit code.
+Nothing here prints: `cli/` (and the server) turn these into one line and an exit code.
 """
 
 

@@ -14,15 +14,15 @@ from typing import Any, Self
 
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
 from edgespec.cost import Pace
-from edgespec.datastore import open_datastore
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
+from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners import Planner
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.datastore import open_datastore
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.registry import Entry, find_model, is_folder, local_path
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import Message, TextStream, render_chat, user_messages

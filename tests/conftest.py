@@ -24,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
     In this process: a new one imports everything again, which takes longer than most tests.
     """
-    from edgespec.cli import main
+    from edgespec.cli.commands import main
 
     def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
@@ -122,8 +122,8 @@ def smollm2_tiny_hf(smollm2_tiny: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def converted(gguf: Path, folder: Path) -> Iterator[Path]:
-    from edgespec.convert import convert
     from edgespec.errors import MissingPackage
+    from edgespec.models.folder_from_gguf import convert
 
     try:
         convert(gguf, folder, dtype="float32")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import Run
 
-EDGESPEC = [sys.executable, "-c", "from edgespec.cli import main; main()"]
+EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,9 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -
 
 def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
     arguments = [str(smollm2_tiny), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(smollm2_tiny)]
-    code = "import sys; sys.stdout.isatty = lambda: True; from edgespec.cli import main; main()"  # click strips
+    code = (
+        "import sys; sys.stdout.isatty = lambda: True; from edgespec.cli.commands import main; main()"  # click strips
+    )
     command = [sys.executable, "-c", code, "run", *arguments, "--show-drafts"]  # colours where there is no terminal
     done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     assert "\x1b[32m" in done.stdout

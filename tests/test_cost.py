@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from edgespec.cost import REMEMBERED, TRIAL, Pace, PassCost, Trial, best_size, goodput, worth_reading
 from edgespec.generate import generate_tokens
 from edgespec.model import choose_pace
+from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.registry import Defaults, Entry
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.datastore import END, HEADER_SIZE, build, open_datastore, read_texts
 from edgespec.errors import DatastoreError
+from edgespec.planners.datastore import END, HEADER_SIZE, build, open_datastore, read_texts
 
 
 class LetterVocab:

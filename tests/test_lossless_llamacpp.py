@@ -17,12 +17,12 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import Q2_K, quantised
-from edgespec.backends.llamacpp import load
+from edgespec.backends.llamacpp.backend import load
 
 from edgespec.backend import prefill
 from edgespec.errors import ContextFull, ModelError
 from edgespec.generate import generate_tokens
-from edgespec.lossless import explain, replay
+from edgespec.measure.lossless import explain, replay
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

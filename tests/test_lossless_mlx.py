@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 import mlx.core as mx
-from edgespec.backends.mlx import load
+from edgespec.backends.mlx.backend import load
 from mlx_models import FAMILIES, write_model
 
-from edgespec.convert import convert
 from edgespec.generate import generate_tokens
-from edgespec.lossless import explain, replay
+from edgespec.measure.lossless import explain, replay
+from edgespec.models.folder_from_gguf import convert
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
-from edgespec.backends.torch import load
+from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
 from edgespec.generate import generate_tokens
-from edgespec.lossless import explain, replay
+from edgespec.measure.lossless import explain, replay
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

@@ -8,7 +8,7 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.lossless import explain, first_divergence, is_tie, plain_logits, replay
+from edgespec.measure.lossless import explain, first_divergence, is_tie, plain_logits, replay
 from edgespec.sampling import Noise, SamplingParams, sample
 
 SIZE = 12

@@ -25,19 +25,19 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 import llama_cpp
 from conftest import Run
 from edgespec.backends import llamacpp_memory
-from edgespec.backends.llamacpp import LlamaBackend, load
-from edgespec.backends.llamacpp_memory import MIN_NODES, ContextSize
+from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp.memory import MIN_NODES, ContextSize
 
 from edgespec import streaming
 from edgespec.backend import Work, prefill
 from edgespec.errors import ModelError, UsageError
 from edgespec.generate import generate_tokens
-from edgespec.machine import parse_size
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
+from edgespec.weights.machine import parse_size
 
 pytestmark = pytest.mark.skipif(not streaming.supported(), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -735,10 +735,10 @@ ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
 from edgespec.backends import llamacpp_memory
-from edgespec.backends.llamacpp import load
+from edgespec.backends.llamacpp.backend import load
 from edgespec.backend import prefill
 from edgespec.errors import UsageError
-from edgespec.machine import parse_size
+from edgespec.weights.machine import parse_size
 
 llamacpp_memory.private_memory = lambda: 0  # it grows with every load
 
@@ -767,7 +767,12 @@ def test_an_ordinary_user_streams_without_locking_and_is_told(smollm2: Path) -> 
         if not shutil.which("setpriv"):
             pytest.skip("this is root, and there is no setpriv to become somebody else")
         user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--inh-caps=-all"]
-        probe = [*user, sys.executable, "-c", f"import edgespec.backends.llamacpp; open({str(smollm2)!r}, 'rb')"]
+        probe = [
+            *user,
+            sys.executable,
+            "-c",
+            f"import edgespec.backends.llamacpp.backend; open({str(smollm2)!r}, 'rb')",
+        ]
         if subprocess.run(probe, capture_output=True, check=False, timeout=60).returncode != 0:
             pytest.skip("another user may not read the model or run the interpreter")
     done = subprocess.run(

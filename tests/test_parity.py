@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.backend import Backend, Work, load_backend, prefill
 from edgespec.generate import generate_tokens
-from edgespec.lossless import explain, replay
+from edgespec.measure.lossless import explain, replay
 from edgespec.planners.none import NonePlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats

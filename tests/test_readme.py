@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli import cli
+from edgespec.cli.commands import cli
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, RegistryError, UsageError
-from edgespec.registry import all_models, find_model, is_folder, local_path, read_models
+from edgespec.models.registry import all_models, find_model, is_folder, local_path, read_models
 
 
 def write(folder: Path, text: str) -> Path:

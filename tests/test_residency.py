@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
-from edgespec.machine import parse_size
-from edgespec.residency import SLOTS, SMALL, Extent, Layer, Plan, Tensor, make_plan
+from edgespec.weights.machine import parse_size
+from edgespec.weights.residency import SLOTS, SMALL, Extent, Layer, Plan, Tensor, make_plan
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.datastore import build, open_datastore
 from edgespec.errors import UsageError
+from edgespec.measure.replay import Recording, calibration_module, fit, measure, observe, read_recordings, replay
 from edgespec.planners import Context
+from edgespec.planners.datastore import build, open_datastore
 from edgespec.planners.sssd import (
     CONTINUATIONS,
     Calibration,
@@ -18,7 +19,6 @@ from edgespec.planners.sssd import (
     features,
     grow,
 )
-from edgespec.replay import Recording, calibration_module, fit, measure, observe, read_recordings, replay
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import Source, make_tree
 

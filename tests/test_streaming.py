@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from edgespec import streaming
 from edgespec.errors import ModelError
-from edgespec.machine import READ_SIZE
-from edgespec.residency import Extent, Layer, Plan
-from edgespec.streaming import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
+from edgespec.weights.machine import READ_SIZE
+from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.ring import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20

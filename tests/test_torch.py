@@ -27,8 +27,8 @@ from contract import (
     work,
 )
 from edgespec.backends import torch as backend_module
-from edgespec.backends.torch import build_mask, load, top_on_device, visible
-from edgespec.backends.torch_offload import (
+from edgespec.backends.torch.backend import build_mask, load, top_on_device, visible
+from edgespec.backends.torch.offload import (
     BUFFERS,
     block_bytes,
     count_resident,
@@ -354,7 +354,7 @@ class TestOffload:
 @needs_bitsandbytes
 class TestNf4:
     def test_a_layer_by_its_definition(self):
-        from edgespec.backends.torch_nf4 import NF4Linear
+        from edgespec.backends.torch.nf4 import NF4Linear
 
         torch.manual_seed(0)
         linear = torch.nn.Linear(128, 64).requires_grad_(False)
@@ -402,7 +402,7 @@ class TestNf4:
 
 def test_nf4_without_its_package(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.delitem(sys.modules, "edgespec.backends.torch_nf4", raising=False)
+    monkeypatch.delitem(sys.modules, "edgespec.backends.torch.nf4", raising=False)
     with pytest.raises(MissingPackage, match=r"pip install 'edgespec\[nf4\]'"):
         load(str(llama), dtype="nf4")
 

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
-from edgespec.backends.torch import MIN_NODES, cache_shape, work_bytes
-from edgespec.backends.torch_bench import CONTEXT, HOST_SHARE, REPEATS, Row, fitting_layers, measure, random_model
-from edgespec.backends.torch_offload import BUFFERS, block_bytes
+from edgespec.backends.torch.backend import MIN_NODES, cache_shape, work_bytes
+from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import torch
 from test_torch import Recorder, needs_bitsandbytes
 
 from edgespec.backend import Capabilities
+from edgespec.measure.gpu import CONTEXT, HOST_SHARE, REPEATS, Row, fitting_layers, measure, random_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-gpu"
 TINY = {

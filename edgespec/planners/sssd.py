@@ -8,7 +8,7 @@ occurred before, are looked up in two sources:
 
 What follows the matches makes one tree of counts for each source and matched length. The share of a node's matches
 that go on with a token, count / total, becomes the probability that the target writes it by a calibration fitted on
-recorded text, per source, matched length and depth (`sssd_calibration.py`, `edgespec/replay.py`). The trees are then
+recorded text, per source, matched length and depth (`sssd_calibration.py`, `edgespec/measure/replay.py`). The trees are then
 read as one: a token is as probable as its best source says, a path is the product of its steps, and the best
 `budget` paths are the draft tree. Only nodes that come into the tree are ever expanded.
 
@@ -25,8 +25,8 @@ from math import exp, inf, log
 import numpy as np
 
 from edgespec.backend import common_prefix
-from edgespec.datastore import END, Datastore
 from edgespec.planners import Context
+from edgespec.planners.datastore import END, Datastore
 from edgespec.planners.sssd_calibration import WEIGHTS
 from edgespec.tree import DraftTree, Source, root_only
 

@@ -7,7 +7,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from edgespec.cli import write_answer
+from edgespec.cli.terminal import write_answer
 from edgespec.errors import EdgespecError
 from edgespec.model import GenerationResult, Model
 

@@ -1,7 +1,7 @@
 """Which weights stay in memory and which are read again in every pass: the policy, without any effect.
 
 A model larger than memory is run by *pinning* as many of its layers as fit and *streaming* the others: each is read
-from the disk shortly before it is computed, into one of a few slots, and dropped right after. `streaming.py` does
+from the disk shortly before it is computed, into one of a few slots, and dropped right after. `ring.py` does
 what is planned here.
 
     pinned      output, norms, and as many layers as fit: in memory for good
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from mmap import PAGESIZE
 
 from edgespec.errors import UsageError
-from edgespec.machine import format_size
+from edgespec.weights.machine import format_size
 
 SLOTS = 2  # one layer being computed, one being read; a third was not faster, and costs a pinned layer
 SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory

@@ -15,10 +15,10 @@ import numpy as np
 
 from edgespec.backend import Backend, Work, load_backend
 from edgespec.errors import UsageError
-from edgespec.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.model import DEFAULT_CONTEXT, choose_budget
-from edgespec.registry import find_model, is_folder, local_path
-from edgespec.residency import REMEDY, SAFETY, SLOW, Plan
+from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
+from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan
 
 # Tokens per pass to expect of a tree of 64 nodes in a chat, from this project's own measurements (README, "Measured").
 EXPECTED_TOKENS = {"specexec": 7.0, "sssd": 2.0}
@@ -116,7 +116,7 @@ def diagnose(
     budget = choose_budget(budget, entry)
     context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
     room = parse_size(memory) if isinstance(memory, str) else memory
-    engine = import_module("edgespec.backends.llamacpp_memory")
+    engine = import_module("edgespec.backends.llamacpp.memory")
     weights = engine.file_size(path)
     say("memory")
     size = engine.ContextSize(context_length, budget, 1, engine.MIN_NODES)

@@ -1,7 +1,7 @@
 """llama.cpp models larger than memory: what their contexts take, what of the weights stays, and moving the rest.
 
 `plan_memory` has llama.cpp rehearse a context to learn the size of its buffers, and leaves the choice to
-`residency.py`. `start_streaming` has `streaming.py` move the weights that do not stay, and `LayerWatch` keeps the
+`residency.py`. `start_streaming` has `ring.py` move the weights that do not stay, and `LayerWatch` keeps the
 movement in step with a pass: llama.cpp tells it which node it is about to compute, and it waits for that node's layer.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.machine import (
+from edgespec.weights.machine import (
     COMPRESSING_FILE_SYSTEMS,
     NETWORK_FILE_SYSTEMS,
     available_memory,
@@ -24,10 +24,10 @@ from edgespec.machine import (
     format_size,
     private_memory,
 )
-from edgespec.residency import MARGIN, SAFETY, Plan, make_plan
-from edgespec.streaming import Mapping, Streamer, mappings, measure_disk, open_store, supported
+from edgespec.weights.residency import MARGIN, SAFETY, Plan, make_plan
+from edgespec.weights.ring import Mapping, Streamer, mappings, measure_disk, open_store, supported
 
-from .llamacpp_files import (
+from .files import (
     FILE_TYPE_F32,
     file_size,
     ggml_base,

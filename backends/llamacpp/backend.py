@@ -12,7 +12,7 @@ positions. So:
 
 All ids of a session carry the committed text, so starting a tree costs nothing.
 
-A model larger than memory is streamed: `llamacpp_memory.py`.
+A model larger than memory is streamed: `memory.py`.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ContextFull, ModelError, UsageError
-from edgespec.machine import parse_size
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.streaming import Streamer, mappings
+from edgespec.weights.machine import parse_size
+from edgespec.weights.ring import Streamer, mappings
 
-from .llamacpp_files import (
+from .files import (
     FILE_TYPE_BF16,
     FILE_TYPE_F16,
     FILE_TYPE_F32,
@@ -46,7 +46,7 @@ from .llamacpp_files import (
     metadata,
     parts,
 )
-from .llamacpp_memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, plan_memory, start_streaming
+from .memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, plan_memory, start_streaming
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
 # for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.gguf_model import check_magic
-from edgespec.residency import Tensor
+from edgespec.models.gguf_model import check_magic
+from edgespec.weights.residency import Tensor
 
 try:
     import llama_cpp as llama_cpp  # the engine's other files have it from here, with this error

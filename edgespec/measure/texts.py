@@ -14,7 +14,7 @@ from rich.table import Table
 
 from edgespec.backend import Backend
 from edgespec.errors import UsageError
-from edgespec.lossless import explain
+from edgespec.measure.lossless import explain
 from edgespec.model import (
     NEED_DRAFT,
     PLANNERS,
@@ -26,7 +26,7 @@ from edgespec.model import (
     make_planner,
     open_backends,
 )
-from edgespec.registry import find_model
+from edgespec.models.registry import find_model
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import user_messages

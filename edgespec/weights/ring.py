@@ -28,8 +28,8 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.machine import READ_SIZE, READ_THREADS, disk_bandwidth, format_size, open_direct
-from edgespec.residency import Extent, Layer, Plan
+from edgespec.weights.machine import READ_SIZE, READ_THREADS, disk_bandwidth, format_size, open_direct
+from edgespec.weights.residency import Extent, Layer, Plan
 
 MAP_FIXED = 0x10
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h

@@ -27,11 +27,11 @@ from rich.table import Table
 from edgespec.backend import Backend, Work, load_backend, prefill
 from edgespec.cost import Pace
 from edgespec.errors import EdgespecError, MissingPackage
-from edgespec.machine import disk_bandwidth, format_size, private_memory
 from edgespec.model import DEFAULT_BUDGET, NEED_DRAFT, Model, close_all, make_planner, open_backends
-from edgespec.registry import Defaults, Entry
+from edgespec.models.registry import Defaults, Entry
 from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
+from edgespec.weights.machine import disk_bandwidth, format_size, private_memory
 
 PLENTY = 1 << 42  # of memory, named so that weights are mapped as they are, not repacked
 LIBRARIES = 32 << 20  # of the interpreter's and the engine's files, mapped pages
@@ -71,7 +71,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def _measure_needs(task: Task) -> dict[str, Any]:
-    engine = import_module("edgespec.backends.llamacpp_memory")
+    engine = import_module("edgespec.backends.llamacpp.memory")
     size = engine.ContextSize(task.context_length, task.budget, 1, engine.MIN_NODES)
     return {"needed": engine.memory_needs(task.target, size, [task.draft] if task.draft else [])}
 
@@ -239,7 +239,7 @@ def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> di
 
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(
-        [sys.executable, "-m", "edgespec.bench_offload", json.dumps(asdict(task))],
+        [sys.executable, "-m", "edgespec.measure.offload", json.dumps(asdict(task))],
         preexec_fn=enter, capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     if done.returncode:

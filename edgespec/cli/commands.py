@@ -10,12 +10,10 @@ from typing import Any
 import click
 
 from edgespec import __version__
+from edgespec.cli.terminal import write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import PLANNERS, GenerationResult, Model, load
 from edgespec.text import user_messages
-from edgespec.tree import Source
-
-COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta"}  # TARGET stays plain
 
 
 def main(command: click.Command | None = None) -> None:
@@ -146,7 +144,7 @@ def run(
         system = system or loaded.system
         answer_options = {"max_tokens": max_tokens, "stop": stop, **sampling}
         if text is None:
-            from edgespec.chat import chat
+            from edgespec.cli.chat import chat
 
             chat(loaded, system, show_drafts, answer_options)
             return
@@ -160,65 +158,6 @@ def run(
             click.echo(click.style(result.stats.summary(), dim=True), err=True)
     if interrupted:
         sys.exit(130)
-
-
-def write_answer(
-    model: Model,
-    prompt: Any,
-    result: GenerationResult,
-    options: dict[str, Any],
-    *,
-    quiet: bool = False,
-    tint: bool = False,
-) -> bool:
-    """Stream an answer to the terminal and into `result`; true if Ctrl-C ended it."""
-    with _PrefillBar() as bar:
-        try:
-            for chunk in model.stream(prompt, stats=result.stats, progress=bar.update, **options):
-                bar.stop()
-                result.text += chunk.text
-                result.token_ids.append(chunk.token_id)
-                if not quiet:
-                    click.echo(click.style(chunk.text, fg=COLOURS.get(chunk.source)) if tint else chunk.text, nl=False)
-                    sys.stdout.flush()
-        except KeyboardInterrupt:
-            result.stats.finish_reason = "interrupted"
-            return True
-        finally:
-            if not quiet and result.text and not result.text.endswith("\n"):
-                click.echo()
-    return False
-
-
-class _PrefillBar:
-    """A progress bar on standard error while a long prompt is read; nothing where nobody looks."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-
-    def update(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty() or total < 256:
-            return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("reading the prompt", total=total)
-        self._bar.update(self._task, completed=done)
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def __enter__(self) -> "_PrefillBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def _prompt(prompt: str | None) -> str | None:
@@ -299,7 +238,7 @@ def doctor(
     The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
     long as loading it.
     """
-    from edgespec.doctor import as_dict, diagnose, report
+    from edgespec.measure.doctor import as_dict, diagnose, report
 
     options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
     options["context_length"] = ctx
@@ -320,7 +259,7 @@ def doctor(
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def models(models_file: str | None, as_json: bool) -> None:
     """List the models that have a name."""
-    from edgespec.registry import all_models
+    from edgespec.models.registry import all_models
 
     entries = all_models(models_file)
     if as_json:
@@ -356,7 +295,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     Each line of PROMPTS.jsonl is an object with `prompt`, or with `turns`, whose first is used. Planners take turns
     prompt by prompt in one process, so that a busy machine slows all of them alike.
     """
-    from edgespec.bench import read_prompts, run_bench, table
+    from edgespec.measure.texts import read_prompts, run_bench, table
 
     sampling = _sampling(options)
     report = run_bench(
@@ -389,8 +328,8 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     from rich.progress import Progress
 
     from edgespec.backend import choose_backend, load_vocab
-    from edgespec.datastore import build, read_texts
-    from edgespec.registry import find_model, is_folder, local_path
+    from edgespec.models.registry import find_model, is_folder, local_path
+    from edgespec.planners.datastore import build, read_texts
 
     source = find_model(model, models_file).target
     vocab = load_vocab(choose_backend(is_folder(source)), local_path(source, weights=False))

@@ -18,10 +18,9 @@ import torch
 import transformers
 
 from edgespec.backend import Vocab, Work, prefill
+from edgespec.backends.torch.backend import ATTENTION, NF4, TorchBackend, assemble, quantise_layers
+from edgespec.backends.torch.offload import Block, CopyEngine, CudaCopies, block_bytes
 from edgespec.errors import UsageError
-
-from .torch import ATTENTION, NF4, TorchBackend, assemble, quantise_layers
-from .torch_offload import Block, CopyEngine, CudaCopies, block_bytes
 
 # Llama 3 70B (arXiv 2407.21783, table 3).
 LLAMA_70B = {

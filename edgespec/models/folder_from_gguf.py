@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from edgespec.backend import load_vocab
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.gguf_model import (
+from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
     check_magic,
@@ -30,7 +30,7 @@ from edgespec.gguf_model import (
     folder_tensors,
     model_config,
 )
-from edgespec.gguf_tokenizer import build_tokenizer, tokenizer_config
+from edgespec.models.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.sampling import Float32Array
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: unknown)

@@ -10,7 +10,7 @@ writes each work's keys and values into its session's cache and attends there:
     commit                      the accepted nodes' cells are gathered behind the committed text; nothing else moves
 
 Positions (length + depth) are given explicitly, so every kind of rotary embedding works. Weights larger than the
-GPU's memory are streamed through it: `torch_offload.py`. 4-bit weights: `torch_nf4.py`.
+GPU's memory are streamed through it: `offload.py`. 4-bit weights: `nf4.py`.
 """
 
 import math
@@ -28,19 +28,18 @@ from rich.progress import track
 
 from edgespec.backend import Capabilities, Logits, Vocab, Work
 from edgespec.errors import ContextFull, EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine import format_size, parse_size
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.weights.machine import format_size, parse_size
 
 try:
     import torch
     import transformers
+    from edgespec.backends.hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
     from torch.nn.functional import scaled_dot_product_attention
-
-    from .hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
 except ImportError as error:
     raise MissingPackage("torch and transformers", "torch", "running model folders on PyTorch") from error
 
-from .torch_offload import (
+from .offload import (
     BUFFERS,
     Block,
     CopyEngine,
@@ -714,7 +713,7 @@ def place_layers(
 
 def quantise_layers(model: Any, device: Any) -> None:
     """Bring the layers to 4 bits, one at a time on the device, where it is quick."""
-    from .torch_nf4 import quantise
+    from .nf4 import quantise
 
     console = Console(stderr=True)
     layers = decoder_layers(model)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from edgespec.errors import MissingPackage, ModelError, RegistryError, UsageError
 from edgespec.sampling import SamplingParams
 
-BUILT_IN = Path(__file__).parent / "models.yaml"
+BUILT_IN = Path(__file__).parent.parent / "models.yaml"
 OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/REPOSITORY

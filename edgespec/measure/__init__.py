@@ -1,0 +1,1 @@
+"""Measuring: speed, losslessness, and what this machine can do."""

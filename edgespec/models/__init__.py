@@ -1,0 +1,1 @@
+"""Models on disk: by name, and what their files hold."""

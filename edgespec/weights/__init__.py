@@ -1,0 +1,1 @@
+"""Weights that are larger than memory: what stays, what moves, and the moving."""
