@@ -47,6 +47,7 @@ class PrefillBar:
         self._task: Any = None
 
     def update(self, done: int, total: int) -> None:
+        """So many of the prompt's tokens are read."""
         if not sys.stderr.isatty() or total < 256:
             return
         if self._bar is None:
@@ -59,6 +60,7 @@ class PrefillBar:
         self._bar.update(self._task, completed=done)
 
     def stop(self) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
