@@ -176,7 +176,7 @@ def test_a_device_that_is_not_there(run: Run, tiny: Path) -> None:
 
 def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that a test watches take a GPU's place."""
-    from edgespec.backends import torch
+    from edgespec.backends.torch import backend as torch
     from test_torch import Recorder
 
     options = ["--backend", "torch", "--ctx", "128", "--gpu-memory"]

@@ -21,7 +21,7 @@ def reference_factory(folder: Path) -> Factory:
 
 
 def llamacpp_factory(model: Path) -> Factory:
-    from edgespec.backends import llamacpp
+    from edgespec.backends.llamacpp import backend as llamacpp
 
     def load(**options: int) -> Backend:
         options["context_length"] = options["context_length"] or 1024  # 0: what it was trained for, which is long
@@ -33,7 +33,7 @@ def llamacpp_factory(model: Path) -> Factory:
 def torch_factory(folder: Path) -> Factory:
     """A tiny model; one on SmolLM2 would take minutes."""
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
-    from edgespec.backends import torch
+    from edgespec.backends.torch import backend as torch
     from hf_models import save, tiny_model
 
     return partial(torch.load, str(save(tiny_model("llama"), folder)), threads=1)
@@ -41,7 +41,7 @@ def torch_factory(folder: Path) -> Factory:
 
 def mlx_factory(folder: Path) -> Factory:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
-    from edgespec.backends import mlx
+    from edgespec.backends.mlx import backend as mlx
     from mlx_models import FAMILIES, write_model
 
     return partial(mlx.load, str(write_model(folder / "model", FAMILIES["llama-3"])))

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec import machine
 from edgespec.errors import ModelError, UsageError
+from edgespec.weights import machine
 from edgespec.weights.machine import (
     available_memory,
     disk_bandwidth,

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 import mlx.core as mx
-from edgespec.backends import mlx as backend_module
+from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx.backend import TreeRope, device_top, load, load_vocab, takes_array
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache

@@ -24,11 +24,10 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
 from conftest import Run
-from edgespec.backends import llamacpp_memory
+from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
 from edgespec.backends.llamacpp.memory import MIN_NODES, ContextSize
 
-from edgespec import streaming
 from edgespec.backend import Work, prefill
 from edgespec.errors import ModelError, UsageError
 from edgespec.generate import generate_tokens
@@ -37,6 +36,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
+from edgespec.weights import ring as streaming
 from edgespec.weights.machine import parse_size
 
 pytestmark = pytest.mark.skipif(not streaming.supported(), reason="weights are streamed on Linux and macOS")
@@ -734,7 +734,7 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
 ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
-from edgespec.backends import llamacpp_memory
+from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backend import prefill
 from edgespec.errors import UsageError

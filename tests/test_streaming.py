@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec import streaming
 from edgespec.errors import ModelError
+from edgespec.weights import ring as streaming
 from edgespec.weights.machine import READ_SIZE
 from edgespec.weights.residency import Extent, Layer, Plan
 from edgespec.weights.ring import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings

@@ -26,7 +26,7 @@ from contract import (
     tree_equals_chains,
     work,
 )
-from edgespec.backends import torch as backend_module
+from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.backend import build_mask, load, top_on_device, visible
 from edgespec.backends.torch.offload import (
     BUFFERS,

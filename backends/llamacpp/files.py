@@ -60,12 +60,22 @@ def load_model(path: str, **params: Any) -> Any:
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
-    for name, value in params.items():
+    for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
         setattr(model_params, name, value)
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
     if not model:
         raise ModelError(f"{path}: cannot be loaded: {last_log()}")
     return model
+
+
+def without_amx(system_info: bytes) -> dict[str, Any]:
+    """Parameters of a model that keep llama.cpp's kernels for Intel's AMX out of use.
+
+    Compiled by GCC they end in a segmentation fault: of the 64 bytes of tile configuration its intrinsic reads 8, so
+    the stores of the others are optimised away, and the processor refuses what it finds (seen with GCC 12; the same
+    fault in ggml-org/llama.cpp#20824).
+    """
+    return {"use_extra_bufts": False} if b"AMX_INT8 = 1" in system_info else {}
 
 
 def metadata(model: Any, key: str) -> bytes:

@@ -34,13 +34,13 @@ from edgespec.tree import ancestor_mask, depths
 
 try:
     import mlx.core as mx
-
-    # After mlx_lm, which stops transformers from recommending PyTorch.
-    from edgespec.backends.hf_vocab import HfVocab, check_folder, first_line, load_vocab
     from mlx import nn
     from mlx.utils import tree_flatten
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
     from mlx_lm.utils import load_model
+
+    # After mlx_lm, which stops transformers from recommending PyTorch.
+    from ..hf_vocab import HfVocab, check_folder, first_line, load_vocab
 except ImportError as error:
     raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error
 

@@ -34,8 +34,9 @@ from edgespec.weights.machine import format_size, parse_size
 try:
     import torch
     import transformers
-    from edgespec.backends.hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
     from torch.nn.functional import scaled_dot_product_attention
+
+    from ..hf_vocab import LOCAL, check_folder, first_line, load_vocab, read_config
 except ImportError as error:
     raise MissingPackage("torch and transformers", "torch", "running model folders on PyTorch") from error
 

@@ -1,0 +1,209 @@
+"""A tree in llama.cpp's cache.
+
+llama.cpp tags every cell of its key-value cache with the ids of the sequences it belongs to, and a token attends to
+the cells that carry its own id at smaller positions. So:
+
+    one sequence id     one path from the start of the text to a leaf of the tree
+    a node              one cell, tagged with the ids of all leaves below it
+    growing a tree      a first child takes over its parent's id; every further child gets a free id,
+                        after the cells of its ancestors were tagged with it (no copy, no recompute)
+    commit              the ids of one path stay, all others are removed: nothing moves
+
+All ids of a session carry the committed text, so starting a tree costs nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from edgespec.backend import Capabilities, Work
+from edgespec.errors import ContextFull
+
+from .files import llama_cpp
+
+
+class Owner(Protocol):
+    """What a session needs of the backend it belongs to."""
+
+    memory: Any  # llama.cpp's cache; None once it is freed
+    capabilities: Capabilities
+    in_order: bool  # keep cells in the order of the text
+
+    def open(self) -> "LlamaSession": ...
+
+    def release(self, ids: list[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a work's nodes go in its session."""
+
+    work: Work
+    first: int  # number of the first new node
+    positions: list[int]  # of all uncommitted nodes, the new ones included
+    below: list[list[int]]  # for each new node the ids of the leaves below it
+    tips: dict[int, int]  # id -> the last node on its path
+    sources: dict[int, int]  # id -> the old node it continues
+    order: list[int]  # the new nodes in the order of their cells
+
+
+def depth_first(parents: list[int], first: int) -> list[int]:
+    """New nodes so that the path of first children comes first: planners name the likeliest child first.
+
+    Args:
+        parents: of the new nodes; numbers below `first` are old nodes.
+        first: number of the first new node.
+    """
+    children: dict[int, list[int]] = {}
+    tops = list[int]()
+    for node, parent in enumerate(parents):
+        (children.setdefault(parent - first, []) if parent >= first else tops).append(node)
+    order, stack = list[int](), tops[::-1]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(reversed(children.get(node, [])))
+    return order
+
+
+class LlamaSession:
+    """See `edgespec.backend.Session`."""
+
+    def __init__(self, backend: Owner, ids: list[int]) -> None:
+        self.token_ids: list[int] = []
+        self._backend = backend
+        self._memory = backend.memory
+        self._ids = ids  # this session's sequence ids
+        self._tagged = 1  # how many of them carry the committed text; the rest are tagged when first needed
+        self._held = 0  # how many committed tokens have a cell
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self._tokens: list[int] = []  # by node, since the last commit
+        self._positions: list[int] = []
+        self._cells: list[int] = []  # the how-manieth cell since the last commit
+        self._seqs: list[int] = []  # one id whose path runs through the node
+        self._tips: dict[int, int] = {}  # id -> the last node on its path
+
+    def place(self, work: Work) -> Placement:
+        """Find new nodes their places. Changes nothing.
+
+        Raises:
+            ContextFull: a position lies beyond the context.
+            ValueError: more nodes or leaves than the capabilities allow, or a parent that does not exist.
+        """
+        first, count, parents = len(self._tokens), len(work.token_ids), work.parents.tolist()
+        limits, length = self._backend.capabilities, len(self.token_ids)
+        if first + count > limits.max_nodes:
+            raise ValueError(f"{first + count} uncommitted nodes; this backend holds {limits.max_nodes}")
+        if any(not -1 <= parent < first + i for i, parent in enumerate(parents)):
+            raise ValueError(f"parents must come before their children: {parents}")
+        positions = self._positions.copy()
+        for parent in parents:
+            positions.append(positions[parent] + 1 if parent >= 0 else length)
+        if max(positions) >= limits.context_length:
+            raise ContextFull(f"position {max(positions)} lies beyond the context of {limits.context_length} tokens")
+        below: list[list[int]] = [[] for _ in range(count)]
+        has_child = {parent - first for parent in parents}
+        leaves = [i for i in range(count) if i not in has_child]
+        tips, sources = dict(self._tips), dict[int, int]()
+        free = (seq for seq in self._ids if seq not in tips)
+        for leaf in leaves:
+            path = [leaf]
+            while parents[path[-1]] >= first:
+                path.append(parents[path[-1]] - first)
+            old = parents[path[-1]]  # evaluated earlier, or -1
+            seq = self._seqs[old] if old >= 0 else -1
+            if old < 0 or tips.get(seq) != old:
+                seq = next(free, -1)
+                if seq < 0:
+                    raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
+                if old >= 0:
+                    sources[seq] = old
+            tips[seq] = first + leaf
+            for node in path:
+                below[node].append(seq)
+        return Placement(work, first, positions, below, tips, sources, depth_first(parents, first))
+
+    def add(self, placement: Placement) -> tuple[list[int], list[int], list[list[int]]]:
+        """Take the nodes in: tag the cells of the nodes they continue.
+
+        Returns:
+            Tokens, positions and sequence ids of the cells to fill, in their order: first committed tokens that have
+            no cell any more, then the nodes.
+        """
+        positions, first, order = placement.positions, placement.first, placement.order
+        self._tag(max(placement.tips) - self._ids[0] + 1)
+        for seq, old in placement.sources.items():
+            llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self._held, positions[old] + 1)
+        lost = self.token_ids[self._held :]
+        tokens = lost + placement.work.token_ids[order].tolist()
+        places = [*range(self._held, len(self.token_ids)), *(positions[first + i] for i in order)]
+        ids = [list(placement.tips)] * len(lost) + [placement.below[i] for i in order]
+        self._tokens.extend(placement.work.token_ids.tolist())
+        self._positions = positions
+        self._seqs.extend(ids[0] for ids in placement.below)
+        cell_of = {node: first + i for i, node in enumerate(order)}
+        self._cells.extend(cell_of[i] for i in range(len(order)))
+        self._tips = placement.tips
+        return tokens, places, ids
+
+    def evaluated(self) -> None:
+        """The pass is over: what had lost its cell has one again, and every id gets it."""
+        if self._held < len(self.token_ids):
+            source = next(iter(self._tips))
+            for seq in self._ids[: self._tagged]:
+                if seq not in self._tips:
+                    llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self._held, len(self.token_ids))
+            self._held = len(self.token_ids)
+
+    def give_up(self) -> None:
+        """The pass failed: forget its cells and all nodes."""
+        for seq in self._ids[: self._tagged]:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, self._held, -1)
+        self._forget_nodes()
+
+    def _tag(self, count: int) -> None:
+        for seq in self._ids[self._tagged : count]:
+            llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], seq, 0, self._held)
+        self._tagged = max(self._tagged, count)
+
+    def commit(self, path: Sequence[int]) -> None:
+        length, kept = len(self.token_ids), len(path)
+        if self._backend.in_order:
+            # Cells behind a gap would be out of order once the gap is filled again: give them up.
+            kept = next((i for i, node in enumerate(path) if self._cells[node] != i), len(path))
+        keep = self._seqs[path[kept - 1]] if kept else -1
+        for seq in self._tips:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, length + kept if seq == keep else length, -1)
+        if kept:
+            for seq in self._ids[: self._tagged]:
+                if seq != keep:
+                    llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, length + kept)
+            self._held = length + kept
+        self.token_ids.extend(self._tokens[node] for node in path)
+        self._forget_nodes()
+
+    def rewind(self, length: int) -> None:
+        for seq in self._ids[: self._tagged]:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
+        self._held = min(self._held, length)
+        del self.token_ids[length:]
+        self._forget_nodes()
+
+    def fork(self) -> "LlamaSession":
+        other = self._backend.open()
+        llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], other._ids[0], 0, self._held)
+        other.token_ids, other._held = self.token_ids.copy(), self._held
+        return other
+
+    @property
+    def lost(self) -> int:
+        """Committed tokens whose cells were given up; the next pass reads them again."""
+        return len(self.token_ids) - self._held
+
+    def close(self) -> None:
+        if self._ids and self._backend.memory is not None:
+            self.rewind(0)
+            self._backend.release(self._ids)
+        self._ids = []
