@@ -1,0 +1,112 @@
+"""What was measured is remembered from run to run: small JSON files in the user's cache folder.
+
+One file for each thing that was measured: its name is a hash of what the measurement depends on (model files, engine,
+machine, …), so nothing has to be locked; a file is replaced in one step, and the last writer wins. What is remembered
+only ever steers speed, so a file that cannot be read or written counts as not there.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+VERSION = 1  # of the files' form; others are not read
+MOST_FILES = 256  # beyond it the oldest go
+OFF = "EDGESPEC_NO_MEMORY_OF_COSTS"  # set to anything: nothing is read or written
+
+About = Mapping[str, str | int | float | bool | None]
+
+
+def folder() -> Path | None:
+    """Where measurements are kept; None where they shall not be."""
+    if os.environ.get(OFF):
+        return None
+    if sys.platform == "darwin":
+        base = Path("~/Library/Caches").expanduser()
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home())
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return base / "edgespec" / "measured"
+
+
+def recall(about: About) -> Any:
+    """What was remembered about this, or None.
+
+    Args:
+        about: what the measurement depends on, the kind of measurement included.
+    """
+    path = _path(about)
+    found = _read(path) if path else None
+    return found["value"] if found and found["about"] == dict(about) else None
+
+
+def remember(about: About, value: Any) -> None:
+    """Keep a value that JSON can hold; in place of what was remembered about the same."""
+    path = _path(about)
+    if path is None:
+        return
+    text = json.dumps({"version": VERSION, "about": dict(about), "value": value})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).replace(path)
+        for old in sorted(path.parent.glob("*.json"), key=_age)[MOST_FILES:]:
+            old.unlink(missing_ok=True)
+    except OSError:  # a full or read-only disk: the next run measures again
+        return
+
+
+def everything() -> list[dict[str, Any]]:
+    """All that is remembered, newest first: dicts of `about` and `value`."""
+    place = folder()
+    files = sorted(place.glob("*.json"), key=_age) if place and place.is_dir() else []
+    return [found for found in map(_read, files) if found]
+
+
+def forget() -> int:
+    """Remove all that is remembered; how many files that were."""
+    place = folder()
+    files = list(place.glob("*.json")) if place and place.is_dir() else []
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
+
+
+def machine() -> str:
+    """The processor, as far as the system tells, and the number of its cores: measurements hold for one kind."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def _path(about: About) -> Path | None:
+    place = folder()
+    key = json.dumps(dict(about), sort_keys=True).encode()
+    return place / f"{hashlib.sha256(key).hexdigest()[:32]}.json" if place else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(found, dict) and found.get("version") == VERSION and {"about", "value"} <= found.keys()
+    return found if whole else None
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:  # another process has just removed it
+        return 0.0

@@ -1,0 +1,102 @@
+"""Measurements are kept from run to run, and losing them does no harm."""
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from edgespec import remembered
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(remembered.OFF, raising=False)
+    monkeypatch.setattr(remembered, "folder", lambda: tmp_path / "measured")
+    return tmp_path / "measured"
+
+
+def test_what_was_remembered_is_recalled_for_the_same_thing_only(place: Path) -> None:
+    remembered.remember({"kind": "passes", "file": "a"}, [1, 2.5])
+    assert remembered.recall({"file": "a", "kind": "passes"}) == [1, 2.5]
+    assert remembered.recall({"kind": "passes", "file": "b"}) is None
+    remembered.remember({"kind": "passes", "file": "a"}, {"new": True})
+    assert remembered.recall({"kind": "passes", "file": "a"}) == {"new": True}
+    assert len(remembered.everything()) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": 0, "about": {}, "value": 1}', '{"version": 1}', "\0\xff"]
+)
+def test_a_broken_file_counts_as_not_there(place: Path, content: str) -> None:
+    about = {"kind": "passes"}
+    remembered.remember(about, 1)
+    (file,) = place.iterdir()
+    file.write_text(content)
+    assert remembered.recall(about) is None
+    assert remembered.everything() == []
+    remembered.remember(about, 2)
+    assert remembered.recall(about) == 2
+
+
+def test_a_hash_that_meets_another_thing_is_not_believed(place: Path) -> None:
+    about = {"kind": "passes"}
+    remembered.remember(about, 1)
+    (file,) = place.iterdir()
+    file.write_text(json.dumps({"version": remembered.VERSION, "about": {"kind": "other"}, "value": 1}))
+    assert remembered.recall(about) is None
+
+
+def test_the_oldest_go(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "MOST_FILES", 3)
+    for i in range(6):
+        remembered.remember({"number": i}, i)
+        newest = max(place.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (i + 1e9, i + 1e9))
+    assert [remembered.recall({"number": i}) for i in range(6)] == [None, None, None, 3, 4, 5]
+    assert [found["value"] for found in remembered.everything()] == [5, 4, 3]
+
+
+def test_where_nothing_can_be_written_nothing_is_remembered(place: Path) -> None:
+    place.parent.joinpath("measured").write_text("a file where the folder should be")
+    remembered.remember({"kind": "passes"}, 1)
+    assert remembered.recall({"kind": "passes"}) is None
+    assert remembered.everything() == []
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(remembered.OFF, "1")
+    remembered.remember({"kind": "passes"}, 1)
+    assert remembered.recall({"kind": "passes"}) is None
+    assert remembered.forget() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_forgetting(place: Path) -> None:
+    assert remembered.forget() == 0
+    for i in range(3):
+        remembered.remember({"number": i}, i)
+    assert remembered.forget() == 3
+    assert remembered.everything() == []
+
+
+def _write_often(folder: str, writer: int) -> None:
+    os.environ["HOME"] = os.environ["XDG_CACHE_HOME"] = folder
+    os.environ.pop(remembered.OFF, None)
+    for i in range(50):
+        remembered.remember({"kind": "shared"}, [writer, i] * 200)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the folder is found by another variable there")
+def test_several_processes_leave_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv(remembered.OFF, raising=False)
+    with ProcessPoolExecutor(3) as pool:
+        list(pool.map(_write_often, [str(tmp_path)] * 3, range(3)))
+    value = remembered.recall({"kind": "shared"})
+    assert value[:2] * 200 == value
+    assert value[1] == 49
+    assert not list(tmp_path.rglob("*.new"))
