@@ -202,10 +202,13 @@ def _backend_module(name: str) -> Any:
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """How many leading tokens are equal."""
+    shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:  # the usual case, without a loop
+        return shorter
     for i, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return i
-    return min(len(left), len(right))
+    return shorter
 
 
 def prefill(

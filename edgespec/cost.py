@@ -8,10 +8,12 @@ probability p that they are right, and the n best of them kept:
 
 A disk that streams the weights makes `pass` flat, and wide trees win; a model that a weak processor computes from
 memory makes it steep, and a few sure guesses win. Costs steer only how the tree grows, never what is written.
+`planners/paced.py` decides by them.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
@@ -19,108 +21,159 @@ from numpy.typing import ArrayLike
 
 from edgespec.tree import FloatArray
 
-REMEMBERED = 8  # passes of about one size; costs change with the text's length and with what else the machine does
-TRIAL = 4  # rounds by which drafting is judged
-FIRST_REST = 16  # rounds; each further rest in a row is twice as long
-APART = 3  # two sizes of pass so many times apart show how the cost grows
-
-
-class PassCost:
-    """Seconds that a pass takes, by its number of nodes: a curve through the last passes of each size."""
-
-    def __init__(self) -> None:
-        self._passes: dict[int, deque[tuple[int, float]]] = {}  # bits of the size -> passes (nodes, seconds)
-        self._last = 0
-
-    def add(self, nodes: int, seconds: float) -> None:
-        """A pass over `nodes` nodes took `seconds`."""
-        self._passes.setdefault(nodes.bit_length(), deque(maxlen=REMEMBERED)).append((nodes, max(seconds, 1e-9)))
-        self._last = nodes
-
-    @property
-    def known(self) -> bool:
-        """Whether the passes made show how the cost grows with the nodes."""
-        sizes = [nodes for passes in self._passes.values() for nodes, _ in passes]
-        return bool(sizes) and max(sizes) >= APART * min(sizes)
-
-    def probe(self, budget: int) -> int:
-        """A number of guesses for the next pass that helps to make the cost known."""
-        small, large = budget // 16, min(budget, max(2, budget // 2))
-        return large if 0 < self._last <= 1 + 2 * small else small
-
-    def seconds(self, nodes: ArrayLike) -> FloatArray:
-        """What passes over `nodes` nodes will take; only when it is `known`. The shape of `nodes`.
-
-        Straight lines between the sizes seen, and on beyond them; never falling, nor growing faster than the nodes do.
-        """
-        seen = [list(zip(*self._passes[bits], strict=True)) for bits in sorted(self._passes)]
-        size = np.array([fmean(sizes) for sizes, _ in seen])
-        took = np.maximum.accumulate([median(times) for _, times in seen])
-        wanted = np.asarray(nodes, np.float64)
-        slopes = np.diff(took) / np.diff(size)
-        below = np.maximum(took[0] - slopes[0] * (size[0] - wanted), took[0] * wanted / size[0])
-        above = took[-1] + slopes[-1] * (wanted - size[-1])
-        return np.select([wanted < size[0], wanted > size[-1]], [below, above], np.interp(wanted, size, took))
-
-
-class Trial:
-    """Whether drafting pays at all. Where drafted rounds wrote slower than plain passes, it rests, longer each time."""
-
-    def __init__(self) -> None:
-        self._rounds: deque[tuple[int, float]] = deque(maxlen=TRIAL)
-        self._resting = 0  # rounds to come
-        self._rest = FIRST_REST
-
-    def drafts(self) -> bool:
-        """Whether the next round shall draft."""
-        self._resting -= 1
-        return self._resting < 0
-
-    def add(self, tokens: int, seconds: float, plain_seconds: float) -> None:
-        """A drafted round wrote `tokens` in `seconds`; a plain pass takes `plain_seconds`."""
-        self._rounds.append((tokens, seconds))
-        if len(self._rounds) < TRIAL:
-            return
-        written, took = (sum(values) for values in zip(*self._rounds, strict=True))
-        if written * plain_seconds >= took:
-            self._rest = FIRST_REST
-            return
-        self._resting, self._rest = self._rest, 2 * self._rest
-        self._rounds.clear()
+KEPT = 8  # passes of about one size; costs change with the text's length and with what else the machine does
+RECALLED = 2  # passes that a remembered cost counts for: a few new ones outvote it
+NEAR = 3  # sizes closer than this ratio do not show how cost grows
+STEEP, FLAT = 0.5, 0.01  # of a plain pass, what each more node costs until that is seen; FLAT: weights are streamed
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """What is known of a target and a planner at work; kept from text to text."""
+class Curve:
+    """Seconds of a pass by its number of nodes: straight lines between the sizes seen, and on beyond them."""
 
-    cost: PassCost = field(default_factory=PassCost)  # of the target's passes
-    trial: Trial = field(default_factory=Trial)
+    sizes: FloatArray  # [k], rising
+    took: FloatArray  # [k] seconds, never falling
+    slope: float  # seconds of each node beyond the largest size
+
+    def seconds(self, nodes: ArrayLike) -> FloatArray:
+        """What passes over `nodes` nodes will take; the shape of `nodes`."""
+        wanted, (size, took) = np.asarray(nodes, np.float64), (self.sizes, self.took)
+        # Below the smallest size: down the same slope, but never as if all of a pass were its nodes.
+        below = np.maximum(took[0] - self.slope * (size[0] - wanted), took[0] * wanted / size[0])
+        found = np.where(wanted < size[0], below, np.interp(wanted, size, took))
+        return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found)
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a pass over one node."""
+        return float(self.seconds(1))
+
+    @property
+    def least(self) -> float:
+        """Of a plain pass, what a node of the tree whose nodes are cheapest costs: a guess less likely cannot pay."""
+        far = self.sizes > 1
+        each = [self.slope, *((self.took[far] - self.plain) / (self.sizes[far] - 1))]
+        return float(min(each) / self.plain)
+
+    @property
+    def plain_was_seen(self) -> bool:
+        """Whether passes over one node were measured, not foretold."""
+        return bool(self.sizes[0] == 1)
 
 
-def goodput(log_probs: FloatArray, spent: float, cost: PassCost) -> FloatArray:
+class PassCost:
+    """Seconds that passes take, by number of nodes and by the length of the text before them."""
+
+    def __init__(self, slope: float = STEEP) -> None:
+        """`slope`: what a further node is expected to cost, as a part of a plain pass, until sizes apart were seen."""
+        self.slope = slope
+        # Length class -> bits of the number of nodes -> the last passes (nodes, seconds).
+        self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
+        self._curves: dict[int, Curve] = {}
+
+    def add(self, nodes: float, seconds: float, length: int = 0) -> None:
+        """A pass over `nodes` nodes after `length` tokens took `seconds`."""
+        at = length_class(length)
+        sizes = self._passes.setdefault(at, {})
+        sizes.setdefault(round(nodes).bit_length(), deque(maxlen=KEPT)).append((nodes, max(seconds, 1e-9)))
+        self._curves.pop(at, None)
+
+    def at(self, length: int) -> Curve | None:
+        """The curve for texts of about this length, else for the nearest length seen; None: no pass was seen."""
+        if not self._passes:
+            return None
+        wanted = length_class(length)
+        at = min(self._passes, key=lambda known: (abs(known - wanted), known))
+        if at not in self._curves:
+            self._curves[at] = self._curve(self._passes[at])
+        return self._curves[at]
+
+    def _curve(self, passes: dict[int, deque[tuple[float, float]]]) -> Curve:
+        seen = [list(zip(*passes[bits], strict=True)) for bits in sorted(passes)]
+        size = np.array([fmean(sizes) for sizes, _ in seen])
+        took = np.maximum.accumulate([median(times) for _, times in seen])
+        if size[-1] >= NEAR * size[0]:
+            # The slope on beyond is that of the last sizes which are far enough apart to tell.
+            before = np.flatnonzero(size * NEAR <= size[-1])[-1]
+            slope = (took[-1] - took[before]) / (size[-1] - size[before])
+        else:
+            slope = self.slope * took[0] / (1 + self.slope * (size[0] - 1))
+        return Curve(size, took, float(slope))
+
+    def as_list(self) -> list[list[float]]:
+        """For JSON: [length class, nodes, seconds] for each size."""
+        return [
+            [at, fmean(nodes for nodes, _ in passes), median(seconds for _, seconds in passes)]
+            for at, sizes in self._passes.items()
+            for passes in sizes.values()
+        ]
+
+    def recall(self, rows: Iterable[Sequence[float]]) -> None:
+        """Start from what `as_list` gave; new passes soon outvote it."""
+        for at, nodes, seconds in rows:
+            for _ in range(RECALLED):
+                self.add(nodes, seconds, _length(int(at)))
+
+
+def length_class(length: int) -> int:
+    """0 below 1,024 tokens, and one more with each doubling: attention's share of a pass grows with the text."""
+    return (length // 1024).bit_length()
+
+
+def _length(at: int) -> int:
+    return 1024 << (at - 1) if at > 0 else 0
+
+
+def goodput(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> FloatArray:
     """Tokens per second of a round that keeps the 0, 1, …, n best nodes, shape [n + 1].
 
     Args:
         log_probs: [n] of the nodes, best first, the root left out.
         spent: seconds of drafting.
         cost: of the target's passes.
+        trust: how many guesses prove right for each that these probabilities promise.
     """
-    tokens = np.concatenate([[1.0], 1 + np.cumsum(np.exp(log_probs))])
+    tokens = np.concatenate([[1.0], 1 + trust * np.cumsum(np.exp(log_probs))])
     return tokens / (spent + cost.seconds(np.arange(1, len(tokens) + 1)))
 
 
-def best_size(log_probs: FloatArray, spent: float, cost: PassCost) -> int:
-    """How many nodes make the best round; arguments as for `goodput`, but in any order."""
-    return int(np.argmax(goodput(-np.sort(-log_probs), spent, cost)))
+def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
+    """How many nodes make the best round, and its tokens per second; arguments as for `goodput`, but in any order."""
+    rates = goodput(-np.sort(-log_probs), spent, cost, trust)
+    size = int(np.argmax(rates))
+    return size, float(rates[size])
+
+
+def chain_goodput(agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve) -> float:
+    """Tokens per second of the best round with a chain of 1 to `deepest` drafted tokens.
+
+    Args:
+        agreement: probability that the draft's best token is the target's, given that all before it were.
+        behind: committed tokens that the draft has not read.
+        deepest: most tokens to draft, at least 1.
+        cost: of the target's passes.
+        draft_cost: of the draft's passes.
+    """
+    drafted = np.arange(1, deepest + 1)
+    tokens = 1 + np.cumsum(agreement**drafted)
+    reading = draft_cost.seconds(max(1, behind)) + (drafted - 1) * draft_cost.plain
+    return float(np.max(tokens / (reading + cost.seconds(drafted + 1))))
 
 
 def worth_reading(
-    log_probs: FloatArray, unread: FloatArray, budget: int, spent: float, cost: PassCost, draft_cost: PassCost
+    log_probs: FloatArray,
+    unread: FloatArray,
+    budget: int,
+    spent: float,
+    cost: Curve,
+    draft_cost: Curve,
+    child: float = 1.0,
 ) -> int:
     """How many more nodes the draft should read in its next pass; 0: stop drafting.
 
-    A node that is read gets a child that is right at most as often as itself. If even so the round would not
-    become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is enough.
+    A node that is read gets children, the best of them right about `child` times as often as the node itself. If even
+    so the round would not become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is
+    enough.
 
     Args:
         log_probs: [n] of the nodes found so far, best first, at most `budget`.
@@ -129,11 +182,12 @@ def worth_reading(
         spent: seconds of drafting so far.
         cost: of the target's passes.
         draft_cost: of the draft's passes.
+        child: see above.
     """
     rates = goodput(log_probs, spent, cost)
     size = int(np.argmax(rates))
     more = np.arange(1, len(unread) + 1)
-    tokens = 1 + np.exp(log_probs[:size]).sum() + np.cumsum(np.exp(unread))
+    tokens = 1 + np.exp(log_probs[:size]).sum() + child * np.cumsum(np.exp(unread))
     seconds = spent + draft_cost.seconds(more) + cost.seconds(np.minimum(size + more, budget) + 1)
     best = tokens / seconds
     return int(np.argmax(best)) + 1 if len(unread) and best.max() > rates[size] else 0

@@ -2,21 +2,26 @@
 
 Everything that decides the text is in `verify.walk` and `sampling.sample`; planners only decide how
 many passes it takes. Plain decoding is the same loop with the planner `none`.
+
+A `Generation` is one text being written. Whoever runs it makes the passes, so that several texts can share one:
+
+    tree = generation.plan()                        guess
+    work = generation.work(tree)                    what to evaluate
+    logits = target.forward([work])[0]              one pass, of this text alone or of many
+    round_ = generation.take(logits)                walk, keep
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
-from edgespec.cost import Pace, best_size
 from edgespec.planners import Context, Planner
 from edgespec.sampling import Noise, SamplingParams, sample
 from edgespec.stats import GenerationStats
-from edgespec.tree import Source, best_nodes, root_only
+from edgespec.tree import DraftTree, Source, best_nodes
 from edgespec.verify import walk
 
 
@@ -29,6 +34,107 @@ class Round:
     finished: str  # "" while the text goes on, else the finish reason
 
 
+class Generation:
+    """One text being written: `read_prompt`, then `plan`, `work` and `take` in turn until it is `finished`."""
+
+    def __init__(
+        self,
+        target: Backend,
+        session: Session,
+        planner: Planner,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        budget: int,
+        stats: GenerationStats,
+        stop_ids: frozenset[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            target: the model whose text is wanted.
+            session: one of its sessions; what it holds of the prompt is not computed again.
+            planner: where the guesses come from.
+            prompt_ids: at least one token.
+            sampling: how the target's tokens are chosen.
+            max_tokens: most tokens to generate; at least 1.
+            budget: most draft nodes per pass.
+            stats: filled in as the rounds go by.
+            stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
+
+        Raises:
+            ContextFull: the prompt leaves no room for a token.
+        """
+        check_room(target, len(prompt_ids))
+        limits = target.capabilities
+        self.session = session
+        self.stats = stats
+        self.finished = ""  # the finish reason
+        self.token_ids = list(prompt_ids)  # all committed tokens; the last is the next tree's root
+        self.target = target
+        self._planner = planner
+        self._prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._noise = Noise(sampling.seed, target.vocab.size)
+        self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
+        self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
+        self._budget = min(budget, limits.max_nodes - 1, limits.max_wanted - 1)
+        stats.planner, stats.backend = planner.name, target.name
+        stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
+
+    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Make the prompt but for its last token the session's text; `progress` as for `backend.prefill`."""
+        started = perf_counter()
+        self.stats.cached_tokens = common_prefix(self.session.token_ids, self.token_ids[:-1])
+        self._planner.begin(self._prompt_ids)  # the draft first: it is quick, and its context may be the smaller one
+        prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
+        self.stats.prefill_seconds = perf_counter() - started
+
+    def plan(self) -> DraftTree:
+        """A tree rooted at the last committed token."""
+        self._started, drafted = perf_counter(), self._planner.model_seconds
+        # A node at depth d is worth a token only while d more tokens and a bonus still fit.
+        room, leaves = self._limit - len(self.token_ids) - 1, self.target.capabilities.max_leaves
+        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, leaves)
+        tree = best_nodes(self._planner.plan(context, self._budget), self._budget, leaves)
+        self._drafted = self._planner.model_seconds - drafted
+        return tree
+
+    def work(self, tree: DraftTree) -> Work:
+        """The whole tree, to be evaluated at once."""
+        self._tree = tree
+        work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
+        self._waited, self._given = self.target.wait_seconds, perf_counter()
+        return work
+
+    def take(self, logits: Logits) -> Round:
+        """Walk the tree with the target's own samples, and keep what they say."""
+        passed, waited = perf_counter() - self._given, self.target.wait_seconds - self._waited
+        tree = self._tree
+        result = walk(tree, lambda node, accepted: self._sample(logits, node, accepted))
+        output, self.finished = _cut(result.output, self._stop_ids, self._limit - len(self.token_ids))
+        sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
+        del sources[len(output) :]
+        self.session.commit(result.path[: len(output)])  # the last token of the output is the next root
+        self._planner.accept(output, passed)
+        self.token_ids.extend(output)
+        stats = self.stats
+        stats.count(sources, drafted=len(tree) - 1)
+        stats.finish_reason = self.finished
+        stats.draft_seconds += self._drafted
+        stats.target_seconds += passed
+        stats.wait_seconds += waited
+        stats.plain_seconds += len(output) * self._planner.plain_seconds
+        stats.plan_seconds += perf_counter() - self._started - self._drafted - passed
+        return Round(output, sources, self.finished)
+
+    def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
+        """The target's own token after a node of the tree, `accepted` being the path to it."""
+        position = len(self.token_ids) + len(accepted)
+        output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
+        return sample(logits.row(node), position, self._sampling, self._noise, self._prompt_ids, output)
+
+
 def generate_tokens(
     target: Backend,
     session: Session,
@@ -39,97 +145,19 @@ def generate_tokens(
     max_tokens: int,
     budget: int,
     stats: GenerationStats,
-    pace: Pace | None = None,
     stop_ids: frozenset[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Round]:
-    """Generate token by token groups; `stats` is filled in as the rounds go by.
-
-    Args:
-        target: the model whose text is wanted.
-        session: one of its sessions; what it holds of the prompt is not computed again.
-        planner: where the guesses come from.
-        prompt_ids: at least one token.
-        sampling: how the target's tokens are chosen.
-        max_tokens: most tokens to generate; at least 1.
-        budget: most draft nodes per pass.
-        stats: filled in.
-        pace: what passes cost, learned as they go by: trees then have the size that pays, at most `budget`. None: they
-            have all the nodes the budget allows, and do not depend on how long anything takes.
-        stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
-        progress: see `backend.prefill`.
-
-    Raises:
-        ContextFull: the prompt leaves no room for a token.
-    """
-    check_room(target, len(prompt_ids))
-    capabilities = target.capabilities
-    stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
-    noise = Noise(sampling.seed, target.vocab.size)
-    token_ids = list(prompt_ids)
-    limit = min(len(prompt_ids) + max_tokens, capabilities.context_length)
-    budget = min(budget, capabilities.max_nodes - 1, capabilities.max_wanted - 1)
-    stats.planner, stats.backend = planner.name, target.name
-    stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
-
-    started = perf_counter()
-    stats.cached_tokens = common_prefix(session.token_ids, token_ids[:-1])
-    planner.begin(prompt_ids)  # the draft first: it is quick, and its context may be the smaller one
-    prefill(target, session, token_ids[:-1], progress=progress)
-    stats.prefill_seconds = perf_counter() - started
-
-    def sample_after(logits: Logits, node: int, accepted: Sequence[int]) -> int:
-        position = len(token_ids) + len(accepted)
-        output = token_ids[len(prompt_ids) :] + list(accepted)
-        return sample(logits.row(node), position, sampling, noise, prompt_ids, output)
-
-    finished = ""
-    while not finished:
-        # Plan. A node at depth d is worth a token only while d more tokens and a bonus still fit.
-        started, model_seconds = perf_counter(), planner.model_seconds
-        room = limit - len(token_ids) - 1
-        known = pace.cost if pace and pace.cost.known else None
-        size = pace.cost.probe(budget) if pace and not known else budget
-        context = Context(token_ids, len(prompt_ids), sampling, noise, room, capabilities.max_leaves, known)
-        drafting = not pace or not known or pace.trial.drafts()
-        tree = planner.plan(context, size) if drafting else root_only(token_ids[-1])
-        model_seconds = planner.model_seconds - model_seconds
-        if known:
-            size = min(size, best_size(tree.log_probs[1:], model_seconds, known))
-        tree = best_nodes(tree, size, capabilities.max_leaves)
-
-        # One pass over the whole tree.
-        pass_started, waited = perf_counter(), target.wait_seconds
-        everything = np.arange(len(tree), dtype=np.int32)
-        logits = target.forward([Work(session, tree.token_ids, tree.parents, everything)])[0]
-        pass_seconds, waited = perf_counter() - pass_started, target.wait_seconds - waited
-        if pace:
-            pace.cost.add(len(tree), pass_seconds)
-
-        # Walk it with the target's own samples.
-        result = walk(tree, partial(sample_after, logits))
-
-        # Keep it.
-        output, finished = _cut(result.output, stop_ids, limit - len(token_ids))
-        sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
-        del sources[len(output) :]
-        session.commit(result.path[: len(output)])  # the last token of the output is the next root
-        planner.accept(output)
-        token_ids.extend(output)
-        stats.passes += 1
-        stats.tokens += len(output)
-        stats.drafted += len(tree) - 1
-        for source in sources:
-            stats.tokens_by_source[source.name.lower()] += 1
-        stats.finish_reason = finished
-        stats.draft_seconds += model_seconds
-        stats.target_seconds += pass_seconds
-        stats.wait_seconds += waited
-        seconds = perf_counter() - started
-        stats.plan_seconds += seconds - model_seconds - pass_seconds
-        if pace and known and drafting:
-            pace.trial.add(len(output), seconds, float(known.seconds(1)))
-        yield Round(output, sources, finished)
+    """One generation alone, to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
+    generation = Generation(
+        target, session, planner, prompt_ids, sampling,
+        max_tokens=max_tokens, budget=budget, stats=stats, stop_ids=stop_ids,
+    )  # fmt: skip
+    generation.read_prompt(progress)
+    while not generation.finished:
+        work = generation.work(generation.plan())
+        logits = target.forward([work])[0]
+        yield generation.take(logits)
 
 
 def _cut(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from edgespec import remembered
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
-from edgespec.cost import Pace
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
@@ -21,6 +21,7 @@ from edgespec.planners import Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import open_datastore
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import Pace, PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
@@ -30,12 +31,15 @@ from edgespec.tree import Source
 
 # Planner -> the options it takes.
 PLANNERS = {
+    "auto": ("depth", "beam", "tau", "coupling", "min_probability"),
     "none": (),
     "specexec": ("depth", "beam", "tau", "coupling"),
     "sssd": ("depth", "min_probability"),
     "chain": ("depth", "tau", "coupling"),
 }
 NEED_DRAFT = ("specexec", "chain")
+USE_DRAFT = ("auto", *NEED_DRAFT)
+USE_DATASTORE = ("auto", "sssd")
 DEFAULT_BUDGET = 64
 DEFAULT_CONTEXT = 4096
 FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
@@ -79,7 +83,6 @@ class Model:
         planner: Planner,
         *,
         budget: int = DEFAULT_BUDGET,
-        pace: Pace | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
         """
@@ -87,7 +90,6 @@ class Model:
             target: the model whose text is wanted.
             planner: where guesses come from; it holds the draft.
             budget: most guessed tokens per pass.
-            pace: what passes cost, to choose fewer by; None: always as many as the budget allows.
             sampling: what `generate` and `chat` use where the call does not say otherwise.
         """
         if budget < 1:
@@ -95,11 +97,11 @@ class Model:
         self.target = target
         self.planner = planner
         self.budget = budget
-        self.pace = pace
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
         self._session = target.open()
         self._owned: list[Backend] = []
+        self._at_close: Callable[[], None] = lambda: None
 
     @property
     def notes(self) -> Sequence[str]:
@@ -149,7 +151,7 @@ class Model:
     ) -> Iterator[Chunk]:
         rounds = generate_tokens(
             self.target, self._session, self.planner, prompt_ids, params,
-            max_tokens=max_tokens, budget=self.budget, pace=self.pace, stats=stats, progress=progress,
+            max_tokens=max_tokens, budget=self.budget, stats=stats, progress=progress,
         )  # fmt: skip
         for round_ in rounds:
             for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
@@ -193,7 +195,9 @@ class Model:
         return token_ids
 
     def close(self) -> None:
-        """Free sessions and models. Safe to call twice."""
+        """Free sessions and models, and remember what passes cost. Safe to call twice."""
+        self._at_close()
+        self._at_close = lambda: None
         self.planner.close()
         self._session.close()
         close_all(self._owned)
@@ -221,6 +225,7 @@ def load(
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
     models_file: str | None = None,
+    remember: bool = True,
     **planner_options: Any,
 ) -> Model:
     """Load a target and its helpers.
@@ -229,10 +234,10 @@ def load(
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or
             a source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: what models.yaml says.
-        planner: one of `PLANNERS`; default: what models.yaml says, else specexec with a draft, sssd with a
-            datastore or if the target's weights are streamed, none otherwise.
+        planner: one of `PLANNERS`; default: what models.yaml says, else auto: in every round what writes fastest.
         budget: most guessed tokens per pass; default: as many as pay on this machine, by what passes turn out to cost,
-            and at most the model's budget or 64. With a number, trees and so texts do not depend on time at all.
+            and at most the model's budget or 64. With a number it is always that many, and trees do not depend on time
+            at all; auto is then specexec with a draft, sssd with a datastore or if weights are streamed, else none.
         datastore: a file made by `edgespec datastore build`, for the planner sssd.
         context_length: most tokens of text; 0 = what the model was trained for.
         backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
@@ -246,6 +251,7 @@ def load(
         gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
             from host memory. Default: what is free.
         models_file: a models.yaml to use besides the built-in one.
+        remember: what passes cost is kept from run to run, in the user's cache folder.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
     Raises:
@@ -253,29 +259,47 @@ def load(
     """
     entry = find_model(target, models_file)
     defaults = entry.defaults
-    draft = draft or (entry.draft if planner in (None, *NEED_DRAFT) else None)
-    # With nothing to guess from, guesses from the text itself pay if a pass is slow anyway.
-    unsure = not (planner or defaults.planner or draft or datastore or planner_options)
-    planner = planner or defaults.planner or ("specexec" if draft else "sssd" if datastore else "none")
+    planner = planner or defaults.planner or "auto"
+    draft = (draft or entry.draft) if planner in USE_DRAFT else draft
     check_planner(planner, draft is not None, datastore is not None, planner_options)
-    pace = choose_pace(budget, entry)
-    budget = choose_budget(budget, entry)
-    backends = open_backends(
-        entry, draft if planner in NEED_DRAFT else None, models_file,
-        context_length=context_length, budget=budget, backend=backend, threads=threads, gpu_layers=gpu_layers,
-        memory=memory, device=device, dtype=dtype, gpu_memory=gpu_memory,
-    )  # fmt: skip
-    if unsure and backends[0].capabilities.streams:
-        planner = "sssd"
+    fixed, budget = budget is not None, choose_budget(budget, entry)
+    engine: dict[str, Any] = {
+        "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "device": device,
+        "dtype": dtype, "gpu_memory": gpu_memory,
+    }  # fmt: skip
+    used = draft if planner in USE_DRAFT else None
+    backends = open_backends(entry, used, models_file, context_length=context_length, budget=budget, **engine)
     try:
-        made = make_planner(planner, backends, datastore, **planner_options)
-        model = Model(backends[0], made, budget=budget, pace=pace, sampling=defaults.sampling())
+        pace = None if fixed else new_pace(backends[0].capabilities.streams)
+        made = make_planner(planner, backends, datastore, pace, **planner_options)
+        model = Model(backends[0], made, budget=budget, sampling=defaults.sampling())
     except BaseException:
         close_all(backends)
         raise
     model._owned = backends
     model.system = defaults.system
+    if pace and planner != "none" and remember:
+        sources = [entry.target, *([find_model(used, models_file).target] if used else [])]
+        model._at_close = recall_pace(pace, sources, backends[0], engine)
     return model
+
+
+def recall_pace(
+    pace: Pace, sources: Sequence[str], target: Backend, options: Mapping[str, int | str | None]
+) -> Callable[[], None]:
+    """Fill in what earlier runs have learned of the same models, loaded alike; returns what keeps it for later ones."""
+    about = {
+        "kind": "pace", "machine": remembered.machine(), "engine": target.name, "streams": target.capabilities.streams,
+        "target": remembered.identity(local_path(sources[0])),
+        "draft": remembered.identity(local_path(sources[1])) if sources[1:] else "",
+        **options,
+    }  # fmt: skip
+    try:
+        if known := remembered.recall(about):
+            pace.recall(known)
+    except (KeyError, TypeError, ValueError):  # written by another version: learned anew
+        pass
+    return lambda: remembered.remember(about, pace.as_dict()) if pace.target.at(0) else None
 
 
 def choose_budget(budget: int | None, entry: Entry) -> int:
@@ -288,11 +312,6 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
     if budget < 1:
         raise UsageError(f"budget is {budget}, but must be at least 1")
     return budget
-
-
-def choose_pace(budget: int | None, entry: Entry) -> Pace | None:
-    """Costs to choose a budget by, unless somebody has chosen one."""
-    return Pace() if budget is None and entry.defaults.budget is None else None
 
 
 def open_backends(
@@ -385,8 +404,8 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
         raise UsageError(f"there is no planner {name!r}; there are: {', '.join(PLANNERS)}")
     if name in NEED_DRAFT and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
-    if has_datastore and name != "sssd":
-        raise UsageError(f"the planner {name} does not use a datastore; sssd does")
+    if has_datastore and name not in USE_DATASTORE:
+        raise UsageError(f"the planner {name} does not use a datastore; {' and '.join(USE_DATASTORE)} do")
     for option, value in options.items():
         if option not in PLANNERS[name]:
             known = ", ".join(PLANNERS[name]) or "none"
@@ -397,19 +416,42 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
             raise UsageError(f"{option} is {value}, but must be a number above 0")
 
 
-def make_planner(name: str, backends: Sequence[Backend], datastore: str | None = None, **options: Any) -> Planner:
+def make_planner(
+    name: str, backends: Sequence[Backend], datastore: str | None = None, pace: Pace | None = None, **options: Any
+) -> Planner:
     """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
+
+    With a pace it guesses what pays; without one always as much as the budget allows.
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
     """
-    if name == "specexec":
-        return SpecExecPlanner(backends[1], **options)
+    if name == "none":
+        return NonePlanner()
+    target, *drafts = backends
+    if name == "auto" and pace is None:
+        copying = datastore is not None or target.capabilities.streams
+        name = "specexec" if drafts else "sssd" if copying else "none"
+        return make_planner(name, backends, datastore, **_taken(name, options))
+    draft: SpecExecPlanner | ChainPlanner | None = None
+    copies, cost = None, pace.draft if pace else None
     if name == "chain":
-        return ChainPlanner(backends[1], **options)
-    if name == "sssd":
-        return SssdPlanner(open_datastore(Path(datastore), backends[0].vocab) if datastore else None, **options)
-    return NonePlanner()
+        draft = ChainPlanner(drafts[0], cost=cost, **options)
+    elif name != "sssd" and drafts:
+        draft = SpecExecPlanner(drafts[0], cost=cost, **_taken("specexec", options))
+    if name in USE_DATASTORE:
+        store = open_datastore(Path(datastore), target.vocab) if datastore else None
+        copies = SssdPlanner(store, **_taken("sssd", options))
+    if pace:
+        return PacedPlanner(name, pace, copies, draft)
+    planner: Planner | None = draft or copies
+    assert planner is not None
+    return planner
+
+
+def _taken(planner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that a planner has."""
+    return {option: value for option, value in options.items() if option in PLANNERS[planner]}
 
 
 def _known(sampling: dict[str, Any]) -> dict[str, Any]:

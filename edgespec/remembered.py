@@ -90,6 +90,14 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+def identity(path: str) -> str:
+    """A model file or folder as it is now: name, size and time of change."""
+    file = Path(path)
+    stats = [part.stat() for part in (sorted(file.glob("*.safetensors")) if file.is_dir() else [file])]
+    size, changed = sum(part.st_size for part in stats), max((part.st_mtime_ns for part in stats), default=0)
+    return f"{file.name}, {size} bytes, {changed}"
+
+
 def _path(about: About) -> Path | None:
     place = folder()
     key = json.dumps(dict(about), sort_keys=True).encode()

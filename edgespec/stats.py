@@ -26,6 +26,7 @@ class GenerationStats:
     target_seconds: float = 0.0  # target's passes
     wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
     plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a round
+    plain_seconds: float = 0.0  # that plain decoding would have taken for these tokens; 0: no such pass was measured
 
     @property
     def acceptance_length(self) -> float:
@@ -42,6 +43,19 @@ class GenerationStats:
         """Decoding speed, prefill not counted."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def times_plain(self) -> float:
+        """How many times the speed of plain decoding this was, by the measured cost of its passes; 0: not measured."""
+        return self.plain_seconds / self.seconds if self.seconds else 0.0
+
+    def count(self, sources: Sequence[Source], drafted: int) -> None:
+        """One more pass of the target over so many guesses has written tokens, which had these sources."""
+        self.passes += 1
+        self.tokens += len(sources)
+        self.drafted += drafted
+        for source in sources:
+            self.tokens_by_source[source.name.lower()] += 1
+
     def drop(self, sources: Sequence[Source]) -> None:
         """Tokens behind a stop string were generated, but are not part of the text."""
         self.tokens -= len(sources)
@@ -50,12 +64,13 @@ class GenerationStats:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields and what follows from them."""
-        derived = {name: getattr(self, name) for name in ("acceptance_length", "seconds", "tokens_per_second")}
-        return asdict(self) | derived
+        derived = ("acceptance_length", "seconds", "tokens_per_second", "times_plain")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def summary(self) -> str:
         """One line for a person."""
+        gain = f" ({self.times_plain:.2f} x plain)" if self.times_plain else ""
         return (
-            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s, "
+            f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s{gain}, "
             f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes ({self.planner} on {self.backend})"
         )

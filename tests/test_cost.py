@@ -1,87 +1,68 @@
 """How many guesses are worth it: by costs that are given here, never by a clock."""
 
+import json
 import math
-from itertools import groupby
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.cost import REMEMBERED, TRIAL, Pace, PassCost, Trial, best_size, goodput, worth_reading
-from edgespec.generate import generate_tokens
-from edgespec.model import choose_pace
-from edgespec.models.registry import Defaults, Entry
-from edgespec.planners.none import NonePlanner
-from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
+from edgespec.cost import FLAT, KEPT, STEEP, Curve, PassCost, best_size, chain_goodput, goodput, worth_reading
 
 
-class GivenCost(PassCost):
-    """A known cost that no pass changes."""
-
-    def __init__(self, constant, slope):
-        super().__init__()
-        for nodes in (1, 100):
-            super().add(nodes, constant + slope * nodes)
-
-    def add(self, nodes, seconds):
-        pass
+def line(constant, slope):
+    """The cost of a pass over n nodes is constant + slope * n."""
+    sizes = np.array([1.0, 100.0])
+    return Curve(sizes, constant + slope * sizes, slope)
 
 
-def test_a_cost_is_known_when_two_sizes_were_seen():
-    cost = PassCost()
-    assert not cost.known
-    for nodes, known in [(10, False), (29, False), (30, True)]:
-        cost.add(nodes, 1.0)
-        assert cost.known == known
+def seen(*passes, slope=STEEP):
+    cost = PassCost(slope)
+    for nodes, seconds in passes:
+        cost.add(nodes, seconds)
+    return cost.at(0)
 
 
-def test_unknown_costs_are_probed_with_sizes_far_enough_apart():
-    for budget in [*range(2, 300), 1000]:
-        cost = PassCost()
-        for _ in range(2):
-            assert not cost.known
-            assert 0 <= cost.probe(budget) <= budget
-            cost.add(1 + cost.probe(budget), 1.0)
-        assert cost.known
+def test_nothing_is_known_before_the_first_pass():
+    assert PassCost().at(0) is None
+    assert PassCost().at(10_000) is None
 
 
-def test_trees_that_stay_small_are_probed_again_and_again():
-    cost = PassCost()
-    asked = []
-    for _ in range(4):
-        asked.append(cost.probe(64))
-        cost.add(1, 1.0)  # the planner had no guesses
-    assert asked == [4, 32, 32, 32]
-    assert not cost.known
+@pytest.mark.parametrize("slope", [STEEP, FLAT])
+def test_one_size_is_continued_by_what_is_usual(slope):
+    curve = seen((1, 2.0), slope=slope)
+    np.testing.assert_allclose(curve.seconds([1, 2, 11]), [2, 2 + 2 * slope, 2 + 20 * slope])
+    # A wide pass alone says the same of a plain one.
+    assert seen((11, 2 + 20 * slope), slope=slope).plain == pytest.approx(2.0)
+
+
+def test_sizes_close_together_do_not_set_the_slope():
+    assert seen((1, 1.0), (2, 9.0)).slope == pytest.approx(STEEP)
+    assert seen((2, 1.0), (4, 9.0), (8, 13.0)).slope == pytest.approx(2.0)  # from 2 to 8: 4 is too near to 8
+
+
+def test_whether_a_plain_pass_was_measured_is_known():
+    assert seen((1, 1.0)).plain_was_seen
+    assert not seen((2, 1.0), (40, 2.0)).plain_was_seen
 
 
 def test_cost_is_a_line_between_sizes_and_beyond():
-    cost = GivenCost(2.0, 0.5)
-    np.testing.assert_allclose(cost.seconds([1, 50, 100, 200]), [2.5, 27, 52, 102])
-    assert cost.seconds(10).shape == ()
+    curve = seen((1, 2.5), (100, 52.0))
+    np.testing.assert_allclose(curve.seconds([1, 50, 100, 200]), [2.5, 27, 52, 102])
+    assert curve.seconds(10).shape == ()
 
 
 def test_cost_bends_where_the_processor_becomes_slower_than_the_disk():
-    cost = PassCost()
-    for nodes in (1, 2, 4, 8, 16, 32, 64, 128):
-        cost.add(nodes, max(1.0, nodes / 32))
-    np.testing.assert_allclose(cost.seconds([1, 8, 32, 48, 128, 256]), [1, 1, 1, 1.5, 4, 8])
+    curve = seen(*((nodes, max(1.0, nodes / 32)) for nodes in (1, 2, 4, 8, 16, 32, 64, 128)))
+    np.testing.assert_allclose(curve.seconds([1, 8, 32, 48, 128, 256]), [1, 1, 1, 1.5, 4, 8], rtol=0.05)
 
 
 def test_cost_never_falls_and_small_passes_are_not_free():
-    cost = PassCost()
-    cost.add(10, 3.0)
-    cost.add(100, 1.0)  # quicker by chance
-    assert (np.diff(cost.seconds(np.arange(1, 300))) >= 0).all()
-    cost = PassCost()
-    cost.add(10, 1.0)
-    cost.add(40, 10.0)  # so steep that the line would cross zero
-    assert cost.seconds(1) == pytest.approx(0.1)
+    curve = seen((10, 3.0), (100, 1.0))  # quicker by chance
+    assert (np.diff(curve.seconds(np.arange(1, 300))) >= 0).all()
+    curve = seen((10, 1.0), (40, 10.0))  # so steep that the line would cross zero
+    assert curve.plain == pytest.approx(0.1)
 
 
 def test_one_slow_pass_changes_nothing_and_old_ones_are_forgotten():
@@ -90,152 +71,96 @@ def test_one_slow_pass_changes_nothing_and_old_ones_are_forgotten():
         cost.add(1, 1.0)
         cost.add(64, 2.0)
     cost.add(64, 500.0)
-    assert cost.seconds(64) == pytest.approx(2.0)
-    for _ in range(REMEMBERED):
+    assert cost.at(0).seconds(64) == pytest.approx(2.0)
+    for _ in range(KEPT):
         cost.add(64, 6.0)
-    assert cost.seconds(64) == pytest.approx(6.0)
+    assert cost.at(0).seconds(64) == pytest.approx(6.0)
+
+
+def test_long_texts_have_costs_of_their_own_and_the_nearest_where_none_were_seen():
+    cost = PassCost()
+    cost.add(1, 1.0, 100)
+    cost.add(1, 5.0, 5000)
+    assert [cost.at(length).plain for length in (0, 1023, 1500, 4500, 100_000)] == [1, 1, 1, 5, 5]
+    cost.add(1, 2.0, 1500)
+    assert [cost.at(length).plain for length in (1023, 1024, 2047, 2048)] == [1, 2, 2, 2]
+
+
+def test_a_remembered_cost_is_a_start_that_a_few_passes_outvote():
+    cost, later = PassCost(), PassCost()
+    for length in (10, 3000):
+        for nodes in (1, 6, 40):
+            cost.add(nodes, nodes + length, length)
+    later.recall(json.loads(json.dumps(cost.as_list())))
+    for length in (10, 3000):
+        np.testing.assert_allclose(later.at(length).seconds([1, 6, 40]), cost.at(length).seconds([1, 6, 40]))
+    for _ in range(3):
+        later.add(1, 0.5, 10)
+    assert later.at(10).plain == pytest.approx(0.5)
+
+
+def test_the_least_a_guess_must_promise():
+    assert line(0.0, 1.0).least == pytest.approx(1.0)  # a tree of n nodes costs n plain passes
+    assert line(9.0, 1.0).least == pytest.approx(0.1)
+    assert line(1.0, 0.0).least == 0.0
+    assert seen((1, 1.0), (2, 1.6), (16, 2.5)).least == pytest.approx(0.9 / 14)  # wide trees are cheaper by the node
 
 
 def test_goodput_by_hand():
-    rates = goodput(np.log([0.5, 0.25]), 1.0, GivenCost(2.0, 1.0))
+    rates = goodput(np.log([0.5, 0.25]), 1.0, line(2.0, 1.0))
     np.testing.assert_allclose(rates, [1 / 4, 1.5 / 5, 1.75 / 6])
-    assert best_size(np.log([0.25, 0.5]), 1.0, GivenCost(2.0, 1.0)) == 1
+    assert best_size(np.log([0.25, 0.5]), 1.0, line(2.0, 1.0)) == (1, pytest.approx(0.3))
 
 
 @given(st.lists(st.floats(-9, 0), max_size=40), st.floats(0, 5), st.floats(0.001, 5), st.floats(0, 1))
 def test_best_size_is_the_best_of_all_sizes(log_probs, spent, constant, slope):
-    cost = GivenCost(constant, slope)
+    cost = line(constant, slope)
     best = sorted(log_probs, reverse=True)
     rates = [
         (1 + sum(map(math.exp, best[:n]))) / (spent + float(cost.seconds(n + 1))) for n in range(len(log_probs) + 1)
     ]
-    assert rates[best_size(np.array(log_probs), spent, cost)] == pytest.approx(max(rates))
+    size, rate = best_size(np.array(log_probs), spent, cost)
+    assert rates[size] == pytest.approx(max(rates)) == pytest.approx(rate)
 
 
 def test_flat_costs_take_every_guess_and_steep_ones_none():
     guesses = np.log(np.linspace(0.9, 0.01, 64))
-    assert best_size(guesses, 0.5, GivenCost(1.0, 0.0)) == 64
-    assert best_size(guesses, 0.0, GivenCost(0.0, 1.0)) == 0
+    assert best_size(guesses, 0.5, line(1.0, 0.0))[0] == 64
+    assert best_size(guesses, 0.0, line(0.0, 1.0))[0] == 0
 
 
 @pytest.mark.parametrize(("pass_seconds", "reads"), [(10.0, True), (1.1, True), (0.9, False)])
 def test_a_sure_chain_is_drafted_on_while_a_draft_pass_takes_less_than_the_targets(pass_seconds, reads):
     # Tokens per second of a chain of k sure guesses: (1 + k) / (k + pass), which grows while the pass takes over 1 s.
-    sure, cost, draft_cost = np.zeros(5), GivenCost(pass_seconds, 0.0), GivenCost(1.0, 0.0)
+    sure, cost, draft_cost = np.zeros(5), line(pass_seconds, 0.0), line(1.0, 0.0)
     assert bool(worth_reading(sure, np.zeros(1), 64, 5.0, cost, draft_cost)) == reads
 
 
 def test_unlikely_nodes_are_read_only_where_reading_is_cheap():
     found, unread = np.log([0.9, 0.8, 0.1, 0.05]), np.log([0.8, 0.1, 0.05])
-    assert worth_reading(found, unread, 64, 0.1, GivenCost(1.0, 0.0), GivenCost(0.01, 0.0)) == 3
-    assert worth_reading(found, unread, 64, 0.1, GivenCost(1.0, 0.0), GivenCost(0.01, 0.2)) == 1
-    assert worth_reading(found, unread, 64, 0.1, GivenCost(1.0, 0.0), GivenCost(2.0, 0.0)) == 0
-    assert worth_reading(found, unread[:0], 64, 0.1, GivenCost(1.0, 0.0), GivenCost(0.01, 0.0)) == 0
+    assert worth_reading(found, unread, 64, 0.1, line(1.0, 0.0), line(0.01, 0.0)) == 3
+    assert worth_reading(found, unread, 64, 0.1, line(1.0, 0.0), line(0.01, 0.2)) == 1
+    assert worth_reading(found, unread, 64, 0.1, line(1.0, 0.0), line(2.0, 0.0)) == 0
+    assert worth_reading(found, unread[:0], 64, 0.1, line(1.0, 0.0), line(0.01, 0.0)) == 0
 
 
-def rounds_drafted(tokens, count=400):
-    """For each of `count` rounds whether it drafted; a drafted one takes twice a plain pass and writes `tokens`."""
-    trial, drafted = Trial(), []
-    for _ in range(count):
-        drafted.append(trial.drafts())
-        if drafted[-1]:
-            trial.add(tokens, 2.0, 1.0)
-    return drafted
+def test_guesses_that_are_trusted_less_make_smaller_trees():
+    guesses = np.log(np.linspace(0.9, 0.1, 9))
+    sizes = [best_size(guesses, 0.0, line(1.0, 0.2), trust)[0] for trust in (1.0, 0.5, 0.1)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] == 0
 
 
-def test_drafting_that_pays_goes_on():
-    assert all(rounds_drafted(2))
+def test_what_a_chain_is_foretold_to_gain():
+    # Sure guesses: k + 1 tokens for k draft passes of 1 s and a pass of 2 s, whatever k; the more the better.
+    assert chain_goodput(1.0, 1, 9, line(2.0, 0.0), line(1.0, 0.0)) == pytest.approx(10 / 11)
+    # Guesses that are never right: one token, and the shortest chain is the best.
+    assert chain_goodput(0.0, 1, 9, line(2.0, 0.0), line(1.0, 0.0)) == pytest.approx(1 / 3)
+    # Ten tokens to read first, each of which costs the draft a second.
+    assert chain_goodput(0.0, 10, 9, line(2.0, 0.0), line(0.0, 1.0)) == pytest.approx(1 / 12)
 
 
-def test_drafting_that_does_not_pay_rests_longer_each_time_and_is_tried_again():
-    drafted = rounds_drafted(1)
-    runs = [(key, len(list(group))) for key, group in groupby(drafted)]
-    assert [length for key, length in runs if not key][:-1] == [16, 32, 64, 128]
-    assert {length for key, length in runs[:-1] if key} == {TRIAL}
-
-
-def test_a_text_that_becomes_easy_is_drafted_again():
-    trial = Trial()
-    while trial.drafts():
-        trial.add(1, 2.0, 1.0)
-    while not trial.drafts():
-        pass
-    for _ in range(TRIAL):
-        trial.add(5, 2.0, 1.0)
-    assert all(trial.drafts() for _ in range(100))
-
-
-MODEL = random_model(1, vocab_size=48, sharpness=3.0)
-PROMPT = [1, 2, 3, 4, 1, 2, 3]
-
-
-GREEDY = SamplingParams()
-
-
-def write(planner, sampling=GREEDY, **options):
-    target, stats, output = ReferenceBackend(MODEL), GenerationStats(), []
-    for round_ in generate_tokens(
-        target, target.open(), planner, PROMPT, sampling, max_tokens=40, budget=24, stats=stats, **options
-    ):
-        output += round_.tokens
-    return output, stats
-
-
-def specexec(draft_cost=None, model=MODEL):
-    planner = SpecExecPlanner(ReferenceBackend(model))
-    if draft_cost:
-        planner._drafter.cost = draft_cost
-    return planner
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_costs_decide_how_much_is_guessed_and_never_the_text(temperature):
-    sampling = SamplingParams(temperature=temperature, seed=5)
-    plain, _ = write(NonePlanner(), sampling)
-    cheap = GivenCost(1e-6, 0.0)
-    wide, wide_stats = write(specexec(cheap), sampling, pace=Pace(GivenCost(1e9, 0.0)))
-    narrow, narrow_stats = write(specexec(cheap), sampling, pace=Pace(GivenCost(0.0, 1e9)))
-    assert plain == wide == narrow
-    assert (narrow_stats.drafted, narrow_stats.passes) == (0, len(plain))
-    full, full_stats = write(specexec(), sampling)
-    assert full == plain
-    assert (full_stats.drafted, full_stats.passes) == (wide_stats.drafted, wide_stats.passes)
-    assert wide_stats.acceptance_length > 4
-
-
-def test_a_slow_draft_is_asked_less():
-    def reads(draft_cost):
-        planner = specexec(draft_cost, perturbed(MODEL, 0.2, 1))
-        passes = [0]
-        forward = planner._drafter.draft.forward
-
-        def counting(batch):
-            passes[0] += 1
-            return forward(batch)
-
-        planner._drafter.draft.forward = counting
-        _, stats = write(planner, pace=Pace(GivenCost(1e6, 0.0)))
-        return passes[0] / stats.passes
-
-    assert reads(GivenCost(1e9, 0.0)) <= 1 + 1 / 8 < 2 < reads(GivenCost(1e-3, 0.0))  # one more reads the prompt
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["specexec", "sssd"]),
-    st.sampled_from([0.0, 0.7, 1.0]),
-    st.integers(0, 2**32),
-    st.one_of(st.none(), st.tuples(st.floats(1e-6, 1e3), st.floats(0, 1e3))),
-)
-def test_any_cost_writes_the_plain_text(name, temperature, seed, line):
-    sampling = SamplingParams(temperature=temperature, seed=seed)
-    planner = specexec(model=perturbed(MODEL, 0.2, 1)) if name == "specexec" else SssdPlanner()
-    pace = Pace(GivenCost(*line)) if line else Pace()  # what passes take here, and now
-    assert write(planner, sampling, pace=pace)[0] == write(NonePlanner(), sampling)[0]
-
-
-def test_a_budget_that_somebody_chose_is_kept():
-    entry = Entry(name="m", target="file:m.gguf", defaults=Defaults())
-    assert isinstance(choose_pace(None, entry), Pace)
-    assert choose_pace(8, entry) is None
-    assert choose_pace(None, Entry(name="m", target="file:m.gguf", defaults=Defaults(budget=4))) is None
+def test_a_read_node_whose_children_are_unlikely_is_not_worth_reading():
+    found, unread, cost, draft = np.log([0.9]), np.log([0.9]), line(1.0, 0.0), line(0.3, 0.0)
+    assert worth_reading(found, unread, 64, 0.1, cost, draft, 1.0) == 1
+    assert worth_reading(found, unread, 64, 0.1, cost, draft, 0.1) == 0

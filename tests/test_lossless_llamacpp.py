@@ -25,6 +25,7 @@ from edgespec.generate import generate_tokens
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
@@ -135,6 +136,16 @@ def test_chains(target, draft, sampling):
 @by_temperature
 def test_copies(target, sampling):
     check_lossless(target, SssdPlanner(), sampling, 32)
+
+
+@by_temperature
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_pays(target, draft, sampling, streams):
+    """What is guessed follows from how long passes take here, on from nothing, or from cheap ones; the text does not."""
+    pace = new_pace(streams)
+    check_lossless(
+        target, PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
+    )
 
 
 @by_temperature

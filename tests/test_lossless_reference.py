@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from edgespec.backend import Backend
 from edgespec.errors import ContextFull
-from edgespec.generate import generate_tokens
+from edgespec.generate import Generation, generate_tokens
 from edgespec.planners import Context, Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import Noise, SamplingParams
@@ -32,7 +33,16 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
         draft, depth=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
     ),
     "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
+    "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),
 }
+
+
+def auto(draft: Backend, streams: bool, cost: float) -> PacedPlanner:
+    """What decides by the costs of passes: of those measured here, and of draft passes that cost so much."""
+    pace = new_pace(streams)
+    pace.draft.add(1, cost)
+    return PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+
 
 tokens = st.integers(0, SIZE - 1)
 samplings = st.builds(
@@ -235,6 +245,32 @@ def test_a_generation_that_was_left(name):
     next(half)
     half.close()
     assert write(target, planner, prompt, sampling, session=session)[0] == plain
+
+
+def test_generations_that_share_their_passes_write_what_each_writes_alone():
+    names = ["none", *PLANNERS]
+    target, draft = ReferenceBackend(MODELS[1], sessions=6), ReferenceBackend(MODELS[1], sessions=6)
+    samplings = [SamplingParams(temperature=0.4 * i, seed=i) for i in range(len(names))]
+    prompts = [[1 + i, 2, 3, 1 + i, 2] for i in range(len(names))]
+    alone = [
+        write(target, NonePlanner(), prompt, sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    generations = []
+    for name, prompt, sampling in zip(names, prompts, samplings, strict=True):
+        planner = NonePlanner() if name == "none" else PLANNERS[name](draft, lambda low, high: min(high, 6))
+        generations.append(
+            Generation(
+                target, target.open(), planner, prompt, sampling, max_tokens=16, budget=6, stats=GenerationStats()
+            )
+        )
+        generations[-1].read_prompt()
+    while going := [generation for generation in generations if not generation.finished]:
+        works = [generation.work(generation.plan()) for generation in going]
+        for generation, logits in zip(going, target.forward(works), strict=True):
+            generation.take(logits)
+    texts = [g.token_ids[len(prompt) :] for g, prompt in zip(generations, prompts, strict=True)]
+    assert texts == alone
+    assert sum(generation.stats.tokens for generation in generations) == sum(map(len, alone))
 
 
 def test_seeds_differ_and_repeat():

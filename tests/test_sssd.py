@@ -159,15 +159,15 @@ def test_below_a_token_shorter_matches_go_on():
 def test_own_output_is_found_too():
     planner = SssdPlanner()
     planner.begin([1, 2, 3])
-    planner.accept([4, 5])
-    planner.accept([6, 3])
+    planner.accept([4, 5], 0.0)
+    planner.accept([6, 3], 0.0)
     assert (3, 4, 5, 6, 3)[1:] in paths(planner.plan(context([1, 2, 3, 4, 5, 6, 3]), 10))
 
 
 def test_a_new_prompt_forgets_the_old_text_but_for_what_they_share():
     planner = SssdPlanner()
     planner.begin([1, 2, 3, 4, 5])
-    planner.accept([6, 7])
+    planner.accept([6, 7], 0.0)
     planner.begin([1, 2, 3, 9, 2])
     assert paths(planner.plan(context([1, 2, 3, 9, 2]), 10)) == paths(plan([1, 2, 3, 9, 2], 10))
 

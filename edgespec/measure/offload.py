@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.backend import Backend, Work, load_backend, prefill
-from edgespec.cost import Pace
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.model import DEFAULT_BUDGET, NEED_DRAFT, Model, close_all, make_planner, open_backends
 from edgespec.models.registry import Defaults, Entry
+from edgespec.planners.paced import new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
 from edgespec.weights.machine import disk_bandwidth, format_size, private_memory
@@ -112,11 +112,9 @@ def _measure_passes(task: Task) -> dict[str, Any]:
 def _measure_texts(task: Task) -> dict[str, Any]:
     backends = _open(task)
     try:
-        pace = Pace() if task.by_cost else None
-        planner = make_planner(task.planner, backends, **task.planner_options)
-        with Model(
-            backends[0], planner, budget=task.budget, pace=pace, sampling=SamplingParams(**task.sampling)
-        ) as model:
+        pace = new_pace(backends[0].capabilities.streams) if task.by_cost else None
+        planner = make_planner(task.planner, backends, pace=pace, **task.planner_options)
+        with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
             read, runs = bytes_read(), []
             for prompt in task.prompts:
                 result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)

@@ -109,7 +109,7 @@ def replay(planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]
         started = perf_counter()
-        planner.accept(output)
+        planner.accept(output, 0.0)
         accept_seconds.append(perf_counter() - started)
         token_ids.extend(output)
         lengths.append(len(output))
@@ -130,7 +130,7 @@ def observe(planner: SssdPlanner, prompt_ids: Sequence[int], output_ids: Sequenc
         future = output_ids[start : start + planner.depth]
         for group in planner.matches(len(future)):
             yield from _along(group, future)
-        planner.accept(output_ids[start : start + stride])
+        planner.accept(output_ids[start : start + stride], 0.0)
 
 
 def _along(group: Matches, future: Sequence[int]) -> Iterable[Step]:

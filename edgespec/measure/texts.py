@@ -16,17 +16,18 @@ from edgespec.backend import Backend
 from edgespec.errors import UsageError
 from edgespec.measure.lossless import explain
 from edgespec.model import (
-    NEED_DRAFT,
     PLANNERS,
+    USE_DATASTORE,
+    USE_DRAFT,
     Model,
     check_planner,
     choose_budget,
-    choose_pace,
     close_all,
     make_planner,
     open_backends,
 )
 from edgespec.models.registry import find_model
+from edgespec.planners.paced import new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import user_messages
@@ -122,25 +123,26 @@ def run_bench(
         name: {o: value for o, value in planner_options.items() if o in PLANNERS.get(name, ())} for name in names
     }
     for name in names:
-        check_planner(name, draft is not None, datastore is not None and name == "sssd", options[name])
-    need_draft = any(name in NEED_DRAFT for name in names)
-    paces = {name: choose_pace(budget, entry) for name in names}
-    budget = choose_budget(budget, entry)
+        check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
+    need_draft = any(name in USE_DRAFT for name in names)
+    fixed, budget = budget is not None, choose_budget(budget, entry)
     system = system or entry.defaults.system
     backends = open_backends(
         entry, draft if need_draft else None, models_file, context_length=ctx, budget=budget, **engine_options
     )
     try:
         tallies = {name: Tally() for name in names}
+        paces = {name: None if fixed else new_pace(backends[0].capabilities.streams) for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             for i, prompt in enumerate(bar.track(prompts, description="measuring")):
                 params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})
                 question = prompt.text if raw else user_messages(prompt.text, system)
                 plain: list[int] = []
                 for name in names:
-                    planner = make_planner(name, backends, datastore if name == "sssd" else None, **options[name])
+                    store = datastore if name in USE_DATASTORE else None
+                    planner = make_planner(name, backends, store, paces[name], **options[name])
                     # A fresh cache for every text: nobody profits from what another planner left behind.
-                    with Model(backends[0], planner, budget=budget, pace=paces[name], sampling=params) as loaded:
+                    with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)
                     plain = plain or result.token_ids  # `none` comes first

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgespec.cost import PassCost
+from edgespec.cost import Curve
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import DraftTree
 
@@ -19,7 +19,8 @@ class Context:
     noise: Noise  # the noise the target's samples will use
     max_depth: int  # deeper nodes cannot be used: the output would be too long
     max_leaves: int  # most leaves the target's backend can hold
-    cost: PassCost | None = None  # of the target's passes, once known; None: use the whole budget
+    cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
+    least: float = 0.0  # a guess less probable than this does not pay
 
 
 class Planner(Protocol):
@@ -36,11 +37,15 @@ class Planner(Protocol):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """A generation starts. Raises ContextFull when the prompt does not fit into the draft's context."""
 
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of the target's pass over one node, if this planner has measured it, else 0."""
+
     def plan(self, context: Context, budget: int) -> DraftTree:
         """A tree rooted at the last committed token with at most `budget` nodes besides the root."""
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """What the target really wrote: accepted tokens, then the bonus."""
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
+        """What the target really wrote, accepted tokens, then the bonus, and how long its pass took."""
 
     def close(self) -> None:
         """Free what `begin` and `plan` took (a session in the draft's cache)."""

@@ -5,8 +5,8 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Work, check_room, prefill
-from edgespec.cost import PassCost
+from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, prefill
+from edgespec.cost import Curve, PassCost
 from edgespec.planners import Context
 from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.tree import DraftTree
@@ -21,22 +21,33 @@ TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
 class Drafter:
     """One session of a draft model. `seconds` counts the time of its passes."""
 
-    def __init__(self, draft: Backend) -> None:
+    def __init__(self, draft: Backend, cost: PassCost | None) -> None:
         self.draft = draft
         self.seconds = 0.0
         self.evaluated = 0  # uncommitted nodes in the session
-        self.cost = PassCost()
+        self._cost = PassCost() if cost is None else cost
         self._session = draft.open()
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Read the prompt but for its last token, keeping what the cache already holds of it.
+    def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
+        """Read the prompt but for its last token, keeping what the cache already holds of it; or leave it for later.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
         """
         check_room(self.draft, len(prompt_ids), "the draft model's context")
-        prefill(self.draft, self._session, prompt_ids[:-1])
+        self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
+        if read:
+            prefill(self.draft, self._session, prompt_ids[:-1])
         self.evaluated, self.seconds = 0, 0.0
+
+    def behind(self, token_ids: Sequence[int]) -> int:
+        """How many of the text's tokens the draft has not read."""
+        return len(token_ids) - len(self._session.token_ids)
+
+    @property
+    def cost(self) -> Curve | None:
+        """Of its passes, at the length of its text; None: none was made yet."""
+        return self._cost.at(len(self._session.token_ids))
 
     def room(self, context: Context) -> int:
         """How deep a tree may be: the text's end and the draft's own context limit it."""
@@ -63,7 +74,7 @@ class Drafter:
 
     def _took(self, nodes: int, seconds: float) -> None:
         self.seconds += seconds
-        self.cost.add(nodes, seconds)
+        self._cost.add(nodes, seconds, len(self._session.token_ids))
 
     def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
         """Commit what the draft has already read of the target's `tokens`, and drop the rest of the tree.
@@ -134,14 +145,39 @@ def _offset(context: Context) -> Float32Array:
     return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])
 
 
+def agreed(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, int]:
+    """In how many of the tokens the draft's best guess was the target's, and for how many it was asked.
+
+    Args:
+        tree: the draft's, before it was cut.
+        tokens: what the target wrote.
+    """
+    at, hits, asked = 0, 0, 0
+    for token in tokens:
+        children = np.flatnonzero(tree.parents == at)
+        if len(children) == 0:
+            break
+        asked += 1
+        hits += int(tree.token_ids[children[np.argmax(tree.log_probs[children])]] == token)
+        same = children[tree.token_ids[children] == token]
+        if len(same) == 0:
+            break
+        at = int(same[0])
+    return hits, asked
+
+
 class DraftPlanner:
     """What planners with a draft model have in common: all but `plan`."""
 
-    def __init__(self, draft: Backend, depth: int, tau: float | None, coupling: bool) -> None:
+    plain_seconds = 0.0
+
+    def __init__(
+        self, draft: Backend, depth: int, tau: float | None, coupling: bool, cost: PassCost | None = None
+    ) -> None:
         self.depth = depth
         self.tau = tau
         self.coupling = coupling
-        self._drafter = Drafter(draft)
+        self._drafter = Drafter(draft, cost)
         self._planned: tuple[DraftTree, IdArray] | None = None  # the tree, and its nodes in the draft's session
 
     @property
@@ -149,12 +185,16 @@ class DraftPlanner:
         """Time spent in draft passes since `begin`."""
         return self._drafter.seconds
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Read the prompt with the draft model."""
+    def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
+        """Read the prompt with the draft model, now or when it is first asked."""
         self._planned = None
-        self._drafter.begin(prompt_ids)
+        self._drafter.begin(prompt_ids, read)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def behind(self, token_ids: Sequence[int]) -> int:
+        """How many of the text's tokens the draft has not read."""
+        return self._drafter.behind(token_ids)
+
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """Keep the part of the target's text that the draft has already read."""
         if self._planned:
             self._drafter.accept(*self._planned, tokens)

@@ -11,6 +11,7 @@ class NonePlanner:
 
     name = "none"
     model_seconds = 0.0
+    plain_seconds = 0.0
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Nothing to prepare."""
@@ -19,7 +20,7 @@ class NonePlanner:
         """Only the root."""
         return root_only(context.token_ids[-1])
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on
 Consumer Devices" (arXiv 2406.02532), a parallel single-source shortest path search. A node's distance
 is its cumulative -log q. Each step expands the nearest `beam` nodes in one draft pass; the search
-ends when the K nearest nodes known are all expanded, or after `depth` steps; or, where costs are known, when
-reading on would take more time than it can gain (`cost.py`).
+ends after `depth` steps, or when no node is left whose best child is likely to come into the K nearest; or, where costs
+are known, when reading on would take more time than it can gain (`cost.py`).
 
 Ours on top: coupling. The noise of future positions is known before drafting, since it belongs to
 the position (`sampling.py`). So the draft is asked what the target will *sample*:
@@ -16,18 +16,21 @@ and one formula serves every temperature. The text does not change; the guesses 
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Backend, Logits
-from edgespec.cost import worth_reading
+from edgespec.cost import PassCost, worth_reading
 from edgespec.planners import Context
 from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, DraftPlanner, Guess
 from edgespec.sampling import IdArray
 from edgespec.tree import DraftTree, FloatArray, Source, choose, root_only, select
 
 CHILDREN = 32  # children of a node that are considered
+ENOUGH = 0.003  # tokens that reading a node must be likely to add
+LIKELY_CHILD = 0.8  # how likely a node's best child is, until the draft has been asked
 
 
 class SpecExecPlanner(DraftPlanner):
@@ -36,7 +39,14 @@ class SpecExecPlanner(DraftPlanner):
     name = "specexec"
 
     def __init__(
-        self, draft: Backend, *, depth: int = 32, beam: int = 16, tau: float | None = None, coupling: bool = True
+        self,
+        draft: Backend,
+        *,
+        depth: int = 32,
+        beam: int = 16,
+        tau: float | None = None,
+        coupling: bool = True,
+        cost: PassCost | None = None,
     ) -> None:
         """
         Args:
@@ -45,8 +55,9 @@ class SpecExecPlanner(DraftPlanner):
             beam: most nodes expanded per draft pass.
             tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
             coupling: draft with the target's own noise; without it q = softmax(z / T).
+            cost: where the draft's passes are counted; default: known to this planner alone.
         """
-        super().__init__(draft, depth, tau, coupling)
+        super().__init__(draft, depth, tau, coupling, cost)
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted)
 
@@ -63,18 +74,18 @@ class SpecExecPlanner(DraftPlanner):
         search.add_children(logits, guess, np.array([0]), [root])
         for _ in range(1, steps):
             unread, beam = search.unread(), self._beam
-            if context.cost and self._drafter.cost.known:
+            if context.cost and (cost := self._drafter.cost):
                 next_best, spent = search.log_probs[unread[:beam]], self.model_seconds - started
-                beam = worth_reading(search.best(), next_best, budget, spent, context.cost, self._drafter.cost)
+                beam = worth_reading(search.best(), next_best, budget, spent, context.cost, cost, search.child)
             batch = search.take(unread, beam, self._limits.max_leaves, self._limits.max_nodes)
             if len(batch) == 0:
                 break
             logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
             search.place[batch] = nodes
             search.add_children(logits, guess, batch, nodes.tolist())
-        tree, chosen = search.result(context.max_leaves)
-        self._planned = tree, search.place[chosen]
-        return tree
+        found = search.found()
+        self._planned = found, search.place  # all of it: the target may well write what does not come into the tree
+        return select(found, choose(found.parents, found.log_probs, budget, context.max_leaves))
 
 
 class _Search:
@@ -90,6 +101,7 @@ class _Search:
         self.parents_expanded: set[int] = set()  # nodes with a child that the draft has read
         self.leaves = 1
         self.read = 0
+        self._best_children = [LIKELY_CHILD]
 
     def cutoff(self) -> float:
         """The K-th best cumulative log-probability: what lies below cannot come into the tree any more."""
@@ -103,6 +115,7 @@ class _Search:
         found = guess.children(logits, nodes, depth.tolist(), min(CHILDREN, self.budget))
         counts = [len(ids) for ids in found[0]]
         parents = np.repeat(batch, counts)
+        self._best_children += [float(np.exp(values[0])) for values in found[1]]
         log_probs = np.concatenate(found[1]) + self.log_probs[parents]
         # Rounding must not lift a child above its parent: then the best nodes would not be a tree.
         log_probs = np.minimum(log_probs, self.log_probs[parents])
@@ -117,9 +130,15 @@ class _Search:
         """The log-probabilities of the K best nodes, best first."""
         return -np.sort(-self.log_probs[1:])[: self.budget]
 
+    @property
+    def child(self) -> float:
+        """How likely a node's best child is, given the node: the mean of those found."""
+        return fmean(self._best_children)
+
     def unread(self) -> NDArray[np.intp]:
-        """The unread nodes that can still matter, nearest first."""
-        nodes: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & (self.log_probs >= self.cutoff()))
+        """The unread nodes that are likely to improve the tree, nearest first: a best child takes the K-th's place."""
+        probable = self.child * np.exp(self.log_probs) > np.exp(self.cutoff()) + ENOUGH
+        nodes: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & probable)
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
@@ -138,13 +157,11 @@ class _Search:
             batch.append(node)
         return np.array(batch, np.int64)
 
-    def result(self, max_leaves: int) -> tuple[DraftTree, NDArray[np.bool_]]:
-        """The tree of the K best nodes, and which of the nodes found they are: a mask [n]."""
-        keep = choose(self.parents, self.log_probs, self.budget, max_leaves)
-        source = np.full(len(keep), Source.DRAFT)
+    def found(self) -> DraftTree:
+        """Everything on the map."""
+        source = np.full(len(self.parents), Source.DRAFT)
         source[0] = Source.TARGET
-        found = DraftTree(
+        return DraftTree(
             self.token_ids.astype(np.int32), self.parents.astype(np.int32), self.log_probs,
             self.depth.astype(np.int32), source.astype(np.int32),
         )  # fmt: skip
-        return select(found, keep), keep

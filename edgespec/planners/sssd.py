@@ -186,6 +186,7 @@ class SssdPlanner:
 
     name = "sssd"
     model_seconds = 0.0
+    plain_seconds = 0.0
 
     def __init__(
         self,
@@ -220,8 +221,8 @@ class SssdPlanner:
         depth = min(self.depth, context.max_depth, budget)
         if depth <= 0:
             return root_only(context.token_ids[-1])
-        matches = self.matches(depth)
-        return grow(context.token_ids[-1], matches, budget, depth, self._calibration, self.min_probability)
+        least = max(self.min_probability, context.least)
+        return grow(context.token_ids[-1], self.matches(depth), budget, depth, self._calibration, least)
 
     def matches(self, depth: int) -> list[Matches]:
         """The matches of the end of the text in every source, longest first within a source."""
@@ -231,7 +232,7 @@ class SssdPlanner:
             groups += datastore_matches(self._datastore, text[-1 - LONGEST_DATASTORE : -1], depth)
         return groups
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """The text has grown."""
         self._index.extend(tokens)
 

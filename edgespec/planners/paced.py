@@ -1,0 +1,232 @@
+"""Whatever writes fastest: in every round nothing, copied guesses, or drafted ones, by what they have gained so far.
+
+The question of a round is which of these makes the most tokens per second (`cost.py`):
+
+    nothing     one node: 1 / pass(1)
+    copies      the tree of `sssd.py`, cut to the size that pays; finding it costs next to nothing
+    a draft     a chain of k tokens is foretold to gain 1 + a + … + a^k, where a is the share of tokens in which the
+                draft has agreed; reading what the draft has missed counts
+
+Three things are learned, and kept from text to text in a `Pace`: what passes cost, how far the copies' probabilities
+can be trusted, how often the draft agrees. A draft that was asked little gets the benefit of the doubt, which fades as
+it is asked: so where it does not pay, it is tried a few times and left alone. Nothing of this decides what is written,
+only how it is guessed.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+
+from edgespec.cost import FLAT, STEEP, Curve, PassCost, best_size, chain_goodput
+from edgespec.planners import Context
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.drafting import agreed
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.tree import DraftTree, best_nodes, root_only
+
+BELIEF = 4.0  # things hoped for that count as seen before any was
+AGREEMENT = 0.75  # what is believed of a draft before it was asked
+DOUBT = 0.3  # benefit of the doubt, over the root of the tokens a draft was asked for
+EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of this text
+MOST_EARLIER = 64  # … and no more than so many count
+LEAST_TRUST = 0.05
+RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
+
+
+@dataclass(slots=True)
+class Share:
+    """How many of the things hoped for came; earlier ones fade."""
+
+    fading: float  # of what was seen, with each further thing
+    came: float = 0.0
+    hoped: float = 0.0
+
+    def add(self, came: float, hoped: float) -> None:
+        """So many more."""
+        self.fade(hoped)
+        self.came, self.hoped = self.came + came, self.hoped + hoped
+
+    def fade(self, times: float) -> None:
+        """What was seen counts less."""
+        left = self.fading**times
+        self.came, self.hoped = self.came * left, self.hoped * left
+
+    def value(self, belief: float) -> float:
+        """The share; `belief` is what was believed before anything was seen."""
+        return (self.came + belief * BELIEF) / (self.hoped + BELIEF)
+
+
+@dataclass(slots=True)
+class Pace:
+    """What is known of a target, its draft and the copies at work; kept from text to text, and from run to run."""
+
+    target: PassCost = field(default_factory=PassCost)
+    draft: PassCost = field(default_factory=PassCost)
+    copies: Share = field(default_factory=lambda: Share(0.99))  # copied guesses that were right, of those foretold
+    agreement: Share = field(default_factory=lambda: Share(0.998))  # tokens the draft knew best, of all it was asked
+    worth: Share = field(default_factory=lambda: Share(0.98))  # tokens that drafted rounds wrote, of those foretold
+    runs: int = 0  # in which it was learned
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        shares = {name: [share.came, share.hoped] for name, share in self._shares()}
+        return {"target": self.target.as_list(), "draft": self.draft.as_list(), "runs": self.runs, **shares}
+
+    def recall(self, known: dict[str, Any]) -> None:
+        """Start from what `as_dict` gave. Every so many runs what is known of the draft is left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: it did not.
+        """
+        self.runs = int(known["runs"]) + 1
+        self.target.recall(known["target"])
+        again = self.runs % RETRIED == 0
+        if not again:
+            self.draft.recall(known["draft"])
+        for name, share in self._shares():
+            if name == "copies" or not again:
+                share.came, share.hoped = map(float, known[name])
+
+    def _shares(self) -> Iterable[tuple[str, Share]]:
+        return [("copies", self.copies), ("agreement", self.agreement), ("worth", self.worth)]
+
+
+def new_pace(streams: bool) -> Pace:
+    """Nothing is known but whether every pass reads weights from a disk or over a bus, so that nodes are cheap."""
+    return Pace(PassCost(FLAT if streams else STEEP))
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a round was hoped to gain."""
+
+    length: int  # of the text
+    nodes: int
+    copied: float = 0.0  # right guesses foretold of copies
+    drafted: DraftTree | None = None  # before it was cut
+    seconds: float = 0.0  # of drafting
+    rate: float = 0.0  # tokens per second foretold of drafting
+
+
+class PacedPlanner:
+    """See the module. Either of copies and draft may be missing."""
+
+    def __init__(
+        self,
+        name: str,
+        pace: Pace,
+        copies: SssdPlanner | None = None,
+        draft: SpecExecPlanner | ChainPlanner | None = None,
+    ) -> None:
+        """
+        Args:
+            name: what a user calls it.
+            pace: what is known; learned on.
+            copies: makes copied guesses.
+            draft: makes drafted guesses; counts its passes in `pace.draft`.
+        """
+        self.name = name
+        self._pace = pace
+        self._copies = copies
+        self._draft = draft
+        self._text = Share(0.98)  # as `pace.agreement`, of this text alone
+        self._planned: _Planned | None = None
+
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in draft-model passes since `begin`."""
+        return self._draft.model_seconds if self._draft else 0.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """See `Planner`; at the length of the text when it was last planned."""
+        cost = self._pace.target.at(self._planned.length) if self._planned else None
+        return cost.plain if cost and cost.plain_was_seen else 0.0
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A generation starts; the draft reads the prompt if it is likely to be asked."""
+        self._text, self._planned = Share(self._text.fading), None
+        if self._copies:
+            self._copies.begin(prompt_ids)
+        if self._draft:
+            cost = self._pace.target.at(len(prompt_ids))
+            likely = cost is None or self._foretell(cost, len(prompt_ids), 1, self._draft.depth) > 1 / cost.plain
+            self._draft.begin(prompt_ids, read=likely)
+
+    def plan(self, context: Context, budget: int) -> DraftTree:
+        """The tree that promises most."""
+        length, pace = len(context.token_ids), self._pace
+        known = pace.target.at(length)
+        # Before the first pass of all only proportions are known: enough for copies.
+        cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope)
+        tree, rate = root_only(context.token_ids[-1]), 1 / cost.plain
+        planned = _Planned(length, 1)
+        if self._copies:
+            trust = max(LEAST_TRUST, pace.copies.value(1.0))
+            copied = self._copies.plan(replace(context, least=min(0.5, cost.least / trust)), budget)
+            size, goodput = best_size(copied.log_probs[1:], 0.0, cost, trust)
+            if size:
+                tree, rate = best_nodes(copied, size, context.max_leaves), goodput
+                planned = _Planned(length, len(tree), copied=float(np.exp(tree.log_probs[1:]).sum()))
+        if self._draft and (depth := min(self._draft.depth, context.max_depth, budget)) > 0:
+            behind = self._draft.behind(context.token_ids)
+            asked = self._foretell(known, length, behind, depth) > rate if known else pace.target.slope == FLAT
+            if asked:
+                tree, planned = self._drafted(self._draft, replace(context, cost=known), budget, behind, depth)
+        self._planned = planned
+        return tree
+
+    def _drafted(
+        self, draft: SpecExecPlanner | ChainPlanner, context: Context, budget: int, behind: int, depth: int
+    ) -> tuple[DraftTree, _Planned]:
+        """Ask the draft, and keep of its tree what pays."""
+        cost, length = context.cost, len(context.token_ids)
+        started, draft_cost = draft.model_seconds, self._pace.draft.at(length)
+        rate = chain_goodput(self._agreement, behind, depth, cost, draft_cost) if cost and draft_cost else 0.0
+        found = draft.plan(context, budget)
+        seconds = draft.model_seconds - started
+        size = best_size(found.log_probs[1:], seconds, cost)[0] if cost else budget
+        tree = best_nodes(found, size, context.max_leaves)
+        return tree, _Planned(length, len(tree), drafted=found, seconds=seconds, rate=rate)
+
+    @property
+    def _agreement(self) -> float:
+        return self._text.value(self._pace.agreement.value(AGREEMENT))
+
+    def _foretell(self, cost: Curve, length: int, behind: int, depth: int) -> float:
+        """Tokens per second that asking the draft may bring, in favour of the doubt."""
+        draft_cost = self._pace.draft.at(length)
+        if draft_cost is None:
+            return inf
+        asked = self._text.hoped + min(self._pace.agreement.hoped, MOST_EARLIER) / EARLIER
+        agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
+        return chain_goodput(agreement, behind, depth, cost, draft_cost) * self._pace.worth.value(1.0)
+
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
+        """Learn what the round has cost and gained."""
+        if self._copies:
+            self._copies.accept(tokens, seconds)
+        if self._draft:
+            self._draft.accept(tokens, seconds)
+        if (planned := self._planned) is None:
+            return
+        pace, gained = self._pace, len(tokens) - 1
+        pace.target.add(planned.nodes, seconds, planned.length)
+        self._text.fade(1)
+        if planned.copied:
+            pace.copies.add(gained, planned.copied)
+        if planned.drafted is not None:
+            hits, asked = agreed(planned.drafted, tokens)
+            pace.agreement.add(hits, asked)
+            self._text.add(hits, asked)
+            if planned.rate:
+                pace.worth.add(len(tokens), planned.rate * (seconds + planned.seconds))
+
+    def close(self) -> None:
+        """Free the draft's session."""
+        if self._draft:
+            self._draft.close()

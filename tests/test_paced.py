@@ -1,0 +1,227 @@
+"""What guesses in a round: by costs and gains that are given here, never by a clock."""
+
+import json
+
+import hypothesis
+import numpy as np
+import pytest
+from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from edgespec.cost import FLAT, STEEP, PassCost
+from edgespec.generate import Generation, generate_tokens
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.drafting import agreed
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import BELIEF, RETRIED, Pace, PacedPlanner, Share, new_pace
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.tree import Source, make_tree
+
+MODEL = random_model(1, vocab_size=48, sharpness=3.0)
+PROMPT = [1, 2, 3, 4, 1, 2, 3]
+GREEDY = SamplingParams()
+
+
+class GivenCost(PassCost):
+    """A known cost that no pass changes."""
+
+    def __init__(self, constant, slope):
+        super().__init__()
+        for nodes in (1, 100):
+            super().add(nodes, constant + slope * nodes)
+
+    def add(self, nodes, seconds, length=0):
+        pass
+
+
+class GivenShare(Share):
+    """One that nothing changes: what passes take here has nothing to do with the costs that are given."""
+
+    def add(self, came, hoped):
+        pass
+
+
+def given(target, draft):
+    """A pace with costs (constant, slope) of target and draft."""
+    return Pace(GivenCost(*target), GivenCost(*draft), worth=GivenShare(1.0))
+
+
+def drafting(pace, model=MODEL, kind=SpecExecPlanner):
+    return kind(ReferenceBackend(model), cost=pace.draft)
+
+
+def write(planner, sampling=GREEDY, prompt=PROMPT, max_tokens=40, **options):
+    target, stats, output = ReferenceBackend(MODEL), GenerationStats(), []
+    for round_ in generate_tokens(
+        target, target.open(), planner, prompt, sampling, max_tokens=max_tokens, budget=24, stats=stats, **options
+    ):
+        output += round_.tokens
+    return output, stats
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", [SpecExecPlanner, ChainPlanner])
+def test_costs_decide_how_much_is_guessed_and_never_the_text(temperature, kind):
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    plain, _ = write(NonePlanner(), sampling)
+    found = []
+    for target in [(1e9, 0.0), (0.0, 1e9)]:
+        pace = given(target, (1e-6, 0.0))
+        text, stats = write(PacedPlanner("auto", pace, draft=drafting(pace, kind=kind)), sampling)
+        assert text == plain
+        found.append((stats.drafted, stats.acceptance_length))
+    assert found[0][0] > 24
+    assert found[0][1] > 4
+    assert found[1] == (0, 1.0)
+
+
+def test_where_nodes_cost_nothing_the_whole_budget_is_used():
+    pace = given((1e9, 0.0), (1e-9, 0.0))
+    paced = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
+    full = write(SpecExecPlanner(ReferenceBackend(MODEL)))[1]
+    assert paced.passes == full.passes
+
+
+def passes_of_the_draft(pace, model):
+    draft = drafting(pace, model)
+    count, forward = [0], draft._drafter.draft.forward
+
+    def counting(batch):
+        count[0] += 1
+        return forward(batch)
+
+    draft._drafter.draft.forward = counting
+    stats = write(PacedPlanner("specexec", pace, draft=draft))[1]
+    return count[0] / stats.passes
+
+
+def test_a_draft_is_asked_by_what_it_costs():
+    asked = [passes_of_the_draft(given((1.0, 0.1), (cost, 0.0)), perturbed(MODEL, 0.2, 1)) for cost in (1e-3, 1e3)]
+    assert asked[1] == 0.0 < 2.0 < asked[0]
+
+
+def test_a_draft_that_is_never_right_is_soon_left_alone():
+    other = random_model(9, vocab_size=48, sharpness=3.0)
+    pace = given((1.0, 0.1), (0.2, 0.0))
+    draft = drafting(pace, other)
+    _, first = write(PacedPlanner("specexec", pace, draft=draft), max_tokens=100, stop_ids=frozenset())
+    assert first.tokens == 100
+    assert 0 < pace.agreement.hoped < 12
+    assert first.drafted < 30
+    _, second = write(PacedPlanner("specexec", pace, draft=drafting(pace, other)), max_tokens=100, stop_ids=frozenset())
+    assert second.drafted < first.drafted  # what one text has shown, the next one need not find out
+
+
+def test_copies_are_used_where_the_text_repeats_itself_and_the_draft_is_not_asked_for_them():
+    pace = given((1.0, 0.2), (0.5, 0.0))
+    planner = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace))
+    text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
+    target, stats = ReferenceBackend(MODEL), GenerationStats()
+    generation = Generation(target, target.open(), planner, text, GREEDY, max_tokens=20, budget=24, stats=stats)
+    generation.read_prompt()
+    tree = generation.plan()
+    assert len(tree) > 3
+    assert set(tree.source[1:].tolist()) == {Source.INPUT}
+
+
+def test_copies_that_are_wrong_lose_trust():
+    pace = given((1.0, 0.2), (1.0, 0.0))
+    planner = PacedPlanner("sssd", pace, SssdPlanner())
+    _, stats = write(planner, SamplingParams(temperature=3.0, seed=1), [5, 6, 7, 8] * 8, 60)
+    assert pace.copies.value(1.0) < 0.8
+    assert pace.copies.hoped > 0
+    assert stats.drafted > 0
+
+
+def test_the_first_pass_of_all_is_plain_in_memory_and_full_where_weights_are_streamed():
+    for streams in (False, True):
+        pace = new_pace(streams)
+        planner = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace))
+        target, stats = ReferenceBackend(MODEL), GenerationStats()
+        generation = Generation(
+            target, target.open(), planner, [1, 2, 3, 4, 5], GREEDY, max_tokens=20, budget=24, stats=stats
+        )
+        generation.read_prompt()
+        assert (len(generation.plan()) > 8) == streams
+
+
+def test_how_much_faster_than_plain_is_told_only_where_a_plain_pass_was_measured():
+    pace = given((1.0, 0.0), (1e-9, 0.0))
+    stats = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
+    assert stats.plain_seconds == pytest.approx(stats.tokens)
+    wide = Pace(PassCost(FLAT), PassCost())
+    wide.target.add(20, 1.0)
+    assert write(PacedPlanner("specexec", wide, draft=drafting(wide)), max_tokens=2)[1].plain_seconds == 0.0
+    assert write(NonePlanner())[1].times_plain == 0.0
+
+
+def test_agreement_is_counted_along_the_text():
+    #            0
+    #       1 (7)   2 (8)
+    #       3 (9)
+    tree = make_tree([0, 7, 8, 9], [-1, 0, 0, 1], np.log([1.0, 0.6, 0.3, 0.5]))
+    assert agreed(tree, [7, 9, 5]) == (2, 2)  # below node 3 nothing was asked
+    assert agreed(tree, [8, 1]) == (0, 1)
+    assert agreed(tree, [4]) == (0, 1)
+    assert agreed(tree, [7, 1]) == (1, 2)
+    assert agreed(make_tree([0], [-1], [0.0]), [4]) == (0, 0)
+
+
+def test_a_share_begins_with_a_belief_and_forgets():
+    share = Share(0.5)
+    assert share.value(0.7) == pytest.approx(0.7)
+    share.add(0, BELIEF)
+    assert share.value(0.7) == pytest.approx(0.35)
+    for _ in range(40):
+        share.add(1, 1)
+    assert share.came == pytest.approx(share.hoped)
+
+
+def learned():
+    pace = new_pace(streams=False)
+    pace.target.add(1, 1.0)
+    pace.draft.add(1, 0.1)
+    for share in (pace.copies, pace.agreement, pace.worth):
+        share.add(3, 5)
+    return pace
+
+
+def test_a_pace_is_remembered():
+    known = json.loads(json.dumps(learned().as_dict()))
+    pace = new_pace(streams=False)
+    pace.recall(known)
+    assert pace.as_dict() == known | {"runs": 1}
+    assert pace.target.slope == STEEP
+
+
+def test_every_so_many_runs_the_draft_gets_a_new_chance():
+    known = learned().as_dict()
+    for run in range(1, 2 * RETRIED + 1):
+        pace = new_pace(streams=False)
+        pace.recall(known | {"runs": run - 1})
+        assert (pace.draft.at(0) is None) == (pace.agreement.hoped == 0) == (run % RETRIED == 0)
+        assert pace.target.at(0) is not None
+        assert pace.copies.hoped == 5
+
+
+COSTS = st.tuples(st.floats(1e-6, 1e3), st.floats(0, 1e3))
+
+
+@settings(max_examples=80, deadline=None)
+@hypothesis.given(
+    st.sampled_from(["auto", "specexec", "chain", "sssd"]),
+    st.sampled_from([0.0, 0.7, 1.0]),
+    st.integers(0, 2**32),
+    st.one_of(st.none(), st.tuples(COSTS, COSTS)),
+)
+def test_any_cost_writes_the_plain_text(name, temperature, seed, costs):
+    sampling = SamplingParams(temperature=temperature, seed=seed)
+    pace = given(*costs) if costs else new_pace(streams=bool(seed % 2))  # … or what passes take here, and now
+    copies = SssdPlanner() if name in ("auto", "sssd") else None
+    kind = ChainPlanner if name == "chain" else SpecExecPlanner
+    draft = drafting(pace, perturbed(MODEL, 0.2, 1), kind) if name != "sssd" else None
+    assert write(PacedPlanner(name, pace, copies, draft), sampling)[0] == write(NonePlanner(), sampling)[0]
