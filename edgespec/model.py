@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from edgespec import remembered
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
@@ -24,6 +23,8 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import Pace, PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.remembered import identity, machine, recall
+from edgespec.remembered import remember as keep
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import Message, TextStream, render_chat, user_messages
@@ -289,17 +290,17 @@ def recall_pace(
 ) -> Callable[[], None]:
     """Fill in what earlier runs have learned of the same models, loaded alike; returns what keeps it for later ones."""
     about = {
-        "kind": "pace", "machine": remembered.machine(), "engine": target.name, "streams": target.capabilities.streams,
-        "target": remembered.identity(local_path(sources[0])),
-        "draft": remembered.identity(local_path(sources[1])) if sources[1:] else "",
+        "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
+        "target": identity(local_path(sources[0])),
+        "draft": identity(local_path(sources[1])) if sources[1:] else "",
         **options,
     }  # fmt: skip
     try:
-        if known := remembered.recall(about):
+        if known := recall(about):
             pace.recall(known)
     except (KeyError, TypeError, ValueError):  # written by another version: learned anew
         pass
-    return lambda: remembered.remember(about, pace.as_dict()) if pace.target.at(0) else None
+    return lambda: keep(about, pace.as_dict()) if pace.target.at(0) else None
 
 
 def choose_budget(budget: int | None, entry: Entry) -> int:

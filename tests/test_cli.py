@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from conftest import Run
 
+from edgespec import remembered
+from edgespec.measure.doctor import learned_line
+
 EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
 
 
@@ -293,3 +296,26 @@ def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path) ->
     _, status = os.waitpid(child, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_costs_are_kept_from_run_to_run_unless_told_otherwise(
+    run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(remembered.OFF)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    asked = ["run", str(smollm2_tiny), "one two one two one", "--raw", "-n", "6", "--ctx", "64"]
+    texts = [run(*asked, "--no-memory-of-costs")[1]]
+    assert remembered.everything() == []
+    for runs in (0, 1):
+        texts.append(run(*asked)[1])
+        (found,) = remembered.everything()
+        assert found["about"]["target"].startswith(smollm2_tiny.name)
+        assert found["value"]["runs"] == runs
+        assert found["value"]["target"]
+    assert texts[0] == texts[1] == texts[2]
+    assert "1 runs" not in learned_line(found["value"])
+    assert "target's passes 1: " in learned_line(found["value"])
+    status, out, _ = run("doctor", "--forget-costs")
+    assert (status, out) == (0, "1 measurements forgotten\n")
+    assert remembered.everything() == []

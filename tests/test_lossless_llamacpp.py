@@ -141,7 +141,7 @@ def test_copies(target, sampling):
 @by_temperature
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_pays(target, draft, sampling, streams):
-    """What is guessed follows from how long passes take here, on from nothing, or from cheap ones; the text does not."""
+    """What is guessed follows from how long passes take here, the text does not."""
     pace = new_pace(streams)
     check_lossless(
         target, PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24

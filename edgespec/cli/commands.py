@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from edgespec import __version__
+from edgespec import __version__, remembered
 from edgespec.cli.terminal import write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import PLANNERS, GenerationResult, Model, load
@@ -107,6 +107,11 @@ Examples:
     "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: see README]"
 )
 @MODEL_OPTIONS
+@click.option(
+    "--no-memory-of-costs",
+    is_flag=True,
+    help=f"Neither use nor keep what earlier runs learned of pass costs; always with {remembered.OFF}=1 set.",
+)
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
 @SAMPLING_OPTIONS
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")
@@ -205,6 +210,7 @@ def planner_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _load(model: str, options: dict[str, Any]) -> Model:
     extra = planner_options(options)
+    options["remember"] = not options.pop("no_memory_of_costs")
     context_length = options.pop("ctx")
     if sys.stderr.isatty():
         from rich.console import Console
@@ -229,15 +235,19 @@ Examples:
 @click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--forget-costs", is_flag=True, help="Only remove what runs of any model have learned of pass costs.")
 def doctor(
     model: str, draft: str | None, memory: str | None, budget: int | None, ctx: int | None,
-    models_file: str | None, as_json: bool,
+    models_file: str | None, as_json: bool, forget_costs: bool,
 ) -> None:  # fmt: skip
     """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
 
     The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
     long as loading it.
     """
+    if forget_costs:
+        click.echo(f"{remembered.forget()} measurements forgotten")
+        return
     from edgespec.measure.doctor import as_dict, diagnose, report
 
     options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}

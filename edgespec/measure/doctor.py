@@ -17,6 +17,7 @@ from edgespec.backend import Backend, Work, load_backend
 from edgespec.errors import UsageError
 from edgespec.model import DEFAULT_CONTEXT, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.remembered import everything, identity
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan
 
@@ -56,6 +57,7 @@ class Diagnosis:
     passes: tuple[Pass, ...]  # over one node, and over a full tree; none if it cannot run
     draft_seconds: float  # for drafting one tree
     notes: tuple[str, ...]
+    remembered: tuple[dict[str, Any], ...]  # what runs of this model have learned of the costs of passes
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
@@ -148,6 +150,11 @@ def diagnose(
         passes=passes,
         draft_seconds=draft_seconds,
         notes=tuple(notes),
+        remembered=tuple(
+            one
+            for one in everything()
+            if (one["about"].get("kind"), one["about"].get("target")) == ("pace", identity(path))
+        ),
     )
 
 
@@ -183,8 +190,23 @@ def report(diagnosis: Diagnosis) -> str:
     lines.append(("tokens/s", ", ".join(f"{name} about {speed:.1f}" for name, speed in expected.items())))
     if max(expected.values()) < SLOW:
         lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
+    lines += [("remembered", learned_line(one["value"])) for one in diagnosis.remembered]
     lines += [("note", note) for note in diagnosis.notes]
     return _aligned(lines)
+
+
+def learned_line(pace: dict[str, Any]) -> str:
+    """What runs have learned, for a person: seconds of passes after short texts, and how often the draft was right."""
+    took = {name: sorted(row[1:] for row in pace[name] if row[0] == 0) for name in ("target", "draft")}
+    parts = [
+        f"{name}'s passes " + ", ".join(f"{nodes:.0f}: {1000 * seconds:.0f} ms" for nodes, seconds in rows)
+        for name, rows in took.items()
+        if rows
+    ]
+    agreed, asked = pace["agreement"]
+    if asked:
+        parts.append(f"draft right in {100 * agreed / asked:.0f} %")
+    return "; ".join([*parts, f"{pace['runs'] + 1} runs"])
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:
