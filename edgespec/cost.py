@@ -14,6 +14,8 @@ memory makes it steep, and a few sure guesses win. Costs steer only how the tree
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from statistics import fmean, median
 
 import numpy as np
@@ -27,7 +29,7 @@ NEAR = 3  # sizes closer than this ratio do not show how cost grows
 STEEP, FLAT = 0.5, 0.01  # of a plain pass, what each more node costs until that is seen; FLAT: weights are streamed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Curve:
     """Seconds of a pass by its number of nodes: straight lines between the sizes seen, and on beyond them."""
 
@@ -43,12 +45,12 @@ class Curve:
         found = np.where(wanted < size[0], below, np.interp(wanted, size, took))
         return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found)
 
-    @property
+    @cached_property
     def plain(self) -> float:
         """Seconds of a pass over one node."""
-        return float(self.seconds(1))
+        return float(self.took[0] if self.plain_was_seen else self.seconds(1))
 
-    @property
+    @cached_property
     def least(self) -> float:
         """Of a plain pass, what a node of the tree whose nodes are cheapest costs: a guess less likely cannot pay."""
         far = self.sizes > 1
@@ -69,13 +71,17 @@ class PassCost:
         self.slope = slope
         # Length class -> bits of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
+        self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # the same -> (mean nodes, median seconds)
         self._curves: dict[int, Curve] = {}
 
     def add(self, nodes: float, seconds: float, length: int = 0) -> None:
         """A pass over `nodes` nodes after `length` tokens took `seconds`."""
         at = length_class(length)
-        sizes = self._passes.setdefault(at, {})
-        sizes.setdefault(round(nodes).bit_length(), deque(maxlen=KEPT)).append((nodes, max(seconds, 1e-9)))
+        bits = round(nodes).bit_length()
+        passes = self._passes.setdefault(at, {}).setdefault(bits, deque(maxlen=KEPT))
+        passes.append((nodes, max(seconds, 1e-9)))
+        sizes, times = zip(*passes, strict=True)
+        self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
         self._curves.pop(at, None)
 
     def at(self, length: int) -> Curve | None:
@@ -85,28 +91,22 @@ class PassCost:
         wanted = length_class(length)
         at = min(self._passes, key=lambda known: (abs(known - wanted), known))
         if at not in self._curves:
-            self._curves[at] = self._curve(self._passes[at])
+            self._curves[at] = self._curve(sorted(self._usual[at].values()))
         return self._curves[at]
 
-    def _curve(self, passes: dict[int, deque[tuple[float, float]]]) -> Curve:
-        seen = [list(zip(*passes[bits], strict=True)) for bits in sorted(passes)]
-        size = np.array([fmean(sizes) for sizes, _ in seen])
-        took = np.maximum.accumulate([median(times) for _, times in seen])
-        if size[-1] >= NEAR * size[0]:
-            # The slope on beyond is that of the last sizes which are far enough apart to tell.
-            before = np.flatnonzero(size * NEAR <= size[-1])[-1]
-            slope = (took[-1] - took[before]) / (size[-1] - size[before])
+    def _curve(self, seen: list[tuple[float, float]]) -> Curve:
+        size = [nodes for nodes, _ in seen]
+        took = list(accumulate((seconds for _, seconds in seen), max))
+        far = [i for i, nodes in enumerate(size) if nodes * NEAR <= size[-1]]
+        if far:  # on beyond with the slope of the last sizes that are far enough apart to tell
+            slope = (took[-1] - took[far[-1]]) / (size[-1] - size[far[-1]])
         else:
             slope = self.slope * took[0] / (1 + self.slope * (size[0] - 1))
-        return Curve(size, took, float(slope))
+        return Curve(np.array(size), np.array(took), slope)
 
     def as_list(self) -> list[list[float]]:
         """For JSON: [length class, nodes, seconds] for each size."""
-        return [
-            [at, fmean(nodes for nodes, _ in passes), median(seconds for _, seconds in passes)]
-            for at, sizes in self._passes.items()
-            for passes in sizes.values()
-        ]
+        return [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
         """Start from what `as_list` gave; new passes soon outvote it."""

@@ -69,7 +69,8 @@ def depths(parents: ArrayLike) -> IntArray:
 
 def root_only(token_id: int) -> DraftTree:
     """The tree that guesses nothing: a pass over it is plain decoding."""
-    return make_tree([token_id], [-1], [0.0])
+    zero = np.zeros(1, np.int32)
+    return DraftTree(np.array([token_id], np.int32), zero - 1, np.zeros(1), zero, zero)
 
 
 def path_to(parents: Sequence[int] | IntArray, node: int) -> list[int]:

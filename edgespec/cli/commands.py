@@ -12,7 +12,8 @@ import click
 from edgespec import __version__, remembered
 from edgespec.cli.terminal import write_answer
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.model import PLANNERS, GenerationResult, Model, load
+from edgespec.model import GenerationResult, Model, load
+from edgespec.planners.choice import PLANNERS
 from edgespec.text import user_messages
 
 

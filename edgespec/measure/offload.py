@@ -26,8 +26,9 @@ from rich.table import Table
 
 from edgespec.backend import Backend, Work, load_backend, prefill
 from edgespec.errors import EdgespecError, MissingPackage
-from edgespec.model import DEFAULT_BUDGET, NEED_DRAFT, Model, close_all, make_planner, open_backends
+from edgespec.model import DEFAULT_BUDGET, Model, close_all, open_backends
 from edgespec.models.registry import Defaults, Entry
+from edgespec.planners.choice import USE_DRAFT, make_planner
 from edgespec.planners.paced import new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
@@ -333,7 +334,7 @@ def text_speeds(
         }
         for name, options in planners.items():
             tasks[f"streamed, {name}"] = Task(
-                target, draft if name in NEED_DRAFT else "", memory=limit, max_tokens=max_tokens,
+                target, draft if name in USE_DRAFT else "", memory=limit, max_tokens=max_tokens,
                 planner=name, planner_options=options, **shared,
             )  # fmt: skip
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}

@@ -15,18 +15,9 @@ from rich.table import Table
 from edgespec.backend import Backend
 from edgespec.errors import UsageError
 from edgespec.measure.lossless import explain
-from edgespec.model import (
-    PLANNERS,
-    USE_DATASTORE,
-    USE_DRAFT,
-    Model,
-    check_planner,
-    choose_budget,
-    close_all,
-    make_planner,
-    open_backends,
-)
+from edgespec.model import Model, choose_budget, close_all, open_backends
 from edgespec.models.registry import find_model
+from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
 from edgespec.planners.paced import new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats

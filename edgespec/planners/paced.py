@@ -168,7 +168,7 @@ class PacedPlanner:
         if self._copies:
             trust = max(LEAST_TRUST, pace.copies.value(1.0))
             copied = self._copies.plan(replace(context, least=min(0.5, cost.least / trust)), budget)
-            size, goodput = best_size(copied.log_probs[1:], 0.0, cost, trust)
+            size, goodput = best_size(copied.log_probs[1:], 0.0, cost, trust) if len(copied) > 1 else (0, rate)
             if size:
                 tree, rate = best_nodes(copied, size, context.max_leaves), goodput
                 planned = _Planned(length, len(tree), copied=float(np.exp(tree.log_probs[1:]).sum()))

@@ -31,6 +31,8 @@ from edgespec.planners.sssd_calibration import WEIGHTS
 from edgespec.tree import DraftTree, Source, root_only
 
 CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
+RARE = 0.05  # where guesses less probable than this are not wanted …
+FEW = 16  # … the last matches of each length tell enough, and the run of 0 tokens tells nothing
 LONGEST_INPUT = 6  # longest match looked for, in tokens
 LONGEST_DATASTORE = 6
 
@@ -222,12 +224,15 @@ class SssdPlanner:
         if depth <= 0:
             return root_only(context.token_ids[-1])
         least = max(self.min_probability, context.least)
-        return grow(context.token_ids[-1], self.matches(depth), budget, depth, self._calibration, least)
+        matches = self.matches(depth, FEW if least > RARE else CONTINUATIONS)
+        if least > RARE:
+            matches = [group for group in matches if group[1] > 0]
+        return grow(context.token_ids[-1], matches, budget, depth, self._calibration, least)
 
-    def matches(self, depth: int) -> list[Matches]:
-        """The matches of the end of the text in every source, longest first within a source."""
+    def matches(self, depth: int, count: int = CONTINUATIONS) -> list[Matches]:
+        """The matches of the end of the text in every source, longest first within a source, `count` of the text's."""
         text = self._index.text
-        groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(CONTINUATIONS)]
+        groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(count)]
         if self._datastore:
             groups += datastore_matches(self._datastore, text[-1 - LONGEST_DATASTORE : -1], depth)
         return groups
