@@ -60,6 +60,7 @@ class SpecExecPlanner(DraftPlanner):
         super().__init__(draft, depth, tau, coupling, cost)
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted)
+        self._usual = -np.inf  # the K-th best log-probability of the last search: this one's will be much alike
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Algorithm 2."""
@@ -68,7 +69,7 @@ class SpecExecPlanner(DraftPlanner):
         if steps <= 0 or budget <= 0:
             return root_only(context.token_ids[-1])
         guess = Guess(context, self.tau, self.coupling)
-        search = _Search(context.token_ids[-1], budget)
+        search = _Search(context.token_ids[-1], budget, self._usual)
         started = self.model_seconds
         logits, root = self._drafter.read(context.token_ids)
         search.add_children(logits, guess, np.array([0]), [root])
@@ -83,7 +84,7 @@ class SpecExecPlanner(DraftPlanner):
             logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
             search.place[batch] = nodes
             search.add_children(logits, guess, batch, nodes.tolist())
-        found = search.found()
+        found, self._usual = search.found(), search.cutoff()
         self._planned = found, search.place  # all of it: the target may well write what does not come into the tree
         return select(found, choose(found.parents, found.log_probs, budget, context.max_leaves))
 
@@ -91,8 +92,9 @@ class SpecExecPlanner(DraftPlanner):
 class _Search:
     """All nodes found so far, as growing arrays of shape [n]; node 0 is the root."""
 
-    def __init__(self, root_token: int, budget: int) -> None:
+    def __init__(self, root_token: int, budget: int, usual: float) -> None:
         self.budget = budget
+        self.usual = usual  # what the cutoff is expected to become
         self.token_ids = np.array([root_token], np.int64)
         self.parents = np.array([-1], np.int64)
         self.log_probs = np.zeros(1)
@@ -136,9 +138,15 @@ class _Search:
         return fmean(self._best_children)
 
     def unread(self) -> NDArray[np.intp]:
-        """The unread nodes that are likely to improve the tree, nearest first: a best child takes the K-th's place."""
-        probable = self.child * np.exp(self.log_probs) > np.exp(self.cutoff()) + ENOUGH
-        nodes: NDArray[np.intp] = np.flatnonzero((self.place == NOT_EVALUATED) & probable)
+        """The unread nodes that are likely to improve the tree, nearest first: a best child takes the K-th's place.
+
+        While there are some that would do so by the cutoff of the last search, the others wait: they seldom will.
+        """
+        best_child = np.where(self.place == NOT_EVALUATED, self.child * np.exp(self.log_probs), 0.0)
+        for cutoff in (max(self.cutoff(), self.usual), self.cutoff()):
+            nodes: NDArray[np.intp] = np.flatnonzero(best_child > np.exp(cutoff) + ENOUGH)
+            if len(nodes):
+                break
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:

@@ -1,0 +1,64 @@
+"""The search of specexec: which nodes the draft reads, and what of its reading is kept."""
+
+import numpy as np
+import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+from edgespec.planners import Context
+from edgespec.planners.drafting import NOT_EVALUATED
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.sampling import Noise, SamplingParams
+
+SIZE = 48
+
+
+def planned(sharpness, budget, prompt, tau=1.0, max_leaves=64):
+    """A planner that has planned once, its tree, and how many nodes its draft has read."""
+    draft = ReferenceBackend(random_model(0, vocab_size=SIZE, sharpness=sharpness), context_length=64)
+    planner, read, forward = SpecExecPlanner(draft, tau=tau), [], draft.forward
+
+    def counting(batch):
+        read.append(sum(len(work.token_ids) for work in batch))
+        return forward(batch)
+
+    planner.begin(prompt)
+    draft.forward = counting
+    context = Context(prompt, len(prompt), SamplingParams(), Noise(0, SIZE), 32, max_leaves)
+    return planner, planner.plan(context, budget), sum(read)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0])
+def test_a_read_node_is_one_whose_children_may_come_into_the_tree(sharpness):
+    _, tree, read = planned(sharpness, 16, [1, 2, 3])
+    inner = len(set(tree.parents[1:].tolist()))  # each must have been read
+    assert len(tree) == 17
+    assert inner <= read <= 3 * inner
+
+
+def test_a_sure_draft_reads_one_chain():
+    _, tree, read = planned(6.0, 12, [1, 2, 3], tau=0.01)
+    assert tree.depth.max() == 12
+    assert read == 12  # the last guess is not read: nothing was to be guessed after it
+
+
+def test_what_the_draft_has_read_beside_the_tree_is_kept_when_the_target_writes_it():
+    planner, tree, _ = planned(3.0, 8, [1, 2, 3], tau=1.0, max_leaves=1)
+    found, places = planner._planned
+    assert tree.parents.tolist() == list(range(-1, len(tree) - 1))  # one leaf: a chain
+    beside = [node for node in np.flatnonzero(places != NOT_EVALUATED)[1:] if found.parents[node] == 0][-1]
+    token = int(found.token_ids[beside])
+    assert token != tree.token_ids[1]
+    planner.accept([token, SIZE - 1], 0.0)
+    assert planner._drafter._session.token_ids == [1, 2, 3, token]
+
+
+def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():
+    planner, first, read = planned(3.0, 16, [1, 2, 3])
+    planner.accept([SIZE - 1], 0.0)
+    before, nodes = read, planner._drafter
+    text = [1, 2, 3, SIZE - 1]
+    count, forward = [], nodes.draft.forward
+    nodes.draft.forward = lambda batch: (count.append(sum(len(work.token_ids) for work in batch)), forward(batch))[1]
+    planner.plan(Context(text, 3, SamplingParams(), Noise(0, SIZE), 32, 64), 16)
+    assert len(first) == 17
+    assert sum(count) < before
