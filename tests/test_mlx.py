@@ -14,7 +14,8 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
-from edgespec.backends.mlx.backend import TreeRope, device_top, load, load_vocab, takes_array
+from edgespec.backends.mlx.backend import device_top, load, load_vocab
+from edgespec.backends.mlx.tree import Pass, TreeRope, takes_array
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
@@ -119,7 +120,7 @@ def test_ropes_by_position(name, together, tmp_path):
     assert takes_array(rope) == together
     parents = [-1, 0, 0, 1, -1, 2, 5, 5]
     for first in (0, 3):
-        here = backend_module.Pass(parents, first, length=21)
+        here = Pass(parents, first, length=21)
         x = mx.random.normal((1, 4, len(parents) - first, 8))
         turned = TreeRope(rope)(x, offset=here)
         for i, position in enumerate([21, 22, 22, 23, 21, 23, 24, 24][first:]):
@@ -129,7 +130,7 @@ def test_ropes_by_position(name, together, tmp_path):
 
 def test_positions_may_not_leak():
     """A model that computes with the cache's offset fails instead of computing with a wrong one."""
-    here = backend_module.Pass([-1, 0], 0, length=3)
+    here = Pass([-1, 0], 0, length=3)
     uses = [lambda x: x + 1, lambda x: x > 0, lambda x: x == 0, lambda x: x != 0, bool, int, mx.arange]
     for use in uses:
         with pytest.raises(TypeError):
@@ -271,7 +272,7 @@ def test_what_mlx_cannot_compute(tmp_path):
 def test_a_model_with_its_own_ideas(llama, monkeypatch, fault):
     """What does not follow mask and positions is noticed by its logits."""
     if fault == "mask":
-        monkeypatch.setattr(backend_module.Pass, "mask", lambda self, window, as_array: "causal")
+        monkeypatch.setattr(Pass, "mask", lambda self, window, as_array: "causal")
     else:
         monkeypatch.setattr(TreeRope, "__call__", lambda self, x, offset=0: self.rope(x, offset=offset.start))
     with pytest.raises(ModelError, match="a node sees more than its ancestors, or its position"):

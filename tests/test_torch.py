@@ -26,14 +26,16 @@ from contract import (
     tree_equals_chains,
     work,
 )
-from edgespec.backends.torch import backend as backend_module
-from edgespec.backends.torch.backend import build_mask, load, top_on_device, visible
+from edgespec.backends.torch.attention import build_mask
+from edgespec.backends.torch.backend import load, top_on_device
+from edgespec.backends.torch.loading import work_bytes
 from edgespec.backends.torch.offload import (
     BUFFERS,
     block_bytes,
     count_resident,
     streamed_layers,
 )
+from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
 from edgespec.backend import load_backend, prefill
@@ -203,7 +205,7 @@ def memory_for(folder, resident, **options):
     backend = load(str(folder), **options)
     model, cache = backend._model, backend.open().cells
     fixed = options.get("sessions", 1) * cache.numel() * cache.element_size()
-    fixed += backend_module.work_bytes(model, backend.capabilities, options["budget"] + 1)
+    fixed += work_bytes(model, backend.capabilities, options["budget"] + 1)
     layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
     return fixed + (resident + BUFFERS) * layer
 

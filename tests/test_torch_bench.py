@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
-from edgespec.backends.torch.backend import MIN_NODES, cache_shape, work_bytes
+from edgespec.backends.torch.backend import MIN_NODES
+from edgespec.backends.torch.loading import cache_shape, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import torch
 from test_torch import Recorder, needs_bitsandbytes

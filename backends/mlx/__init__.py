@@ -1,1 +1,10 @@
-"""Model folders on MLX."""
+"""Model folders on MLX. The other files find mlx-lm and transformers installed."""
+
+from edgespec.errors import MissingPackage
+
+try:
+    import mlx_lm as mlx_lm
+
+    from .. import hf_vocab as hf_vocab  # after mlx_lm, which stops transformers from recommending PyTorch
+except ImportError as error:
+    raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error

@@ -19,30 +19,24 @@ Several works in one forward are evaluated one after the other: each reads the w
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import load_model
 
 from edgespec.backend import Capabilities, Logits, Work
-from edgespec.errors import ContextFull, MissingPackage, ModelError, UsageError
+from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.tree import ancestor_mask, depths
 
-try:
-    import mlx.core as mx
-    from mlx import nn
-    from mlx.utils import tree_flatten
-    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-    from mlx_lm.utils import load_model
-
-    # After mlx_lm, which stops transformers from recommending PyTorch.
-    from ..hf_vocab import HfVocab, check_folder, first_line, load_vocab
-except ImportError as error:
-    raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error
+from ..hf_vocab import HfVocab, check_folder, first_line, load_vocab
+from .session import MlxSession
+from .tree import TreeCache, cut_rows, wrap_ropes
 
 __all__ = ["MlxBackend", "load", "load_vocab"]
 
@@ -57,221 +51,6 @@ BLOCKS = 64  # rows of the block-maximum trick in device_top
 # and 24 positions of SmolLM2: float16 0.084, bfloat16 1.08. On Linux's CPU not a bit of any logit moved; Apple's GPU
 # was not measured, and may multiply float32 as TF32, which has float16's precision.
 TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
-
-
-class Pass:
-    """Where the nodes of one forward stand. The model's caches hand it to the ropes in place of an offset."""
-
-    def __init__(self, parents: Sequence[int], first: int, length: int) -> None:
-        """
-        Args:
-            parents: of all uncommitted nodes of the session, the new ones at the end.
-            first: number of the first new node.
-            length: how many tokens are committed.
-        """
-        self.start, self.end = length + first, length + len(parents)  # cells of the new nodes
-        self.is_chain = list(parents) == list(range(-1, len(parents) - 1))
-        self._parents, self._first, self._length = parents, first, length
-        self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)
-        self._masks: dict[int | None, mx.array] = {}
-
-    def __eq__(self, other: object) -> bool:
-        raise TypeError("positions are needed outside the rotary embedding")
-
-    def __bool__(self) -> bool:
-        return self == 0  # refused too: a model that asks whether its cache is empty
-
-    @cached_property
-    def positions(self) -> Any:
-        """Of the new nodes, as an array of MLX, shape [n]."""
-        return mx.array(self._positions[self._first :])
-
-    @cached_property
-    def levels(self) -> list[tuple[int, Any]]:
-        """Position and new nodes of every depth."""
-        new = self._positions[self._first :]
-        return [(int(position), mx.array(np.flatnonzero(new == position))) for position in np.unique(new)]
-
-    @cached_property
-    def level_order(self) -> Any:
-        """Where each new node stands in the concatenated `levels`."""
-        return mx.array(np.argsort(np.argsort(self._positions[self._first :], kind="stable")))
-
-    def mask(self, window: int | None, as_array: bool) -> Any:
-        """What mlx-lm's attention takes: None (all), "causal", or booleans [n, end]."""
-        if window is not None and self.end <= window:
-            window = None
-        if self.is_chain and window is None:
-            if self.end - self.start == 1:
-                return None
-            if not as_array:
-                return "causal"
-        if window not in self._masks:
-            self._masks[window] = mx.array(self._visible(window))
-        return self._masks[window]
-
-    def _visible(self, window: int | None) -> NDArray[np.bool_]:
-        new = self._positions[self._first :]
-        visible = np.ones((len(new), self.end), np.bool_)
-        visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]
-        if window is not None:
-            held = np.concatenate([np.arange(self._length), self._positions])
-            visible &= new[:, None] < held + window
-        return visible
-
-
-class TreeRope(nn.Module):  # type: ignore[misc]
-    """A model's own rotary embedding, asked for the position of each node."""
-
-    def __init__(self, rope: Any) -> None:
-        super().__init__()
-        self.rope = rope
-        self._takes_array = takes_array(rope)
-
-    def __call__(self, x: Any, offset: Any = 0) -> Any:
-        """Rotate x [1, heads, n, d]."""
-        if not isinstance(offset, Pass):
-            return self.rope(x, offset=offset)
-        if self._takes_array and offset.is_chain:
-            return self.rope(x, offset=offset.start)
-        nodes = x.transpose(2, 1, 0, 3)  # a batch of single tokens
-        if self._takes_array:
-            nodes = self.rope(nodes, offset=offset.positions)
-        else:
-            levels = [self.rope(nodes[members], offset=position) for position, members in offset.levels]
-            nodes = mx.concatenate(levels)[offset.level_order]
-        return nodes.transpose(2, 1, 0, 3)
-
-
-def takes_array(rope: Any) -> bool:
-    """Can the rope rotate a batch of tokens by a position each? Most call MLX's kernel, which can."""
-    width = getattr(rope, "dims", None) or getattr(rope, "dim", None)
-    if not isinstance(width, int):
-        return False
-    positions = [5, 0, 9]
-    x = mx.ones((len(positions), 1, 1, width))
-    try:
-        together = rope(x, offset=mx.array(positions))
-    except (TypeError, ValueError):
-        return False
-    alone = mx.concatenate([rope(x[:1], offset=position) for position in positions])
-    return bool(mx.allclose(together, alone, atol=1e-3))
-
-
-class TreeCache:
-    """Keys and values of one layer in one session: what mlx-lm's attention takes for a cache.
-
-    Buffers have shape [1, heads, capacity, d] and are made by the first pass, which knows shapes and types.
-    """
-
-    def __init__(self, capacity: int, window: int | None) -> None:
-        self.keys: Any = None
-        self.values: Any = None
-        self.offset: Pass | None = None  # the pass under way; TreeRope knows what to do with it
-        self._capacity = capacity
-        self._window = window
-
-    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        if self.keys is None:
-            self.keys, self.values = (
-                mx.zeros((*new.shape[:2], self._capacity, new.shape[3]), new.dtype) for new in (keys, values)
-            )
-        here = cast(Pass, self.offset)
-        self.keys[..., here.start : here.end, :] = keys
-        self.values[..., here.start : here.end, :] = values
-        return self.keys[..., : here.end, :], self.values[..., : here.end, :]
-
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        here = cast(Pass, self.offset)
-        if n != here.end - here.start:
-            raise TypeError(f"a mask for {n} tokens in a pass over {here.end - here.start}")
-        return here.mask(window_size or self._window, return_array)
-
-    def share(self, other: "TreeCache") -> None:
-        """Hold the other's buffers too; MLX copies them when one of both is written to."""
-        if other.keys is not None:
-            self.keys, self.values = other.keys[...], other.values[...]
-
-
-class MlxSession:
-    """See `edgespec.backend.Session`."""
-
-    def __init__(self, backend: "MlxBackend", caches: list[TreeCache]) -> None:
-        self.token_ids: list[int] = []
-        self.caches = caches
-        self._backend = backend
-        self._tokens: list[int] = []  # uncommitted nodes' tokens
-        self._parents: list[int] = []
-
-    def check(self, work: Work) -> None:
-        """Refuse a work that breaks the contract or does not fit, before anything changes."""
-        limits, first = self._backend.capabilities, len(self._parents)
-        parents = self._parents + work.parents.tolist()
-        if len(parents) > limits.max_nodes:
-            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
-        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            raise ValueError(f"parents must come before their children: {parents}")
-        if any(not first <= node < len(parents) for node in work.wanted.tolist()):
-            raise ValueError(f"wanted {work.wanted.tolist()}: not all among the nodes {first} to {len(parents) - 1}")
-        last = len(self.token_ids) + int(depths(parents).max(initial=-1))
-        if last >= limits.context_length:
-            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
-
-    def place(self, work: Work) -> Pass:
-        """The pass over a checked work's nodes."""
-        here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
-        for cache in self.caches:
-            cache.offset = here
-        return here
-
-    def add(self, work: Work) -> None:
-        """The work's nodes have been evaluated."""
-        self._tokens += work.token_ids.tolist()
-        self._parents += work.parents.tolist()
-
-    @property
-    def state(self) -> list[Any]:
-        """All buffers."""
-        return [buffer for cache in self.caches for buffer in (cache.keys, cache.values) if buffer is not None]
-
-    @property
-    def nodes(self) -> int:
-        """How many uncommitted nodes there are."""
-        return len(self._parents)
-
-    def commit(self, path: Sequence[int]) -> None:
-        if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
-            raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
-        stay = next((i for i, node in enumerate(path) if node != i), len(path))  # these cells are where they belong
-        if stay < len(path):
-            self._move([len(self.token_ids) + node for node in path[stay:]], len(self.token_ids) + stay)
-        self.token_ids.extend(self._tokens[node] for node in path)
-        self._tokens, self._parents = [], []
-
-    def _move(self, cells: list[int], start: int) -> None:
-        index, end = mx.array(cells), start + len(cells)
-        moved = [(cache.keys[..., index, :], cache.values[..., index, :]) for cache in self.caches]
-        mx.eval(moved)  # from here on nothing else holds the buffers, so they are written in place
-        for cache, (keys, values) in zip(self.caches, moved, strict=True):
-            cache.keys[..., start:end, :] = keys
-            cache.values[..., start:end, :] = values
-        mx.eval(self.state)
-
-    def rewind(self, length: int) -> None:
-        del self.token_ids[length:]
-        self._tokens, self._parents = [], []
-
-    def fork(self) -> "MlxSession":
-        other = self._backend.open()
-        other.token_ids = self.token_ids.copy()
-        for mine, theirs in zip(self.caches, other.caches, strict=True):
-            theirs.share(mine)
-        return other
-
-    def close(self) -> None:
-        self.rewind(0)
-        self.caches = []
-        self._backend.forget(self)
 
 
 class MlxLogits:
@@ -498,36 +277,6 @@ def _windows(model: Any, path: str) -> list[int | None]:
                 f"tree; use an attention model"
             )
     return windows
-
-
-def wrap_ropes(model: Any) -> None:
-    """Replace every rotary embedding inside the model by a `TreeRope` around it."""
-    for module in model.modules():
-        for name, child in module.children().items():
-            if "rope" in type(child).__name__.lower():
-                setattr(module, name, TreeRope(child))
-
-
-def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
-    """Make the module that runs the layers return only the states [1, rows, D] of `rows()` (None: all).
-
-    False, and nothing is changed, when the model has no such module of its own.
-    """
-    first = model.layers[0]
-    for module in model.modules():
-        lists = [child for child in module.children().values() if isinstance(child, list)]
-        if module is not model and any(layer is first for layers in lists for layer in layers):
-            break
-    else:
-        return False
-    kind = type(module)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        states, chosen = kind.__call__(self, *args, **kwargs), rows()
-        return states if chosen is None else states[:, chosen]
-
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
-    return True
 
 
 def on_gpu() -> bool:

@@ -1,1 +1,11 @@
-"""Model folders on PyTorch."""
+"""Model folders on PyTorch. The other files find PyTorch and transformers installed."""
+
+from edgespec.errors import MissingPackage
+
+try:
+    import torch as torch
+    import transformers as transformers
+
+    from .. import hf_vocab as hf_vocab
+except ImportError as error:
+    raise MissingPackage("torch and transformers", "torch", "running model folders on PyTorch") from error

@@ -18,7 +18,9 @@ import torch
 import transformers
 
 from edgespec.backend import Vocab, Work, prefill
-from edgespec.backends.torch.backend import ATTENTION, NF4, TorchBackend, assemble, quantise_layers
+from edgespec.backends.torch.attention import ATTENTION
+from edgespec.backends.torch.backend import TorchBackend, assemble
+from edgespec.backends.torch.loading import NF4, quantise_layers
 from edgespec.backends.torch.offload import Block, CopyEngine, CudaCopies, block_bytes
 from edgespec.errors import UsageError
 

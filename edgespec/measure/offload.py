@@ -1,179 +1,30 @@
 """Passes and texts of a model that does not fit into memory: plain memory mapping against streaming, side by side.
 
-Every measurement is a process of its own inside a memory limit, started with the model's files out of the page cache.
-Variants take turns, so that a busy machine or a disk with burst credits treats all of them alike.
+Every measurement is a process of its own (`offload_worker.py`) inside a memory limit, started with the model's files
+out of the page cache. Variants take turns, so that a busy machine or a disk with burst credits treats all of them
+alike. The reports for a person: `offload_tables.py`.
 """
 
-import ctypes
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
-from io import StringIO
-from mmap import PAGESIZE, PROT_READ, mmap
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
-from edgespec.backend import Backend, Work, load_backend, prefill
-from edgespec.errors import EdgespecError, MissingPackage
-from edgespec.model import DEFAULT_BUDGET, Model, close_all, open_backends
-from edgespec.models.registry import Defaults, Entry
-from edgespec.planners.choice import USE_DRAFT, make_planner
-from edgespec.planners.paced import new_pace
-from edgespec.sampling import SamplingParams
-from edgespec.text import user_messages
-from edgespec.weights.machine import disk_bandwidth, format_size, private_memory
+from edgespec.errors import EdgespecError
+from edgespec.measure.offload_worker import Task, evict
+from edgespec.model import DEFAULT_BUDGET
+from edgespec.planners.choice import USE_DRAFT
+from edgespec.weights.machine import disk_bandwidth, format_size
 
 PLENTY = 1 << 42  # of memory, named so that weights are mapped as they are, not repacked
 LIBRARIES = 32 << 20  # of the interpreter's and the engine's files, mapped pages
-WARM_UP = "The first pass reads what loading has left out; its time is not counted. "
 GROUPS = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What one measuring process does. Sent as JSON."""
-
-    target: str
-    draft: str = ""
-    stream: bool = True
-    memory: int = 0  # bytes given to streaming; 0 = what is free
-    budget: int = DEFAULT_BUDGET
-    by_cost: bool = False  # no more guesses than pay
-    context_length: int = 2048
-    nodes: list[int] = field(default_factory=list)  # tree sizes to time
-    repeats: int = 3
-    evict: bool = False  # no limit could be set: drop the file from the page cache before each pass instead
-    planner: str = "none"
-    planner_options: dict[str, Any] = field(default_factory=dict)
-    prompts: list[str] = field(default_factory=list)  # to write texts for
-    max_tokens: int = 96
-    sampling: dict[str, Any] = field(default_factory=dict)
-
-
-# --- in the measuring process --------------------------------------------------------------------
-
-
-def measure(task: Task) -> dict[str, Any]:
-    """Do what a task says; the result as JSON takes it."""
-    if task.nodes:
-        return _measure_passes(task)
-    return _measure_texts(task) if task.prompts else _measure_needs(task)
-
-
-def _measure_needs(task: Task) -> dict[str, Any]:
-    engine = import_module("edgespec.backends.llamacpp.memory")
-    size = engine.ContextSize(task.context_length, task.budget, 1, engine.MIN_NODES)
-    return {"needed": engine.memory_needs(task.target, size, [task.draft] if task.draft else [])}
-
-
-def _measure_passes(task: Task) -> dict[str, Any]:
-    target = load_backend(
-        "llamacpp", task.target, context_length=task.context_length, budget=max(task.nodes), **_memory(task)
-    )
-    try:
-        session = target.open()
-        text = target.vocab.encode(WARM_UP * 4, add_bos=True, parse_special=True)
-        prefill(target, session, text[:-1])
-        passes: dict[str, dict[str, list[float]]] = {}
-        total = 0
-        for repeat in range(task.repeats + 1):
-            for count in task.nodes:
-                nodes = np.arange(count, dtype=np.int32)
-                tokens = np.resize(np.array(text, np.int32), count)
-                if task.evict:
-                    evict(task.target)
-                read, waited, started = bytes_read(), target.wait_seconds, perf_counter()
-                target.forward([Work(session, tokens, nodes - 1, nodes)])
-                figures = {"seconds": perf_counter() - started, "waited": target.wait_seconds - waited}
-                session.rewind(len(text) - 1)
-                total += bool(repeat)
-                if repeat == 1 and count == task.nodes[0]:
-                    read_before = read
-                if repeat:
-                    found = passes.setdefault(str(count), {})
-                    for name, value in figures.items():
-                        found.setdefault(name, []).append(value)
-        per_pass = (bytes_read() - read_before) / total
-        return {"passes": passes, "bytes_per_pass": per_pass, "private": private_memory(), **_plan_of(target)}
-    finally:
-        target.close()
-
-
-def _measure_texts(task: Task) -> dict[str, Any]:
-    backends = _open(task)
-    try:
-        pace = new_pace(backends[0].capabilities.streams) if task.by_cost else None
-        planner = make_planner(task.planner, backends, pace=pace, **task.planner_options)
-        with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
-            read, runs = bytes_read(), []
-            for prompt in task.prompts:
-                result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
-                runs.append({**result.stats.as_dict(), "token_ids": result.token_ids})
-        return {"runs": runs, "bytes": bytes_read() - read, **_plan_of(backends[0])}
-    finally:
-        close_all(backends)
-
-
-def _open(task: Task) -> list[Backend]:
-    if not task.stream:  # open_backends would stream where the limit is tight
-        options = {"context_length": task.context_length, "budget": task.budget, "resident": True}
-        paths = [task.target, task.draft] if task.draft else [task.target]
-        return [load_backend("llamacpp", path, in_order=not i, **options) for i, path in enumerate(paths)]
-    entry = Entry(name="target", target=f"file:{task.target}", defaults=Defaults())
-    return open_backends(
-        entry, task.draft or None, None,
-        context_length=task.context_length, budget=task.budget, memory=task.memory or None,
-    )  # fmt: skip
-
-
-def _memory(task: Task) -> dict[str, Any]:
-    return {"memory": task.memory or None} if task.stream else {"resident": True}
-
-
-def _plan_of(target: Any) -> dict[str, Any]:
-    if target.streamer is None:
-        return {}
-    plan = target.streamer.plan
-    return {
-        "pinned": plan.pinned_bytes,
-        "streamed": plan.streamed_bytes,
-        "window": plan.slots * plan.slot_bytes,
-        "needed": plan.needed,
-        "notes": list(target.notes),
-    }
-
-
-def bytes_read() -> int:
-    """Bytes this process has fetched from a disk (Linux)."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
-
-
-# --- around it -----------------------------------------------------------------------------------
-
-
-def evict(path: str) -> float:
-    """Drop a file from the page cache; the share of it that stayed (another process may have it mapped)."""
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap(file.fileno(), 0, prot=PROT_READ) as view:
-            size = len(view)
-            flags = np.zeros(-(-size // PAGESIZE), np.uint8)
-            address = np.frombuffer(view, np.uint8).ctypes.data
-            pointers = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data)
-            ctypes.CDLL(None).mincore(*pointers)
-            return float(np.mean(flags & 1))
 
 
 class Group:
@@ -238,7 +89,7 @@ def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> di
 
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(
-        [sys.executable, "-m", "edgespec.measure.offload", json.dumps(asdict(task))],
+        [sys.executable, "-m", "edgespec.measure.offload_worker", json.dumps(asdict(task))],
         preexec_fn=enter, capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -400,105 +251,3 @@ def _memory_summary(good: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     most = {name: max(result[name] for result in good) for name in ("peak", "stayed_in_cache")}
     return most | {name: good[0][name] for name in ("pinned", "streamed", "window", "notes") if name in good[0]}
-
-
-# --- for a person --------------------------------------------------------------------------------
-
-
-def pass_table(report: dict[str, Any]) -> str:
-    """One row for each limit and number of nodes.
-
-    "to bound" is seconds per pass to max(seconds in memory, bytes streamed / measured bandwidth).
-    """
-    title = f"{Path(report['target']).name}, {format_size(report['size'])}; {report['how']}"
-    headings = ("weights", "disk", "nodes", "mapped", "streamed", "in memory", "to bound", "x mapped", "read", "peak")
-    view = _table(title, headings)
-    for entry in report["limits"]:
-        streamed, mapped = entry["streamed"], entry["mapped"]
-        for nodes, found in streamed["passes"].items():
-            compute = report["in_memory"]["passes"][nodes]["seconds"]
-            bound = max(compute, streamed["streamed"] / entry["bandwidth"])
-            plain = mapped["passes"].get(nodes, {}).get("seconds")
-            view.add_row(
-                format_size(entry["room"]), f"{entry['bandwidth'] / 1e9:.2f} GB/s", nodes,
-                f"{plain:.3f} s" if plain else "", f"{found['seconds']:.3f} s", f"{compute:.3f} s",
-                f"{found['seconds'] / bound:.2f}", f"{plain / found['seconds']:.1f}" if plain else "",
-                f"{streamed['bytes_per_pass'] / streamed['streamed']:.2f} of {format_size(streamed['streamed'])}",
-                f"{streamed['peak'] / entry['limit']:.2f}",
-            )  # fmt: skip
-        for name in ("streamed", "mapped"):
-            for why in entry[name]["failed"]:
-                view.add_row(format_size(entry["room"]), "", "", f"{name}: {why}")
-    return _text(view)
-
-
-def text_table(report: dict[str, Any]) -> str:
-    """One row for each variant."""
-    title = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
-    headings = (
-        "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "read/pass",
-        "peak",
-    )  # fmt: skip
-    view = _table(title, headings)
-    for name, row in report["variants"].items():
-        if "tokens" not in row:
-            view.add_row(name, "; ".join(row["failed"]))
-            continue
-        compute = row["target_seconds"] - row["wait_seconds"]
-        shares = (row["draft_seconds"], compute, row["wait_seconds"], row["plan_seconds"])
-        view.add_row(
-            name, f"{row['tokens_per_second']:.2f}", f"{row['ratio']:.1f}" if "ratio" in row else "",
-            f"{row['acceptance_length']:.2f}", f"{row['target_seconds'] / row['passes']:.3f}",
-            *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
-            format_size(row["bytes_per_round"]), f"{row['peak'] / report['limit']:.2f}",
-        )  # fmt: skip
-    return _text(view)
-
-
-def _table(title: str, headings: Sequence[str]) -> Table:
-    view = Table(title=title, title_justify="left")
-    for heading in headings:
-        view.add_column(heading, justify="right")
-    return view
-
-
-def _text(view: Table) -> str:
-    text = StringIO()
-    Console(file=text, width=140).print(view)
-    return text.getvalue().rstrip()
-
-
-def draw(report: dict[str, Any], path: str) -> None:
-    """A picture: seconds per pass against nodes, a curve for each limit and way.
-
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "drawing") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    curves = [("in memory", report["in_memory"]["passes"], "-")]
-    for entry in report["limits"]:
-        room = format_size(entry["room"])
-        curves += [(f"streamed, {room}", entry["streamed"]["passes"], "-")]
-        curves += [(f"mapped, {room}", entry["mapped"]["passes"], "--")]
-    for name, passes, style in curves:
-        axes.plot([int(n) for n in passes], [row["seconds"] for row in passes.values()], style, marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("nodes in a pass")
-    axes.set_ylabel("seconds")
-    axes.set_title(f"{Path(report['target']).name}, {format_size(report['size'])}")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(Task(**json.loads(sys.argv[1])))))

@@ -1,0 +1,103 @@
+"""One sequence's buffers: what fits, and what a commit moves."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from edgespec.backend import Capabilities, Work
+from edgespec.errors import ContextFull
+from edgespec.tree import depths
+
+from .tree import Pass, TreeCache
+
+
+class Owner(Protocol):
+    """What a session needs of the backend it belongs to."""
+
+    capabilities: Capabilities
+
+    def open(self) -> "MlxSession": ...
+
+    def forget(self, session: "MlxSession") -> None: ...
+
+
+class MlxSession:
+    """See `edgespec.backend.Session`."""
+
+    def __init__(self, backend: Owner, caches: list[TreeCache]) -> None:
+        self.token_ids: list[int] = []
+        self.caches = caches
+        self._backend = backend
+        self._tokens: list[int] = []  # uncommitted nodes' tokens
+        self._parents: list[int] = []
+
+    def check(self, work: Work) -> None:
+        """Refuse a work that breaks the contract or does not fit, before anything changes."""
+        limits, first = self._backend.capabilities, len(self._parents)
+        parents = self._parents + work.parents.tolist()
+        if len(parents) > limits.max_nodes:
+            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
+        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError(f"parents must come before their children: {parents}")
+        if any(not first <= node < len(parents) for node in work.wanted.tolist()):
+            raise ValueError(f"wanted {work.wanted.tolist()}: not all among the nodes {first} to {len(parents) - 1}")
+        last = len(self.token_ids) + int(depths(parents).max(initial=-1))
+        if last >= limits.context_length:
+            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
+
+    def place(self, work: Work) -> Pass:
+        """The pass over a checked work's nodes."""
+        here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
+        for cache in self.caches:
+            cache.offset = here
+        return here
+
+    def add(self, work: Work) -> None:
+        """The work's nodes have been evaluated."""
+        self._tokens += work.token_ids.tolist()
+        self._parents += work.parents.tolist()
+
+    @property
+    def state(self) -> list[Any]:
+        """All buffers."""
+        return [buffer for cache in self.caches for buffer in (cache.keys, cache.values) if buffer is not None]
+
+    @property
+    def nodes(self) -> int:
+        """How many uncommitted nodes there are."""
+        return len(self._parents)
+
+    def commit(self, path: Sequence[int]) -> None:
+        if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
+            raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
+        stay = next((i for i, node in enumerate(path) if node != i), len(path))  # these cells are where they belong
+        if stay < len(path):
+            self._move([len(self.token_ids) + node for node in path[stay:]], len(self.token_ids) + stay)
+        self.token_ids.extend(self._tokens[node] for node in path)
+        self._tokens, self._parents = [], []
+
+    def _move(self, cells: list[int], start: int) -> None:
+        index, end = mx.array(cells), start + len(cells)
+        moved = [(cache.keys[..., index, :], cache.values[..., index, :]) for cache in self.caches]
+        mx.eval(moved)  # from here on nothing else holds the buffers, so they are written in place
+        for cache, (keys, values) in zip(self.caches, moved, strict=True):
+            cache.keys[..., start:end, :] = keys
+            cache.values[..., start:end, :] = values
+        mx.eval(self.state)
+
+    def rewind(self, length: int) -> None:
+        del self.token_ids[length:]
+        self._tokens, self._parents = [], []
+
+    def fork(self) -> "MlxSession":
+        other = self._backend.open()
+        other.token_ids = self.token_ids.copy()
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
+            theirs.share(mine)
+        return other
+
+    def close(self) -> None:
+        self.rewind(0)
+        self.caches = []
+        self._backend.forget(self)

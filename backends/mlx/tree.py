@@ -1,0 +1,176 @@
+"""The replacements inside mlx-lm's models that make them read a tree: positions, masks and caches, final rows."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+from edgespec.tree import ancestor_mask, depths
+
+
+class Pass:
+    """Where the nodes of one forward stand. The model's caches hand it to the ropes in place of an offset."""
+
+    def __init__(self, parents: Sequence[int], first: int, length: int) -> None:
+        """
+        Args:
+            parents: of all uncommitted nodes of the session, the new ones at the end.
+            first: number of the first new node.
+            length: how many tokens are committed.
+        """
+        self.start, self.end = length + first, length + len(parents)  # cells of the new nodes
+        self.is_chain = list(parents) == list(range(-1, len(parents) - 1))
+        self._parents, self._first, self._length = parents, first, length
+        self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)
+        self._masks: dict[int | None, mx.array] = {}
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("positions are needed outside the rotary embedding")
+
+    def __bool__(self) -> bool:
+        return self == 0  # refused too: a model that asks whether its cache is empty
+
+    @cached_property
+    def positions(self) -> Any:
+        """Of the new nodes, as an array of MLX, shape [n]."""
+        return mx.array(self._positions[self._first :])
+
+    @cached_property
+    def levels(self) -> list[tuple[int, Any]]:
+        """Position and new nodes of every depth."""
+        new = self._positions[self._first :]
+        return [(int(position), mx.array(np.flatnonzero(new == position))) for position in np.unique(new)]
+
+    @cached_property
+    def level_order(self) -> Any:
+        """Where each new node stands in the concatenated `levels`."""
+        return mx.array(np.argsort(np.argsort(self._positions[self._first :], kind="stable")))
+
+    def mask(self, window: int | None, as_array: bool) -> Any:
+        """What mlx-lm's attention takes: None (all), "causal", or booleans [n, end]."""
+        if window is not None and self.end <= window:
+            window = None
+        if self.is_chain and window is None:
+            if self.end - self.start == 1:
+                return None
+            if not as_array:
+                return "causal"
+        if window not in self._masks:
+            self._masks[window] = mx.array(self._visible(window))
+        return self._masks[window]
+
+    def _visible(self, window: int | None) -> NDArray[np.bool_]:
+        new = self._positions[self._first :]
+        visible = np.ones((len(new), self.end), np.bool_)
+        visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]
+        if window is not None:
+            held = np.concatenate([np.arange(self._length), self._positions])
+            visible &= new[:, None] < held + window
+        return visible
+
+
+class TreeRope(nn.Module):  # type: ignore[misc]
+    """A model's own rotary embedding, asked for the position of each node."""
+
+    def __init__(self, rope: Any) -> None:
+        super().__init__()
+        self.rope = rope
+        self._takes_array = takes_array(rope)
+
+    def __call__(self, x: Any, offset: Any = 0) -> Any:
+        """Rotate x [1, heads, n, d]."""
+        if not isinstance(offset, Pass):
+            return self.rope(x, offset=offset)
+        if self._takes_array and offset.is_chain:
+            return self.rope(x, offset=offset.start)
+        nodes = x.transpose(2, 1, 0, 3)  # a batch of single tokens
+        if self._takes_array:
+            nodes = self.rope(nodes, offset=offset.positions)
+        else:
+            levels = [self.rope(nodes[members], offset=position) for position, members in offset.levels]
+            nodes = mx.concatenate(levels)[offset.level_order]
+        return nodes.transpose(2, 1, 0, 3)
+
+
+def takes_array(rope: Any) -> bool:
+    """Can the rope rotate a batch of tokens by a position each? Most call MLX's kernel, which can."""
+    width = getattr(rope, "dims", None) or getattr(rope, "dim", None)
+    if not isinstance(width, int):
+        return False
+    positions = [5, 0, 9]
+    x = mx.ones((len(positions), 1, 1, width))
+    try:
+        together = rope(x, offset=mx.array(positions))
+    except (TypeError, ValueError):
+        return False
+    alone = mx.concatenate([rope(x[:1], offset=position) for position in positions])
+    return bool(mx.allclose(together, alone, atol=1e-3))
+
+
+class TreeCache:
+    """Keys and values of one layer in one session: what mlx-lm's attention takes for a cache.
+
+    Buffers have shape [1, heads, capacity, d] and are made by the first pass, which knows shapes and types.
+    """
+
+    def __init__(self, capacity: int, window: int | None) -> None:
+        self.keys: Any = None
+        self.values: Any = None
+        self.offset: Pass | None = None  # the pass under way; TreeRope knows what to do with it
+        self._capacity = capacity
+        self._window = window
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        if self.keys is None:
+            self.keys, self.values = (
+                mx.zeros((*new.shape[:2], self._capacity, new.shape[3]), new.dtype) for new in (keys, values)
+            )
+        here = cast(Pass, self.offset)
+        self.keys[..., here.start : here.end, :] = keys
+        self.values[..., here.start : here.end, :] = values
+        return self.keys[..., : here.end, :], self.values[..., : here.end, :]
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        here = cast(Pass, self.offset)
+        if n != here.end - here.start:
+            raise TypeError(f"a mask for {n} tokens in a pass over {here.end - here.start}")
+        return here.mask(window_size or self._window, return_array)
+
+    def share(self, other: "TreeCache") -> None:
+        """Hold the other's buffers too; MLX copies them when one of both is written to."""
+        if other.keys is not None:
+            self.keys, self.values = other.keys[...], other.values[...]
+
+
+def wrap_ropes(model: Any) -> None:
+    """Replace every rotary embedding inside the model by a `TreeRope` around it."""
+    for module in model.modules():
+        for name, child in module.children().items():
+            if "rope" in type(child).__name__.lower():
+                setattr(module, name, TreeRope(child))
+
+
+def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
+    """Make the module that runs the layers return only the states [1, rows, D] of `rows()` (None: all).
+
+    False, and nothing is changed, when the model has no such module of its own.
+    """
+    first = model.layers[0]
+    for module in model.modules():
+        lists = [child for child in module.children().values() if isinstance(child, list)]
+        if module is not model and any(layer is first for layers in lists for layer in layers):
+            break
+    else:
+        return False
+    kind = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states, chosen = kind.__call__(self, *args, **kwargs), rows()
+        return states if chosen is None else states[:, chosen]
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
+    return True

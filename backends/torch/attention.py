@@ -1,0 +1,184 @@
+"""Attention over trees in the place of transformers' own, and one pass of a model with it.
+
+Inside a layer, `tree_attention` writes each work's keys and values into its session's cache and attends there;
+`backend.py` says where things lie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+
+from edgespec.errors import ModelError
+
+ATTENTION = "edgespec_tree"
+MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks whose rows start elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One work's share of a pass."""
+
+    rows: slice  # of the pass
+    cells: Any  # the session's cache [layers, 2, key heads, cells, d]
+    length: int  # committed tokens
+    first: int  # uncommitted nodes that were there before
+    masks: dict[int | None, tuple[int, Any]]  # window -> first cell it can reach, mask [n, cells from there] or None
+
+
+@dataclass(slots=True)
+class Probe:
+    """Takes a cache's place in the pass that `load` makes to see what the layers do: one token, which sees itself."""
+
+    heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer -> key heads, d
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What `tree_attention` needs to know of a pass."""
+
+    parts: tuple[Part, ...]
+    windows: tuple[int | None, ...]  # by layer
+
+
+def tree_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    tree: "Tree | Probe",
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Any, None]:
+    """Attention in the place of transformers' own.
+
+    Args:
+        module: the layer's attention module.
+        query: [1, heads, n, d], positions applied; n nodes of all works.
+        key: [1, key heads, n, d].
+        value: [1, key heads, n, d].
+        attention_mask: not used.
+        tree: the pass.
+        scaling: of the scores; default: 1 / sqrt(d).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        sliding_window: only a `Probe` reads it.
+        options: what else a model class passes on.
+
+    Returns:
+        [1, n, heads, d], and no weights.
+    """
+    if isinstance(tree, Probe):
+        return _probe(module, query, key, value, tree, sliding_window, options)
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]
+    layer = module.layer_idx
+    for part in tree.parts:
+        keys, values = part.cells[layer]
+        start = part.length + part.first
+        end = start + part.rows.stop - part.rows.start
+        keys[:, start:end] = key[0, :, part.rows]
+        values[:, start:end] = value[0, :, part.rows]
+        low, mask = part.masks[tree.windows[layer]]
+        attend = scaled_dot_product_attention if softcap is None else _capped(softcap)
+        # The query heads that share a key head form a batch: keys and values are repeated by a stride of 0, not copied.
+        shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
+        k, v = (cells[:, None, low:end].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
+        found = attend(shared, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and end - start > 1)
+        out[0, part.rows] = found.flatten(0, 1).transpose(0, 1)
+    return out, None
+
+
+def _capped(softcap: float) -> Any:
+    """Attention with capped scores, by its definition: there is no kernel for it."""
+
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any, scale: float | None, is_causal: bool) -> Any:
+        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        scores = torch.tanh(scores / softcap) * softcap
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril().log()
+        if attn_mask is not None:
+            scores = scores + attn_mask
+        return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
+
+    return attend
+
+
+def _probe(
+    module: Any, query: Any, key: Any, value: Any, probe: Probe, window: int | None, options: dict[str, Any]
+) -> tuple[Any, None]:
+    for name in ("s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ModelError(f"its attention has a term ({name}) that this backend does not compute")
+    if key.shape != value.shape:
+        raise ModelError(f"its keys and values have different shapes: {list(key.shape)} and {list(value.shape)}")
+    probe.heads[module.layer_idx] = key.shape[1], key.shape[3]
+    probe.windows[module.layer_idx] = window
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+
+transformers.AttentionInterface.register(ATTENTION, tree_attention)
+
+
+def build_mask(
+    sees: NDArray[np.bool_], positions: Sequence[int], length: int, window: int | None, dtype: Any, device: Any
+) -> tuple[int, Any]:
+    """The additive mask of a work's nodes.
+
+    Args:
+        sees: [n, nodes] which uncommitted nodes each new node sees.
+        positions: of all uncommitted nodes; the new ones are the last n.
+        length: committed tokens.
+        window: how many positions, its own included, a node can look at; None: all.
+        dtype: of the scores.
+        device: where they are computed.
+
+    Returns:
+        The first cell that any node can see, and the mask [n, cells from there on], 0 where a node sees a cell and
+        -inf elsewhere; None where nothing is hidden, or only what comes later in a text that starts here.
+    """
+    count = len(sees)
+    new = np.asarray(positions[len(positions) - count :])
+    low = max(0, int(new.min()) - window + 1) if window is not None else 0
+    low = min(low, length)
+    within_text = window is None or int(new.max()) < window
+    if within_text and (
+        sees.all() or (length == 0 and sees.shape[1] == count and (sees == np.tri(count, dtype=np.bool_)).all())
+    ):
+        return low, None
+    allowed = np.concatenate([np.ones((count, length - low), np.bool_), sees], axis=1)
+    if not within_text and window is not None:
+        cells = np.concatenate([np.arange(low, length), np.asarray(positions)])
+        allowed &= new[:, None] - cells < window
+    width = allowed.shape[1]
+    mask = torch.zeros((count, -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=dtype, device=device)[:, :width]
+    mask.masked_fill_(~torch.from_numpy(allowed).to(device), -torch.inf)
+    return low, mask
+
+
+def run(
+    model: Any,
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    wanted: Sequence[int],
+    tree: Tree | Probe,
+    device: Any,
+) -> Any:
+    """One forward of a transformers model over n tokens; logits [wanted, V] on the device, finished."""
+    ids, places, rows = (torch.tensor([list(values)], device=device) for values in (token_ids, positions, wanted))
+    logits = model(
+        input_ids=ids, position_ids=places, logits_to_keep=rows[0].long(), use_cache=False, tree=tree
+    ).logits[0]
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # not the whole device: copies for the next pass go on
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return logits

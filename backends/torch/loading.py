@@ -1,0 +1,195 @@
+"""Model folders become transformers models on a device: what is refused, what stays there, and what is streamed."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+
+from edgespec.backend import Capabilities
+from edgespec.errors import EdgespecError, ModelError, UsageError
+
+from ..hf_vocab import LOCAL, first_line, read_config
+from .attention import ATTENTION, Probe, run
+from .offload import BUFFERS, Block, CopyEngine, Streamer, block_bytes, count_resident, streamed_layers
+
+WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take
+NF4 = "nf4"
+FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls the kinds of layers
+
+
+def find_device(name: str | None) -> Any:
+    """The device of that name, or the best there is.
+
+    Raises:
+        UsageError: this PyTorch does not see it.
+    """
+    there = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    there += ["mps"] if torch.backends.mps.is_available() else []
+    there += ["cpu"]
+    wanted = name or there[0]
+    wanted = "cuda:0" if wanted == "cuda" else wanted
+    if wanted not in there:
+        raise UsageError(f"device {name!r} is not there: this PyTorch ({torch.__version__}) sees {', '.join(there)}")
+    return torch.device(wanted)
+
+
+def load_model(folder: Path, dtype: str | None) -> Any:
+    """The model on the CPU, with the attention of this module. Weights whose type stays are mapped, not read.
+
+    Raises:
+        ModelError: it cannot be loaded, or cannot hold a tree.
+    """
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    config = read_config(folder)
+    check_config(config)
+    if dtype == NF4:
+        dtype = "float16" if config.dtype == torch.float16 else "bfloat16"
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # the library raises nearly every type there is
+        raise ModelError(f"cannot be loaded: {first_line(error)}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelError(f"its safetensors files lack {len(missing)} of the model's tensors, such as {missing[0]}")
+    if not model._supports_attention_backend:
+        raise ModelError(f"{type(model).__name__} computes attention in its own way, which cannot hold a tree")
+    return model.eval().requires_grad_(False)
+
+
+def check_config(config: Any) -> None:
+    """Refuse what is known not to work before anything large is read.
+
+    Raises:
+        ModelError: says what it is.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
+    text = config.get_text_config()
+    other = set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}
+    if other:
+        raise ModelError(f"has layers of the kind {', '.join(sorted(other))}, which cannot branch into a tree")
+
+
+def check_rope(config: Any, context_length: int) -> None:
+    """Some rotary embeddings change for all tokens once one lies beyond the trained length: a tree is no text then."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if context_length > limit:
+            raise UsageError(
+                f"the context is {context_length}, but this model's positions change beyond {limit}: use at most that"
+            )
+
+
+def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
+    """[layers, 2, key heads, cells, d] of one session's cache."""
+    heads = config.num_attention_heads
+    d = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, 2, getattr(config, "num_key_value_heads", None) or heads, cells, d
+
+
+def decoder_layers(model: Any) -> Any:
+    """The layers that can be streamed.
+
+    Raises:
+        ModelError: the model keeps them elsewhere.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise ModelError(f"{type(model).__name__} has no list of layers to stream or to bring to 4 bits")
+    return layers
+
+
+def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
+    """Device memory for all but layers and caches: embeddings, and what the widest pass computes at one time."""
+    layers = decoder_layers(model)
+    inside = {id(parameter) for parameter in layers.parameters()}
+    outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
+    config, item = model.config.get_text_config(), model.dtype.itemsize
+    nodes, cells = capabilities.max_nodes, capabilities.context_length + capabilities.max_nodes
+    states = nodes * (3 * getattr(config, "intermediate_size", 0) + 8 * config.hidden_size) * item
+    logits = wanted * config.vocab_size * (item + 4)
+    masks = 2 * nodes * cells * item
+    codes = max((buffer.numel() for buffer in layers.buffers() if buffer.dtype == torch.uint8), default=0)
+    return int(outside + states + logits + masks + 2 * codes * item + WORKSPACE)
+
+
+def place_layers(
+    model: Any, device: Any, memory: int, fixed: int, copies: Callable[[Any, int], CopyEngine]
+) -> Streamer | None:
+    """Empty the layers that do not fit on the device into host memory, and start streaming them.
+
+    Args:
+        model: on the host.
+        device: where it computes.
+        memory: bytes to use there.
+        fixed: how many of them are not for layers.
+        copies: makes the copy engine.
+
+    Raises:
+        UsageError: the memory cannot hold two layers.
+    """
+    layers = list(decoder_layers(model))
+    resident = count_resident(memory, [block_bytes(layer) for layer in layers], fixed)
+    streamed = streamed_layers(len(layers), resident)
+    if not streamed:
+        return None
+    console = Console(stderr=True)
+    blocks = [
+        Block(layers[i], pin=device.type == "cuda")
+        for i in track(streamed, "Pinning weights", console=console, transient=True, disable=not console.is_terminal)
+    ]
+    return Streamer([layers[i] for i in streamed], blocks, device, copies(device, BUFFERS))
+
+
+def quantise_layers(model: Any, device: Any) -> None:
+    """Bring the layers to 4 bits, one at a time on the device, where it is quick."""
+    from .nf4 import quantise
+
+    console = Console(stderr=True)
+    layers = decoder_layers(model)
+    for layer in track(layers, "Quantising", console=console, transient=True, disable=not console.is_terminal):
+        layer.to(device)
+        quantise(layer)
+        layer.to("cpu")
+
+
+def inspect_layers(model: Any, shape: tuple[int, ...], device: Any) -> tuple[int | None, ...]:
+    """Run one token to see that every layer is attention as `tree_attention` knows it.
+
+    Returns:
+        Each layer's window.
+
+    Raises:
+        ModelError: says what is different.
+    """
+    probe, count = Probe(), shape[0]
+    try:
+        with torch.inference_mode():
+            run(model, [0], [0], [0], probe, device)
+    except (EdgespecError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model class that does not hand everything on to attention
+        raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
+    if sorted(probe.heads) != list(range(count)):
+        raise ModelError(
+            f"{len(probe.heads)} of its {count} layers are attention; the others cannot branch into a tree"
+        )
+    for layer, heads in sorted(probe.heads.items()):
+        if heads != (shape[2], shape[4]):
+            raise ModelError(f"layer {layer} has keys of shape {heads}, not {(shape[2], shape[4])} as config.json says")
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return tuple(probe.windows[layer] for layer in range(count))
+    return tuple(config.sliding_window if kind == SLIDING else None for kind in kinds)

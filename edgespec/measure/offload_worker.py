@@ -1,0 +1,159 @@
+"""What one measuring process does: passes or texts of one model, mapped or streamed. Started by `offload.py`."""
+
+import ctypes
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from importlib import import_module
+from mmap import PAGESIZE, PROT_READ, mmap
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from edgespec.backend import Backend, Work, load_backend, prefill
+from edgespec.model import DEFAULT_BUDGET, Model, close_all, open_backends
+from edgespec.models.registry import Defaults, Entry
+from edgespec.planners.choice import make_planner
+from edgespec.planners.paced import new_pace
+from edgespec.sampling import SamplingParams
+from edgespec.text import user_messages
+from edgespec.weights.machine import private_memory
+
+WARM_UP = "The first pass reads what loading has left out; its time is not counted. "
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one measuring process does. Sent as JSON."""
+
+    target: str
+    draft: str = ""
+    stream: bool = True
+    memory: int = 0  # bytes given to streaming; 0 = what is free
+    budget: int = DEFAULT_BUDGET
+    by_cost: bool = False  # no more guesses than pay
+    context_length: int = 2048
+    nodes: list[int] = field(default_factory=list)  # tree sizes to time
+    repeats: int = 3
+    evict: bool = False  # no limit could be set: drop the file from the page cache before each pass instead
+    planner: str = "none"
+    planner_options: dict[str, Any] = field(default_factory=dict)
+    prompts: list[str] = field(default_factory=list)  # to write texts for
+    max_tokens: int = 96
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Do what a task says; the result as JSON takes it."""
+    if task.nodes:
+        return _measure_passes(task)
+    return _measure_texts(task) if task.prompts else _measure_needs(task)
+
+
+def _measure_needs(task: Task) -> dict[str, Any]:
+    engine = import_module("edgespec.backends.llamacpp.memory")
+    size = engine.ContextSize(task.context_length, task.budget, 1, engine.MIN_NODES)
+    return {"needed": engine.memory_needs(task.target, size, [task.draft] if task.draft else [])}
+
+
+def _measure_passes(task: Task) -> dict[str, Any]:
+    target = load_backend(
+        "llamacpp", task.target, context_length=task.context_length, budget=max(task.nodes), **_memory(task)
+    )
+    try:
+        session = target.open()
+        text = target.vocab.encode(WARM_UP * 4, add_bos=True, parse_special=True)
+        prefill(target, session, text[:-1])
+        passes: dict[str, dict[str, list[float]]] = {}
+        total = 0
+        for repeat in range(task.repeats + 1):
+            for count in task.nodes:
+                nodes = np.arange(count, dtype=np.int32)
+                tokens = np.resize(np.array(text, np.int32), count)
+                if task.evict:
+                    evict(task.target)
+                read, waited, started = bytes_read(), target.wait_seconds, perf_counter()
+                target.forward([Work(session, tokens, nodes - 1, nodes)])
+                figures = {"seconds": perf_counter() - started, "waited": target.wait_seconds - waited}
+                session.rewind(len(text) - 1)
+                total += bool(repeat)
+                if repeat == 1 and count == task.nodes[0]:
+                    read_before = read
+                if repeat:
+                    found = passes.setdefault(str(count), {})
+                    for name, value in figures.items():
+                        found.setdefault(name, []).append(value)
+        per_pass = (bytes_read() - read_before) / total
+        return {"passes": passes, "bytes_per_pass": per_pass, "private": private_memory(), **_plan_of(target)}
+    finally:
+        target.close()
+
+
+def _measure_texts(task: Task) -> dict[str, Any]:
+    backends = _open(task)
+    try:
+        pace = new_pace(backends[0].capabilities.streams) if task.by_cost else None
+        planner = make_planner(task.planner, backends, pace=pace, **task.planner_options)
+        with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
+            read, runs = bytes_read(), []
+            for prompt in task.prompts:
+                result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
+                runs.append({**result.stats.as_dict(), "token_ids": result.token_ids})
+        return {"runs": runs, "bytes": bytes_read() - read, **_plan_of(backends[0])}
+    finally:
+        close_all(backends)
+
+
+def _open(task: Task) -> list[Backend]:
+    if not task.stream:  # open_backends would stream where the limit is tight
+        options = {"context_length": task.context_length, "budget": task.budget, "resident": True}
+        paths = [task.target, task.draft] if task.draft else [task.target]
+        return [load_backend("llamacpp", path, in_order=not i, **options) for i, path in enumerate(paths)]
+    entry = Entry(name="target", target=f"file:{task.target}", defaults=Defaults())
+    return open_backends(
+        entry, task.draft or None, None,
+        context_length=task.context_length, budget=task.budget, memory=task.memory or None,
+    )  # fmt: skip
+
+
+def _memory(task: Task) -> dict[str, Any]:
+    return {"memory": task.memory or None} if task.stream else {"resident": True}
+
+
+def _plan_of(target: Any) -> dict[str, Any]:
+    if target.streamer is None:
+        return {}
+    plan = target.streamer.plan
+    return {
+        "pinned": plan.pinned_bytes,
+        "streamed": plan.streamed_bytes,
+        "window": plan.slots * plan.slot_bytes,
+        "needed": plan.needed,
+        "notes": list(target.notes),
+    }
+
+
+def bytes_read() -> int:
+    """Bytes this process has fetched from a disk (Linux)."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+def evict(path: str) -> float:
+    """Drop a file from the page cache; the share of it that stayed (another process may have it mapped)."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with mmap(file.fileno(), 0, prot=PROT_READ) as view:
+            size = len(view)
+            flags = np.zeros(-(-size // PAGESIZE), np.uint8)
+            address = np.frombuffer(view, np.uint8).ctypes.data
+            pointers = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data)
+            ctypes.CDLL(None).mincore(*pointers)
+            return float(np.mean(flags & 1))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Task(**json.loads(sys.argv[1])))))
