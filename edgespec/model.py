@@ -13,6 +13,7 @@ from typing import Any, Self
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
 from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
+from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners import Planner
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
@@ -74,7 +75,7 @@ class Model:
             target: the model whose text is wanted.
             planner: where guesses come from; it holds the draft.
             budget: most guessed tokens per pass.
-            sampling: what `generate` and `chat` use where the call does not say otherwise.
+            sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -86,11 +87,12 @@ class Model:
         self._session = target.open()
         self._owned: list[Backend] = []
         self._at_close: Callable[[], None] = lambda: None
+        self._notes: list[str] = []
 
     @property
     def notes(self) -> Sequence[str]:
         """What a user should know about how the target was loaded, a line each."""
-        return self.target.notes
+        return [*self.target.notes, *self._notes]
 
     def stream(
         self,
@@ -214,6 +216,8 @@ def load(
 ) -> Model:
     """Load a target and its helpers.
 
+    Where a call says nothing on sampling, models.yaml's word holds, then the model's own, then greedy.
+
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or
             a source such as hf:owner/repository/file.gguf.
@@ -256,11 +260,13 @@ def load(
     try:
         pace = None if fixed else new_pace(backends[0].capabilities.streams)
         made = make_planner(planner, backends, datastore, pace, **planner_options)
-        model = Model(backends[0], made, budget=budget, sampling=defaults.sampling())
+        sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
+        model = Model(backends[0], made, budget=budget, sampling=sampling)
     except BaseException:
         close_all(backends)
         raise
     model._owned = backends
+    model._notes = notes
     model.system = defaults.system
     if pace and planner != "none" and remember:
         sources = [entry.target, *([find_model(used, models_file).target] if used else [])]

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from edgespec import __version__, remembered
+from edgespec.cli.completion import complete_model
 from edgespec.cli.terminal import write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
@@ -23,7 +24,7 @@ def main(command: click.Command | None = None) -> None:
     Click itself ends quietly, with code 1, when the reader of a pipe has gone.
     """
     try:
-        (command or cli).main(standalone_mode=False)
+        (command or cli).main(prog_name=None if command else "edgespec", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -51,7 +52,12 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 MODEL_OPTIONS = _options(
-    click.option("--draft", metavar="MODEL", help="Draft model that guesses; a name, path or source like MODEL."),
+    click.option(
+        "--draft",
+        metavar="MODEL",
+        shell_complete=complete_model,
+        help="Draft model that guesses; a name, path or source like MODEL.",
+    ),
     click.option("--datastore", metavar="FILE", help="Datastore for the planner sssd."),
     click.option(
         "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
@@ -77,7 +83,10 @@ MODEL_OPTIONS = _options(
 )
 SAMPLING_OPTIONS = _options(
     click.option(
-        "--temperature", "-t", type=float, help="0 = always the likeliest token. [default: the model's, else 0]"
+        "--temperature",
+        "-t",
+        type=float,
+        help="0 = always the likeliest token. [default: the model's, else 0; bench: 0]",
     ),
     click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 = all."),
     click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
@@ -102,7 +111,7 @@ Examples:
   cat question.txt | edgespec run big.gguf - --json
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
-@click.argument("model", default="smollm2-135m")
+@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.argument("prompt", required=False)
 @click.option(
     "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: see README]"
@@ -133,6 +142,9 @@ def run(
     Files run on llama.cpp; folders on MLX on a Mac with Apple silicon, on PyTorch elsewhere.
 
     PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
+
+    Sampling is what you say, else what models.yaml says, else what the model's own file proposes, else greedy:
+    `edgespec models MODEL` shows it.
     """
     sampling = {"seed": secrets.randbits(32), **_sampling(options)}
     text = _prompt(prompt)
@@ -227,8 +239,13 @@ Examples:
   edgespec doctor big.gguf --draft small.gguf
   edgespec doctor big.gguf --memory 12G --json"""
 )
-@click.argument("model", default="smollm2-135m")
-@click.option("--draft", metavar="MODEL", help="Draft model that guesses; a name, path or source like MODEL.")
+@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
+@click.option(
+    "--draft",
+    metavar="MODEL",
+    shell_complete=complete_model,
+    help="Draft model that guesses; a name, path or source like MODEL.",
+)
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
 @click.option(
     "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
@@ -266,12 +283,22 @@ def doctor(
 
 
 @cli.command()
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def models(models_file: str | None, as_json: bool) -> None:
-    """List the models that have a name."""
-    from edgespec.models.registry import all_models
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list; with MODEL, one JSON object.")
+def models(model: str | None, models_file: str | None, as_json: bool) -> None:
+    """List the models that have a name.
 
+    With MODEL, a name or a path like that of `edgespec run`: what holds for it where the command line says nothing,
+    and where that comes from. Weights are not loaded, and nothing is fetched.
+    """
+    from edgespec.cli.model_card import card_text, model_card
+    from edgespec.models.registry import all_models, find_model
+
+    if model:
+        card = model_card(find_model(model, models_file))
+        click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
+        return
     entries = all_models(models_file)
     if as_json:
         click.echo(json.dumps([entry.model_dump() for entry in entries], ensure_ascii=False))
@@ -289,7 +316,13 @@ Example:
   edgespec bench prompts.jsonl --model big.gguf --draft small.gguf --planners none,specexec,sssd --limit 16"""
 )
 @click.argument("prompts", metavar="PROMPTS.jsonl")
-@click.option("--model", default="smollm2-135m", show_default=True, help="Target: a name, path or source.")
+@click.option(
+    "--model",
+    default="smollm2-135m",
+    show_default=True,
+    shell_complete=complete_model,
+    help="Target: a name, path or source.",
+)
 @click.option(
     "--planners", default="none,sssd", show_default=True, help="Comma-separated; `none` is always among them."
 )
@@ -304,7 +337,8 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     """Run the prompts of a file through several planners and check every text against plain decoding.
 
     Each line of PROMPTS.jsonl is an object with `prompt`, or with `turns`, whose first is used. Planners take turns
-    prompt by prompt in one process, so that a busy machine slows all of them alike.
+    prompt by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy where no option
+    says otherwise, whatever models.yaml or the model's own file propose.
     """
     from edgespec.measure.texts import read_prompts, run_bench, table
 
@@ -331,7 +365,13 @@ Example:
 )
 @click.argument("out")
 @click.argument("texts", nargs=-1, required=True)
-@click.option("--model", default="smollm2-135m", show_default=True, help="The model whose tokenizer is used.")
+@click.option(
+    "--model",
+    default="smollm2-135m",
+    show_default=True,
+    shell_complete=complete_model,
+    help="The model whose tokenizer is used.",
+)
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
     """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT."""

@@ -10,11 +10,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edgespec.errors import MissingPackage, ModelError, RegistryError, UsageError
-from edgespec.sampling import SamplingParams
 
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
 OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what an entry may say on it
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/REPOSITORY
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a repository on the hub
@@ -29,14 +29,15 @@ class Defaults(BaseModel):
     budget: int | None = Field(default=None, ge=1)
     ctx: int | None = Field(default=None, ge=0)
     system: str | None = None
-    temperature: float = Field(default=0.0, ge=0)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, lt=1)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
-    def sampling(self) -> SamplingParams:
-        """The sampling part."""
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` that are given, a 0 too."""
+        return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
 
 class Entry(BaseModel):
@@ -166,12 +167,13 @@ def is_folder(source: str) -> bool:
     return path.is_dir()
 
 
-def local_path(source: str, *, weights: bool = True) -> str:
+def local_path(source: str, *, weights: bool = True, fetch: bool = True) -> str:
     """The file or folder behind a source; what is on the hub is fetched first, with progress, and kept in its cache.
 
     Args:
         source: see models.yaml.
         weights: those of a folder on the hub are wanted, too.
+        fetch: ask the hub; else only its cache.
 
     Raises:
         UsageError: a hub source is neither a repository nor a file in one.
@@ -183,7 +185,7 @@ def local_path(source: str, *, weights: bool = True) -> str:
         return rest
     if scheme == "package":
         return _package_file(rest)
-    return _from_hub(rest, weights)
+    return _from_hub(rest, weights, fetch)
 
 
 def _package_file(rest: str) -> str:
@@ -197,24 +199,26 @@ def _package_file(rest: str) -> str:
     return str(Path(spec.submodule_search_locations[0]) / inside)
 
 
-def _from_hub(rest: str, weights: bool) -> str:
+def _from_hub(rest: str, weights: bool, fetch: bool) -> str:
     owner, _, repository = rest.partition("/")
     repository, _, file = repository.partition("/")
     if not (owner and repository) or (rest.endswith(".gguf") and not file):
         raise UsageError(f"'hf:{rest}' must be hf:OWNER/REPOSITORY, or hf:OWNER/REPOSITORY/FILE for a GGUF file")
     try:
         import huggingface_hub
-        from huggingface_hub.errors import RepositoryNotFoundError
+        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise MissingPackage("huggingface_hub", "hub", f"fetching hf:{rest}") from error
     name = f"{owner}/{repository}"
     try:
         if file:
-            return str(huggingface_hub.hf_hub_download(name, file))
+            return str(huggingface_hub.hf_hub_download(name, file, local_files_only=not fetch))
         patterns = [pattern for pattern in FOLDER_FILES if weights or pattern != WEIGHTS]
-        return str(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+        return str(huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=not fetch))
     except RepositoryNotFoundError as error:
         raise ModelError(f"hf:{rest}: neither a folder here nor a repository on the hub that you may read") from error
     except Exception as error:  # the library hands on what the network's libraries raise
+        if not fetch and isinstance(error, LocalEntryNotFoundError):
+            raise ModelError(f"hf:{rest} is not fetched yet: the first run does that") from error
         what = "cannot be fetched" if file else "no such folder here, and it cannot be fetched from the hub"
         raise ModelError(f"hf:{rest}: {what}: {str(error).strip().splitlines()[0]}") from error

@@ -1,0 +1,46 @@
+"""What holds for one model where the command line says nothing, and where each value comes from."""
+
+from typing import Any
+
+from edgespec.errors import MissingPackage, ModelError
+from edgespec.model import DEFAULT_BUDGET, DEFAULT_CONTEXT
+from edgespec.models.own_sampling import own_sampling
+from edgespec.models.registry import SAMPLING, Entry, local_path
+from edgespec.sampling import SamplingParams
+
+FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"  # where a value may come from
+UNSAID = {  # what the program does where nobody says anything, if that is no number
+    "budget": f"as many as pay, at most {DEFAULT_BUDGET}",
+    "system": "none",
+}
+
+
+def model_card(entry: Entry) -> dict[str, Any]:
+    """A model's sources, settings (name -> value and where it comes from) and notes, as JSON takes them.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+    own, notes = dict[str, Any](), list[str]()
+    try:
+        path = local_path(entry.target, fetch=False)
+    except (ModelError, MissingPackage) as error:  # not fetched or not installed: the rest can be told all the same
+        notes.append(str(error))
+    else:
+        own, notes = own_sampling(path)
+    program: dict[str, Any] = {"planner": "auto", "budget": None, "ctx": DEFAULT_CONTEXT, "system": None}
+    program |= {name: getattr(SamplingParams(), name) for name in SAMPLING}
+    given = entry.defaults.model_dump(exclude_none=True)
+    sources = [(PROGRAM, program), (OWN, own), (FILE, given)]  # a later one's word counts
+    settings = {name: {"value": value, "from": origin} for origin, said in sources for name, value in said.items()}
+    return {**entry.model_dump(exclude={"defaults"}), "settings": settings, "notes": notes}
+
+
+def card_text(card: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [card["description"]] if card["description"] else []
+    lines += [f"{name:20}{card[name]}" for name in ("target", "draft") if card[name]]
+    for name, setting in card["settings"].items():
+        value = UNSAID[name] if setting["value"] is None else str(setting["value"])
+        lines.append(f"{name:20}{value:36}{setting['from']}")
+    return "\n".join([*lines, *(f"{'note':20}{note}" for note in card["notes"])])

@@ -1,0 +1,83 @@
+"""Single values from a GGUF's header, read without an engine.
+
+The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, how many tensors, how many keys; then for each
+key its name, the type of its value, and the value. Lists, such as the vocabulary, are skipped.
+"""
+
+import struct
+from collections.abc import Iterator
+from mmap import ACCESS_READ, mmap
+
+import numpy as np
+
+from edgespec.errors import ModelError
+from edgespec.models.gguf_model import check_magic
+
+Value = int | float | bool | str
+
+NUMBER, LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+FLOAT32, STRING, LIST = 6, 8, 9
+SCALARS = {
+    kind: struct.Struct("<" + code)
+    for kind, code in enumerate(["B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d"])
+    if code
+}
+VERSIONS = (2, 3)
+
+
+def header_values(path: str, prefix: str) -> dict[str, Value]:
+    """The values, lists left out, of all keys that start with `prefix`; float32 as the shortest decimal that means it.
+
+    Raises:
+        ModelError: the file is missing, not a GGUF, or damaged.
+    """
+    check_magic(path)
+    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
+        try:
+            return dict(_values(view, prefix.encode()))
+        except (struct.error, KeyError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version") from error
+
+
+def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value]]:
+    (version,) = NUMBER.unpack_from(view, 4)
+    if version not in VERSIONS:
+        raise KeyError(version)
+    (count,) = LENGTH.unpack_from(view, 16)
+    at = 24
+    for _ in range(count):
+        start, at = at + LENGTH.size, _after_string(view, at)
+        key = view[start:at]
+        (kind,) = NUMBER.unpack_from(view, at)
+        at += NUMBER.size
+        end = _after(view, at, kind)
+        if kind != LIST and key.startswith(prefix):
+            yield key.decode(), _value(view, at, end, kind)
+        at = end
+
+
+def _value(view: mmap, at: int, end: int, kind: int) -> Value:
+    if kind == STRING:
+        return view[at + LENGTH.size : end].decode()
+    value: Value = SCALARS[kind].unpack_from(view, at)[0]
+    return float(str(np.float32(value))) if kind == FLOAT32 else value
+
+
+def _after(view: mmap, at: int, kind: int) -> int:
+    """Where a value ends that starts at `at`."""
+    if kind == STRING:
+        return _after_string(view, at)
+    if kind != LIST:
+        return at + SCALARS[kind].size
+    (inner,) = NUMBER.unpack_from(view, at)
+    (count,) = LENGTH.unpack_from(view, at + NUMBER.size)
+    at += NUMBER.size + LENGTH.size
+    if inner in SCALARS:
+        return at + int(count) * SCALARS[inner].size
+    for _ in range(count):
+        at = _after(view, at, inner)
+    return at
+
+
+def _after_string(view: mmap, at: int) -> int:
+    return at + LENGTH.size + int(LENGTH.unpack_from(view, at)[0])

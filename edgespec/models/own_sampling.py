@@ -1,0 +1,111 @@
+"""How a model's own file or folder proposes to sample, and what holds when models.yaml is asked first.
+
+A GGUF says so under general.sampling.*, a model folder in generation_config.json. What is out of range, or means
+nothing here, is left out with a note: nobody can be made to edit somebody else's model.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.models.gguf_header import header_values
+from edgespec.models.registry import SAMPLING, Defaults
+from edgespec.sampling import SamplingParams
+
+GGUF_PREFIX = "general.sampling."
+# GGUF key -> ours. Keys as in llama.cpp's llama-arch.cpp, read as its `common_init_sampler_from_model` does; but a
+# repetition penalty looks at the whole text here, not at the last 64 tokens.
+GGUF_NAMES = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+NOT_HERE = ("sequence", "xtc_probability", "mirostat")  # keys that change what is sampled, and have no like here
+FOLDER_FILE = "generation_config.json"
+
+
+def choose_sampling(defaults: Defaults, path: str) -> tuple[SamplingParams, list[str]]:
+    """The sampling that holds where a call says nothing: models.yaml, then the model's own, then greedy.
+
+    Args:
+        defaults: what models.yaml says.
+        path: the model's file or folder on this machine.
+
+    Returns:
+        The parameters, and notes for a person.
+    """
+    own, notes = own_sampling(path)
+    return SamplingParams(**(own | defaults.sampling())), notes
+
+
+def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Fields of `SamplingParams` that a model's own file or folder gives good values for, and notes on the others.
+
+    Raises:
+        ModelError: the file is missing or a damaged GGUF.
+    """
+    found, notes = _of_folder(Path(path)) if Path(path).is_dir() else _of_file(path)
+    good = dict[str, Any]()
+    for name, value in found.items():
+        try:
+            number = _number(name, value)
+            SamplingParams(**{name: number})
+        except UsageError as error:
+            notes.append(f"left out of the model's own sampling: {error}")
+        else:
+            good[name] = number
+    return good, notes
+
+
+def _of_file(path: str) -> tuple[dict[str, Any], list[str]]:
+    file = Path(path)
+    if not file.is_file():
+        raise ModelError(f"{path}: there is no such file")
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":  # a file of an engine that does not say how to sample
+            return {}, []
+    values = {key.removeprefix(GGUF_PREFIX): value for key, value in header_values(path, GGUF_PREFIX).items()}
+    unknown = [key for key in NOT_HERE if values.get(key)]
+    notes = [f"left out of the model's own sampling: {', '.join(unknown)}, which edgespec does not have"]
+    return {name: values[key] for key, name in GGUF_NAMES.items() if key in values}, notes if unknown else []
+
+
+def _of_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    file = folder / FOLDER_FILE
+    if not file.is_file():
+        return {}, []
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except ValueError:
+        config = None
+    if not isinstance(config, Mapping):
+        return {}, [f"{file} is not a JSON object; its sampling is left out"]
+    found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+    if config.get("do_sample") is False:  # greedy; what is said on sampling besides is a leftover
+        return {"temperature": 0.0} | {name: value for name, value in found.items() if name == "repetition_penalty"}, []
+    if config.get("do_sample") and "temperature" not in found:
+        found["temperature"] = 1.0  # transformers' own default
+    return found, []
+
+
+def _number(name: str, value: Any) -> float:
+    """A value as a number; GGUFs may hold it as text.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{name} is {value!r}, but must be a number") from error
+    if name != "top_k":
+        return number
+    if not number.is_integer():
+        raise UsageError(f"{name} is {value!r}, but must be a whole number")
+    return int(number)
