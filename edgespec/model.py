@@ -207,6 +207,7 @@ def load(
     threads: int | None = None,
     gpu_layers: int | None = None,
     memory: int | str | None = None,
+    kv_type: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
@@ -234,6 +235,8 @@ def load(
         gpu_layers: llamacpp: layers to keep on the GPU; -1 = all.
         memory: llamacpp: what the program may take, in bytes or as "12G"; weights that do not fit are streamed from
             disk. Default: what is free.
+        kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
+            then what plain decoding writes with the same type. Default: f16, for float32 weights f32.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
@@ -252,8 +255,8 @@ def load(
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     engine: dict[str, Any] = {
-        "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "device": device,
-        "dtype": dtype, "gpu_memory": gpu_memory,
+        "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "kv_type": kv_type,
+        "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
     }  # fmt: skip
     used = draft if planner in USE_DRAFT else None
     backends = open_backends(entry, used, models_file, context_length=context_length, budget=budget, **engine)

@@ -119,8 +119,9 @@ def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
         ("torch", ["--memory", "12G"], "threads, device, dtype, gpu_memory"),
         ("mlx", ["--threads", "2"], "none"),
         ("mlx", ["--dtype", "float16"], "none"),
-        ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory"),
-        ("llamacpp", ["--gpu-memory", "10G"], "threads, gpu_layers, memory"),
+        ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory, kv_type"),
+        ("llamacpp", ["--gpu-memory", "10G"], "threads, gpu_layers, memory, kv_type"),
+        ("mlx", ["--kv-type", "q8_0"], "none"),
     ],
 )
 def test_an_option_of_another_engine(run: Run, tiny: Path, backend: str, option: list[str], others: str) -> None:

@@ -52,4 +52,4 @@ def test_names_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_commands_and_options(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plain,doctor" in offered(run, monkeypatch, "do")
-    assert "plain,--threads" in offered(run, monkeypatch, "run", "--thr")
+    assert "plain,--kv-type" in offered(run, monkeypatch, "run", "--kv")

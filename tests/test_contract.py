@@ -20,12 +20,12 @@ def reference_factory(folder: Path) -> Factory:
     return partial(reference.load, path)
 
 
-def llamacpp_factory(model: Path) -> Factory:
+def llamacpp_factory(model: Path, **more: str) -> Factory:
     from edgespec.backends.llamacpp import backend as llamacpp
 
     def load(**options: int) -> Backend:
         options["context_length"] = options["context_length"] or 1024  # 0: what it was trained for, which is long
-        return llamacpp.load(str(model), threads=1, **options)  # threads that wait for each other's cores crawl
+        return llamacpp.load(str(model), threads=1, **options, **more)  # threads that wait for each other's cores crawl
 
     return load
 
@@ -47,7 +47,7 @@ def mlx_factory(folder: Path) -> Factory:
     return partial(mlx.load, str(write_model(folder / "model", FAMILIES["llama-3"])))
 
 
-@pytest.fixture(scope="module", params=["reference", "torch", "mlx", "smollm2_tiny", "smollm2_tiny_f32"])
+@pytest.fixture(scope="module", params=["reference", "torch", "mlx", "smollm2_tiny", "smollm2_tiny_f32", "q8_0"])
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
@@ -55,6 +55,8 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return torch_factory(tmp_path_factory.mktemp("torch"))
     if request.param == "mlx":
         return mlx_factory(tmp_path_factory.mktemp("mlx"))
+    if request.param == "q8_0":
+        return llamacpp_factory(request.getfixturevalue("smollm2_tiny"), kv_type="q8_0")
     return llamacpp_factory(request.getfixturevalue(request.param))
 
 

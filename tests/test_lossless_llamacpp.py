@@ -168,6 +168,22 @@ def test_float_weights(float_target, target, sampling):
     check_lossless(float_target, SpecExecPlanner(target, depth=8, beam=4), sampling, 24)
 
 
+@by_temperature
+@pytest.mark.parametrize("weights", ["4 bits", "32 bits"])
+def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
+    """Text is that of plain decoding with such a cache; the draft's has 8 bits, too."""
+    path = smollm2_tiny if weights == "4 bits" else smollm2_tiny_f32
+    with loaded(path, kv_type="q8_0") as target, loaded(smollm2_tiny, kv_type="q8_0") as draft:
+        check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
+        check_lossless(target, SssdPlanner(), sampling, 24, PROMPTS[:1])
+
+
+@by_temperature
+def test_the_whole_model_with_a_cache_of_8_bits(smollm2, smollm2_q2k, sampling):
+    with loaded(smollm2, kv_type="q8_0") as target, loaded(smollm2_q2k, kv_type="q8_0") as draft:
+        check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
+
+
 def test_float32_weights_are_computed_in_float32(float_target):
     """With llama.cpp's default, keys and values in 16 bits, these differ by 0.01 and more."""
     text, rows = list(range(5, 65)), []

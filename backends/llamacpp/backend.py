@@ -43,6 +43,10 @@ from .session import LlamaSession
 # cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
 TOLERANCE_QUANTISED = 1.5
 TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
+# The same by the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
+# SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
+CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
+TOLERANCE_OF_4_BITS = 10.0
 
 
 class LlamaVocab:
@@ -245,6 +249,7 @@ def load(
     gpu_layers: int = 0,
     in_order: bool = True,
     memory: int | str | None = None,
+    kv_type: str | None = None,
     beside: Sequence[str] = (),
     resident: bool = False,
 ) -> LlamaBackend:
@@ -262,6 +267,8 @@ def load(
             a few tokens. A draft does without.
         memory: bytes, such as "12G", that this model, what is `beside` it and the program may take; default: what is
             free.
+        kv_type: type of keys and values in the cache, one of `KV_TYPES`; default: f16, for float32 weights f32. With
+            another, float32 weights are computed less exactly.
         beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
         resident: do not stream, whatever is free: another model's plan has left room for this one.
 
@@ -271,7 +278,7 @@ def load(
     """
     _check_options(context_length, budget, sessions, threads)
     memory = parse_size(memory) if isinstance(memory, str) else memory
-    size = ContextSize(context_length, budget, sessions, MIN_NODES)
+    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type)
     plan, notes = None, list[str]()
     plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
@@ -295,7 +302,7 @@ def load(
             params.cb_eval = watch.callback
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
-            raise ModelError(f"{path}: no memory for a context of {context_length} tokens: {last_log()}")
+            raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
     except BaseException:
         if watch:
             watch.streamer.close()
@@ -306,12 +313,18 @@ def load(
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
-        logit_tolerance=TOLERANCES.get(metadata(model, "general.file_type"), TOLERANCE_QUANTISED),
+        logit_tolerance=tolerance(metadata(model, "general.file_type"), kv_type),
         streams=bool(plan and plan.streamed),
     )
     backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch)
     backend.notes = notes
     return backend
+
+
+def tolerance(file_type: bytes, kv_type: str | None) -> float:
+    """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
+    weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
+    return max(weights, CACHE_TOLERANCES.get(kv_type, TOLERANCE_OF_4_BITS)) if kv_type else weights
 
 
 def load_vocab(path: str) -> LlamaVocab:

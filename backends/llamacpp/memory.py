@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ CHUNK_SHARE = 16  # the buffers of larger chunks may take this part of the memor
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
+# Types of keys and values that llama.cpp's cache takes (`kv_cache_types` in common/arg.cpp; `ggml_type` in ggml.h).
+KV_TYPES = {
+    "f16": 1, "q8_0": 8, "bf16": 30, "f32": 0, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
+}  # fmt: skip
+PLAIN_TYPES = ("f16", "bf16", "f32")
+
+
 @dataclass(frozen=True, slots=True)
 class ContextSize:
     """How large a context is asked for."""
@@ -55,6 +62,11 @@ class ContextSize:
     budget: int
     sessions: int
     chunk: int  # prompt tokens per pass
+    kv_type: str | None = None  # of keys and values, one of KV_TYPES; None: f16, for float32 weights f32
+
+    def __post_init__(self) -> None:
+        if self.kv_type is not None and self.kv_type not in KV_TYPES:
+            raise UsageError(f"kv_type is {self.kv_type!r}, but must be one of {', '.join(KV_TYPES)}")
 
     @property
     def max_nodes(self) -> int:
@@ -75,9 +87,12 @@ class ContextSize:
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound
         params.no_perf = True
-        if metadata(model, "general.file_type") == FILE_TYPE_F32:
-            # Who keeps weights in float32 wants float32 arithmetic: by default keys, values and scores have 16 bits.
-            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
+        kv_type = self.kv_type or ("f32" if float32 else "f16")
+        params.type_k = params.type_v = KV_TYPES[kv_type]
+        if kv_type == "f32" or (float32 and kv_type in PLAIN_TYPES):
+            # Who keeps weights in float32 wants float32 arithmetic: flash attention rounds keys, values and scores to
+            # 16 bits. But there is no other for a quantised cache.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
 
@@ -102,7 +117,7 @@ def plan_memory(
     # Every chunk of a prompt is a pass over all the weights, so chunks are as large as a share of the memory allows.
     sizes = [
         size,
-        *(ContextSize(size.context_length, size.budget, size.sessions, n) for n in reversed(STREAMED_CHUNKS)),
+        *(replace(size, chunk=n) for n in reversed(STREAMED_CHUNKS)),
     ]
     needed = sum(_weights_and_buffers(other, size) for other in beside)
     buffers = _rehearse(path, sizes)

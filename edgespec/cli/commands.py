@@ -51,6 +51,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+KV_TYPE_HELP = "llamacpp: type of keys and values in the cache: f16, q8_0, … [default: f16; f32 for f32 weights]"
 MODEL_OPTIONS = _options(
     click.option(
         "--draft",
@@ -67,6 +68,7 @@ MODEL_OPTIONS = _options(
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", type=int, help="llamacpp: layers on the GPU; -1 = all. [default: 0]"),
     click.option("--memory", metavar="SIZE", help="llamacpp: memory to use, such as 12G. [default: what is free]"),
+    click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
     click.option("--gpu-memory", metavar="SIZE", help="torch: GPU memory to use, such as 10G. [default: what is free]"),
@@ -247,6 +249,7 @@ Examples:
     help="Draft model that guesses; a name, path or source like MODEL.",
 )
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
+@click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 @click.option(
     "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
 )
@@ -255,7 +258,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--forget-costs", is_flag=True, help="Only remove what runs of any model have learned of pass costs.")
 def doctor(
-    model: str, draft: str | None, memory: str | None, budget: int | None, ctx: int | None,
+    model: str, draft: str | None, memory: str | None, kv_type: str | None, budget: int | None, ctx: int | None,
     models_file: str | None, as_json: bool, forget_costs: bool,
 ) -> None:  # fmt: skip
     """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
@@ -269,7 +272,7 @@ def doctor(
     from edgespec.measure.doctor import as_dict, diagnose, report
 
     options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
-    options["context_length"] = ctx
+    options |= {"context_length": ctx, "kv_type": kv_type}
     if sys.stderr.isatty():
         from rich.console import Console
 

@@ -90,6 +90,7 @@ def diagnose(
     *,
     draft: str | None = None,
     memory: str | int | None = None,
+    kv_type: str | None = None,
     budget: int | None = None,
     context_length: int | None = None,
     models_file: str | None = None,
@@ -101,6 +102,7 @@ def diagnose(
         target: as for `edgespec.load`.
         draft: as for `edgespec.load`.
         memory: as for `edgespec.load`.
+        kv_type: as for `edgespec.load`.
         budget: most guessed tokens per pass.
         context_length: most tokens of text.
         models_file: a models.yaml besides the built-in one.
@@ -121,7 +123,7 @@ def diagnose(
     engine = import_module("edgespec.backends.llamacpp.memory")
     weights = engine.file_size(path)
     say("memory")
-    size = engine.ContextSize(context_length, budget, 1, engine.MIN_NODES)
+    size = engine.ContextSize(context_length, budget, 1, engine.MIN_NODES, kv_type)
     plan, notes, cannot_run = None, list[str](), ""
     try:
         plan, _, notes = engine.plan_memory(path, size, memory=room, beside=beside)
@@ -132,7 +134,7 @@ def diagnose(
     passes, draft_seconds = tuple[Pass, ...](), 0.0
     if not cannot_run:
         say("passes")
-        options = {"context_length": context_length, "budget": budget}
+        options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
         with closing(load_backend("llamacpp", path, memory=room, beside=beside, **options)) as backend:
             passes = time_pass(backend, 1), time_pass(backend, budget + 1)
         for other in beside:
