@@ -52,7 +52,7 @@ def make_tree(
     sources = np.zeros(len(tokens), np.int32) if source is None else np.asarray(source, np.int32)
     if len(tokens) == 0 or up[0] != -1 or (up[1:] < 0).any() or (up >= np.arange(len(up))).any():
         raise ValueError(f"not a tree: parents {up.tolist()}")
-    if len(np.unique(np.stack([up, tokens]), axis=1)[0]) != len(tokens):
+    if len(set(zip(up.tolist(), tokens.tolist(), strict=True))) != len(tokens):
         raise ValueError("two siblings carry the same token")
     return DraftTree(tokens, up, np.asarray(log_probs, np.float64), depths(up), sources)
 
@@ -60,11 +60,10 @@ def make_tree(
 def depths(parents: ArrayLike) -> IntArray:
     """Depth of every node, from parents alone; a node whose parent is -1 has depth 0."""
     up = np.asarray(parents, np.int32)
-    depth = np.zeros(len(up), np.int32)
-    for node in range(len(up)):
-        if up[node] >= 0:
-            depth[node] = depth[up[node]] + 1
-    return depth
+    depth = list[int]()
+    for parent in up.tolist():
+        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+    return np.asarray(depth, np.int32)
 
 
 def root_only(token_id: int) -> DraftTree:
@@ -101,7 +100,8 @@ def is_leaf(parents: ArrayLike) -> NDArray[np.bool_]:
 
 def best_nodes(tree: DraftTree, budget: int, max_leaves: int) -> DraftTree:
     """The root and the best `budget` other nodes, with at most `max_leaves` leaves."""
-    if len(tree) <= budget + 1 and np.count_nonzero(is_leaf(tree.parents)) <= max_leaves:
+    few = len(tree) <= max_leaves or np.count_nonzero(is_leaf(tree.parents)) <= max_leaves
+    if few and len(tree) <= budget + 1:
         return tree
     return select(tree, choose(tree.parents, tree.log_probs, budget, max_leaves))
 

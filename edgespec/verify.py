@@ -17,8 +17,6 @@ child that carries the sampled token, until no child does. This is SpecExec's Al
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from edgespec.tree import DraftTree
 
 
@@ -39,10 +37,12 @@ def walk(tree: DraftTree, sample: Callable[[int, list[int]], int]) -> Walk:
             for the position after that node. Called once per node on the path, for no other.
     """
     path, output = [0], list[int]()
+    nodes = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+    children = {pair: node for node, pair in enumerate(nodes)}
     while True:
         token = sample(path[-1], output)
         output.append(token)
-        child = np.flatnonzero((tree.parents == path[-1]) & (tree.token_ids == token))
-        if len(child) == 0:
+        child = children.get((path[-1], token))
+        if child is None:
             return Walk(path, output)
-        path.append(int(child[0]))
+        path.append(child)
