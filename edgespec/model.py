@@ -26,6 +26,7 @@ from edgespec.text import Message, TextStream, render_chat, user_messages
 from edgespec.tree import Source
 
 DEFAULT_BUDGET = 64
+WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
 DEFAULT_CONTEXT = 4096
 FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
@@ -259,7 +260,10 @@ def load(
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
     }  # fmt: skip
     used = draft if planner in USE_DRAFT else None
-    backends = open_backends(entry, used, models_file, context_length=context_length, budget=budget, **engine)
+    wide = fixed and planner != "none"
+    backends = open_backends(
+        entry, used, models_file, context_length=context_length, budget=budget, wide=wide and budget >= WIDE, **engine
+    )
     try:
         pace = None if fixed else new_pace(backends[0].capabilities.streams)
         made = make_planner(planner, backends, datastore, pace, **planner_options)
@@ -314,6 +318,7 @@ def open_backends(
     *,
     context_length: int | None,
     budget: int,
+    wide: bool = False,
     backend: str | None = None,
     **options: Any,
 ) -> list[Backend]:
@@ -327,6 +332,7 @@ def open_backends(
         models_file: as for `load`.
         context_length: as for `load`.
         budget: most guessed tokens per pass.
+        wide: passes will mostly have many nodes.
         backend: as for `load`; the two may differ only where it is not given.
         options: what `load` hands to the engines; None = not given.
 
@@ -341,6 +347,7 @@ def open_backends(
     common |= {
         "context_length": context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT,
         "budget": budget,
+        "wide": wide,
     }
     for_target = {name: options.get(name) for name in FOR_TARGET}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.

@@ -15,7 +15,7 @@ from rich.table import Table
 from edgespec.backend import Backend
 from edgespec.errors import UsageError
 from edgespec.measure.lossless import explain
-from edgespec.model import Model, choose_budget, close_all, open_backends
+from edgespec.model import WIDE, Model, choose_budget, close_all, open_backends
 from edgespec.models.registry import find_model
 from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
 from edgespec.planners.paced import new_pace
@@ -119,8 +119,9 @@ def run_bench(
     fixed, budget = budget is not None, choose_budget(budget, entry)
     system = system or entry.defaults.system
     backends = open_backends(
-        entry, draft if need_draft else None, models_file, context_length=ctx, budget=budget, **engine_options
-    )
+        entry, draft if need_draft else None, models_file, context_length=ctx, budget=budget,
+        wide=fixed and budget >= WIDE, **engine_options,
+    )  # fmt: skip
     try:
         tallies = {name: Tally() for name in names}
         paces = {name: None if fixed else new_pace(backends[0].capabilities.streams) for name in names}
