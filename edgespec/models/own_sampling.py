@@ -52,12 +52,12 @@ def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
     good = dict[str, Any]()
     for name, value in found.items():
         try:
-            number = _number(name, value)
-            SamplingParams(**{name: number})
+            one: dict[str, Any] = {name: _number(name, value)}
+            SamplingParams(**one)
         except UsageError as error:
             notes.append(f"left out of the model's own sampling: {error}")
         else:
-            good[name] = number
+            good |= one
     return good, notes
 
 
