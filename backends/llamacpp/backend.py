@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -36,6 +37,7 @@ from .files import (
 )
 from .memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, plan_memory, start_streaming
 from .session import LlamaSession
+from .threads import crowd, threads_for
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
 # for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
@@ -103,7 +105,8 @@ class LlamaLogits:
 
     def _view(self, node: int) -> Float32Array:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
-        return np.ctypeslib.as_array(pointer, (self._size,))
+        floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * self._size)).contents
+        return np.frombuffer(memoryview(floats), np.float32)
 
     def row(self, node: int) -> Float32Array:
         return self._view(node).copy()
@@ -127,17 +130,21 @@ class LlamaBackend:
         sessions: int,
         in_order: bool,
         watch: LayerWatch | None = None,
+        yielding: int = 0,
     ) -> None:
         self.vocab = LlamaVocab(model)
         self.capabilities = capabilities
         self.in_order = in_order
         self.notes: list[str] = []
         self._watch = watch
+        self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self._model = model
         self._context = context
         share = capabilities.max_leaves
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
+        self._open: list[LlamaSession] = []
+        self._most_cells = 0  # that were in use at once since all were free
         # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
         nodes = capabilities.max_nodes * (1 + sessions)  # each session may have lost so many cells
         self._tokens = np.zeros(nodes, np.int32)
@@ -159,10 +166,15 @@ class LlamaBackend:
     def open(self) -> LlamaSession:
         if not self._free_ids:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        return LlamaSession(self, self._free_ids.pop(0))
+        session = LlamaSession(self, self._free_ids.pop(0))
+        if not self._open:
+            self._most_cells = 0
+        self._open.append(session)
+        return session
 
-    def release(self, ids: list[int]) -> None:
+    def release(self, session: LlamaSession, ids: list[int]) -> None:
         """A session has given its sequence ids back."""
+        self._open.remove(session)
         self._free_ids.append(ids)
 
     @property
@@ -200,10 +212,11 @@ class LlamaBackend:
         self._positions[:total] = positions
         self._wanted[:total] = 0
         self._wanted[wanted] = 1
-        counts = np.fromiter(map(len, ids), np.int32, total)
-        flat = np.fromiter(chain.from_iterable(ids), np.int32, int(counts.sum()))
+        counts = [len(node_ids) for node_ids in ids]
+        flat = np.array([*chain.from_iterable(ids)], np.int32)
+        address = flat.__array_interface__["data"][0]
         self._id_counts[:total] = counts
-        self._id_pointers[:total] = flat.ctypes.data + 4 * (np.cumsum(counts, dtype=np.uintp) - counts)
+        self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]
         self._batch.n_tokens = total
         try:
             self._decode(total)
@@ -219,6 +232,11 @@ class LlamaBackend:
         watch = self._watch
         if watch:
             watch.begin()
+        if self._yielding:
+            self._most_cells = max(self._most_cells, sum(session.cells for session in self._open))
+            others = crowd().others(monotonic())
+            threads = threads_for(self._yielding, others, total, self._most_cells)
+            llama_cpp.llama_set_n_threads(self._context, threads, threads)
         with watch.signals_held() if watch else nullcontext():
             status = llama_cpp.llama_decode(self._context, self._batch)
             llama_cpp.llama_synchronize(self._context)
@@ -260,7 +278,8 @@ def load(
         context_length: most tokens of text in one session; 0 = what the model was trained for.
         budget: largest tree that will be asked for, in nodes without the root.
         sessions: how many sessions may be open at once.
-        threads: compute threads; default: one per core (performance cores on a Mac).
+        threads: compute threads; default: one per core (performance cores on a Mac), fewer while other programs keep
+            cores busy, where that does not change a bit of the result.
         gpu_layers: layers to keep on the GPU; -1 = all.
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
@@ -316,7 +335,11 @@ def load(
         logit_tolerance=tolerance(metadata(model, "general.file_type"), kv_type),
         streams=bool(plan and plan.streamed),
     )
-    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch)
+    # Streamed weights are waited for: it is not threads that others disturb.
+    yielding = 0 if threads or capabilities.streams else params.n_threads
+    if yielding:
+        crowd()  # begins to look around now, so that the first pass knows
+    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding)
     backend.notes = notes
     return backend
 

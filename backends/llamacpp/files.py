@@ -136,11 +136,17 @@ class GgufInit(ctypes.Structure):
 
 
 @cache
-def ggml_base() -> Any:
-    """What llama-cpp-python does not name of libggml-base."""
+def ggml_library(name: str) -> Any:
+    """One of llama.cpp's libraries, such as "ggml-cpu"."""
     suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     folder = Path(llama_cpp.__file__).parent / "lib"
-    library = ctypes.CDLL(str(folder / ("ggml-base.dll" if suffix == "dll" else f"libggml-base.{suffix}")))
+    return ctypes.CDLL(str(folder / (f"{name}.dll" if suffix == "dll" else f"lib{name}.{suffix}")))
+
+
+@cache
+def ggml_base() -> Any:
+    """What llama-cpp-python does not name of libggml-base."""
+    library = ggml_library("ggml-base")
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
     for name, result, arguments in [
         ("ggml_get_name", text, [pointer]),

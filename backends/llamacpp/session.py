@@ -31,7 +31,7 @@ class Owner(Protocol):
 
     def open(self) -> "LlamaSession": ...
 
-    def release(self, ids: list[int]) -> None: ...
+    def release(self, session: "LlamaSession", ids: list[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,13 @@ class LlamaSession:
         """Committed tokens whose cells were given up; the next pass reads them again."""
         return len(self.token_ids) - self._held
 
+    @property
+    def cells(self) -> int:
+        """Most cells that this session uses."""
+        return len(self.token_ids) + len(self._tokens)
+
     def close(self) -> None:
         if self._ids and self._backend.memory is not None:
             self.rewind(0)
-            self._backend.release(self._ids)
+            self._backend.release(self, self._ids)
         self._ids = []

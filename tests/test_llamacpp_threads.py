@@ -1,0 +1,167 @@
+"""Threads that make room for other programs, without changing a bit of what is computed."""
+
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from edgespec.backends.llamacpp import backend as llamacpp
+from edgespec.backends.llamacpp.files import ggml_library
+from edgespec.backends.llamacpp.threads import (
+    CALM,
+    CROWDED,
+    SPLIT_CELLS,
+    WINDOW,
+    Crowd,
+    ShortWaits,
+    Usage,
+    busy_processors,
+    busy_ticks,
+    threads_for,
+)
+
+from edgespec.backend import Work, prefill
+
+STAT = """\
+cpu  111 222 333 444 555 666 777 888 0 0
+cpu0 100 20 30 1000 50 4 5 60 0 0
+cpu1 1 2 3 4 5 6 7 8 0 0
+cpu12 1000 0 0 0 0 0 0 0 0 0
+intr 12345 0 0
+"""
+
+
+def test_ticks_of_the_processors_that_may_be_used() -> None:
+    assert busy_ticks(STAT, {0}, nice=False) == 100 + 30 + 4 + 5
+    assert busy_ticks(STAT, {0}, nice=True) == 100 + 20 + 30 + 4 + 5
+    assert busy_ticks(STAT, {0, 1}, nice=False) == 139 + 1 + 3 + 6 + 7
+    assert busy_ticks(STAT, {12}, nice=False) == 1000
+
+
+@pytest.mark.parametrize(
+    ("others", "was_crowded", "seen"),
+    [
+        (0.0, False, 0.0),
+        (CROWDED - 0.1, False, 0.0),
+        (CROWDED + 0.1, False, CROWDED + 0.1),
+        (CROWDED - 0.1, True, CROWDED - 0.1),
+        (CALM - 0.1, True, 0.0),
+        (-0.2, True, 0.0),  # ticks are counted more coarsely than the process's own time
+    ],
+)
+def test_processors_that_others_keep_busy(others: float, was_crowded: bool, seen: float) -> None:
+    before, after = Usage(10.0, 100.0, 40.0), Usage(12.0, 100.0 + 2 * (1.5 + others), 43.0)
+    assert busy_processors(before, after, was_crowded) == pytest.approx(seen)
+
+
+@pytest.mark.parametrize(
+    ("threads", "others", "fewer"),
+    [
+        (1, 1.0, 1),
+        (2, 0.0, 2),
+        (2, 0.6, 1),
+        (2, 2.0, 1),
+        (4, 0.0, 4),
+        (4, 0.5, 3),
+        (4, 2.2, 2),
+        (4, 4.0, 2),
+        (16, 1, 15),
+    ],
+)
+def test_threads_make_room(threads: int, others: float, fewer: int) -> None:
+    assert threads_for(threads, others, nodes=2, cells=5000) == fewer
+    assert threads_for(threads, others, nodes=1, cells=SPLIT_CELLS) == fewer
+    assert threads_for(threads, others, nodes=1, cells=SPLIT_CELLS + 1) == threads
+
+
+def test_the_processors_are_looked_at_now_and_then() -> None:
+    busy = [0.0, 0.0, 1.0, 1.0, 0.4, 0.1]  # of others, in the window before each look
+    usages, everybody = list[Usage](), 0.0
+    for i, others in enumerate(busy):
+        everybody += others * WINDOW
+        usages.append(Usage(i * WINDOW, everybody, 0.0))
+    changes = list[bool]()
+    looks = iter(usages)
+    crowd = Crowd(lambda: next(looks), changes.append)
+    assert crowd.others(0.5 * WINDOW) == 0
+    assert crowd.others(1 * WINDOW) == 0
+    assert crowd.others(2 * WINDOW) == pytest.approx(1)
+    assert crowd.others(2.9 * WINDOW) == pytest.approx(1)
+    assert changes == [True]
+    assert crowd.others(3 * WINDOW) == pytest.approx(1)
+    assert crowd.others(4 * WINDOW) == pytest.approx(0.4)
+    assert changes == [True]
+    assert crowd.others(5 * WINDOW) == 0
+    assert changes == [True, False]
+
+
+def test_a_system_that_does_not_say_how_busy_it_is() -> None:
+    assert Crowd(lambda: None, lambda _: pytest.fail("nothing is known")).others(1e9) == 0
+
+
+def test_short_waits_end_again() -> None:
+    waits, before = ShortWaits(), set(threading.enumerate())
+    waits.switch(True)
+    started = set(threading.enumerate()) - before
+    assert len(started) == hasattr(ggml_library("ggml-cpu"), "GOMP_parallel")
+    waits.switch(False)
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def tree_bits(backend, session, parents):
+    """Bits of the logits of all nodes of a tree; the session forgets them again."""
+    nodes = np.arange(len(parents), dtype=np.int32)
+    logits = backend.forward([Work(session, nodes + 5, np.asarray(parents, np.int32), nodes)])[0]
+    rows = np.stack([logits.row(node) for node in nodes])
+    session.rewind(len(session.token_ids))
+    return rows.view(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["smollm2_tiny", "smollm2_q2k"])
+def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
+    path = str(request.getfixturevalue(kind))
+    busy, used = [0.0], list[int]()
+    set_threads = llamacpp.llama_cpp.llama_set_n_threads
+
+    class Others:
+        def others(self, now: float) -> float:
+            return busy[-1]
+
+    def spy(context, threads, batch_threads) -> None:
+        used.append(threads)
+        set_threads(context, threads, batch_threads)
+
+    monkeypatch.setattr(llamacpp, "compute_cores", lambda: 3)
+    monkeypatch.setattr(llamacpp, "crowd", Others)
+    monkeypatch.setattr(llamacpp.llama_cpp, "llama_set_n_threads", spy)
+    backend = llamacpp.load(path, context_length=1024, budget=64)
+    session = backend.open()
+
+    def read(length, tree, others):
+        """Bits of the logits, and the threads that computed them."""
+        busy.append(0.0)
+        prefill(backend, session, [100 + i * 7 % 900 for i in range(length)])
+        busy.append(others)
+        return tree_bits(backend, session, tree), used[-1]
+
+    for length in (SPLIT_CELLS - 1, SPLIT_CELLS, 600):
+        for tree in ([-1], [-1, 0, 0, 1, 1, 2], [*range(-1, 64)]):
+            bits, threads = zip(*(read(length, tree, others) for others in (0.0, 1.0, 5.0)), strict=True)
+            assert threads == ((3, 3, 3) if len(tree) == 1 and length >= SPLIT_CELLS else (3, 2, 2))
+            assert np.array_equal(bits[0], bits[1]), (length, len(tree))
+            assert np.array_equal(bits[0], bits[2]), (length, len(tree))
+    session.close()
+    backend.close()
+
+
+def test_a_number_of_threads_that_was_asked_for_stays(smollm2_tiny, monkeypatch) -> None:
+    monkeypatch.setattr(llamacpp, "crowd", lambda: pytest.fail("nobody is made room for"))
+    backend = llamacpp.load(str(smollm2_tiny), context_length=256, threads=2)
+    session = backend.open()
+    tree_bits(backend, session, [-1, 0])
+    session.close()
+    backend.close()
