@@ -162,6 +162,16 @@ def test_sample_is_the_argmax_over_the_candidates(seed, size, chosen, position):
     assert sample(logits, position, chosen, noise) == max(kept.tolist(), key=lambda i: values[i])
 
 
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize("peak", [-300.0, 0.0, 30.0])
+def test_no_token_that_noise_can_lift_to_the_top_is_left_out(temperature, peak, monkeypatch):
+    extremes = np.array([0, 2**32 - 1], np.uint32)  # the least noise for the best token, the most for the other
+    monkeypatch.setattr(Noise, "_bits", lambda self, position: extremes)
+    for gap, winner in [(25.9, 1), (26.1, 0)]:
+        logits = np.array([peak, peak - gap * temperature], np.float32)
+        assert sample(logits, 3, SamplingParams(temperature), Noise(0, 2)) == winner
+
+
 def test_greedy_ignores_filters_and_noise():
     logits = np.array([0.0, 3.0, 2.9], np.float32)
     for position in range(50):

@@ -107,7 +107,7 @@ class LlamaLogits:
     def _view(self, node: int) -> Float32Array:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
         floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * self._size)).contents
-        return np.frombuffer(floats, np.float32)
+        return np.frombuffer(memoryview(floats), np.float32)
 
     def row(self, node: int) -> Float32Array:
         return self._view(node).copy()
