@@ -280,7 +280,7 @@ def test_modules_can_be_imported_on_windows() -> None:
         "for name in list(vars(mmap)):\n"
         "    if name.startswith(('MAP_', 'PROT_', 'MADV_')): delattr(mmap, name)\n"
         "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
-        "import edgespec.weights.machine, edgespec.weights.residency, edgespec.weights.ring\n"
+        "import edgespec.weights.machine, edgespec.weights.residency, edgespec.weights.ring, edgespec.weights.system\n"
         "import edgespec.measure.doctor, edgespec.cli.commands\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -36,10 +36,12 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
-from edgespec.weights import ring as streaming
+from edgespec.weights import ring
+from edgespec.weights.darwin import DarwinStore
+from edgespec.weights.linux import LinuxStore, mappings
 from edgespec.weights.machine import parse_size
 
-pytestmark = pytest.mark.skipif(not streaming.supported(), reason="weights are streamed on Linux and macOS")
+pytestmark = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 MIB = 1 << 20
@@ -207,7 +209,7 @@ def test_texts_are_the_same(
 
 def test_every_streamed_byte_is_read_once_in_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    kind = streaming.LinuxStore if sys.platform == "linux" else streaming.DarwinStore
+    kind = LinuxStore if sys.platform == "linux" else DarwinStore
     really = kind.read
 
     def counted(self: Any, slot: int, layer: Any, extent: Any, start: int, stop: int) -> None:
@@ -428,7 +430,7 @@ def test_a_pass_on_another_thread(tiny: Path, tiny_resident: LlamaBackend) -> No
 def test_a_read_error_is_one_model_error_until_the_disk_is_back(
     tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = streaming.LinuxStore if sys.platform == "linux" else streaming.DarwinStore
+    kind = LinuxStore if sys.platform == "linux" else DarwinStore
     really, calls = kind.read, list[int]()
     broken = range(20, 10**9)
 
@@ -496,7 +498,7 @@ def left_behind(path: Path) -> tuple[list[str], int, int, int]:
     gc.collect()
     locked = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert locked
-    mapped = len(streaming.mappings(str(path)))
+    mapped = len(mappings(str(path)))
     return reading_threads(), len(os.listdir("/proc/self/fd")), int(locked[1]), mapped
 
 
@@ -539,7 +541,7 @@ def test_a_load_that_fails_leaves_nothing(
             lambda model, params: None if params.cb_eval else really(model, params),
         )
     else:
-        monkeypatch.setattr(streaming.LinuxStore, where, broken)
+        monkeypatch.setattr(LinuxStore, where, broken)
     with pytest.raises(ModelError, match="no context of" if where == "context" else "cannot be streamed"):
         load(str(copy), memory=memory, **OPTIONS)
     assert left_behind(copy) == before
@@ -700,7 +702,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
 def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     least = least_memory(tiny, context_length=256, budget=8)
     arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
-    monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e6)
+    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e6)
     code, _, err = run(*arguments)
     assert code == 0
     lines = err.splitlines()
@@ -709,7 +711,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
-    monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e9)
+    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e9)
     assert "the disk allows" not in run(*arguments)[2]
 
 
@@ -722,7 +724,7 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(tiny, copy)
     memory = least_memory(copy, **OPTIONS)
-    monkeypatch.setattr(streaming, "disk_bandwidth", broken)
+    monkeypatch.setattr(ring, "disk_bandwidth", broken)
     before = left_behind(copy)
     with pytest.raises(ModelError, match="cannot be read: Input/output error"):
         load(str(copy), memory=memory, **OPTIONS)

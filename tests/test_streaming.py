@@ -21,10 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError
-from edgespec.weights import ring as streaming
+from edgespec.weights import linux, ring, system
+from edgespec.weights.darwin import DarwinStore
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
 from edgespec.weights.machine import READ_SIZE
 from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.ring import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
+from edgespec.weights.ring import Streamer
+from edgespec.weights.system import lock
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -645,12 +648,12 @@ def test_the_disk_is_measured_where_the_streamed_layers_lie(monkeypatch: pytest.
         asked.append((path, seconds))
         return 7e8
 
-    monkeypatch.setattr(streaming, "disk_bandwidth", measure)
+    monkeypatch.setattr(ring, "disk_bandwidth", measure)
     layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE),))]
-    assert streaming.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
+    assert ring.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
     assert [path for path, _ in asked] == ["b"]
     assert asked[0][1] < 1  # seconds, of everybody's patience
-    assert streaming.measure_disk(["a"], plan_for([])) == 0
+    assert ring.measure_disk(["a"], plan_for([])) == 0
     assert len(asked) == 1
 
 
@@ -682,7 +685,7 @@ class Recorder:
     """The C library, with the calls that take and give back memory noted."""
 
     def __init__(self) -> None:
-        self.library = streaming.libc()
+        self.library = system.libc()
         self.anonymous: Counter[tuple[int, int]] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -769,7 +772,7 @@ def refuse_direct(path: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("direct", [True, False])
 def test_bytes_are_right_before_during_and_after(mapped: Mapped, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if not direct:
-        monkeypatch.setattr(streaming, "open_direct", refuse_direct)
+        monkeypatch.setattr(linux, "open_direct", refuse_direct)
     store = mapped.store()
     if not direct:
         assert not store.is_direct
@@ -835,7 +838,7 @@ def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
     view = np.frombuffer(memory, np.uint8)
-    libc = streaming.libc()
+    libc = system.libc()
 
     def resident(extent: Extent) -> int:
         pages = (ctypes.c_ubyte * (extent.size // PAGE))()
@@ -877,7 +880,7 @@ def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None
             return 0
 
         def madvise(self, address: int, size: int, advice: int) -> int:
-            if advice == streaming.MADV_POPULATE_READ:
+            if advice == linux.MADV_POPULATE_READ:
                 self.populated.append(address)
             return int(self.library.madvise(address, size, advice))
 
@@ -1000,10 +1003,10 @@ def test_what_failed_halfway_can_be_done_again(mapped: Mapped, name: str) -> Non
             return self.left == 0
 
         def mremap(self, *arguments: Any) -> Any:
-            return streaming.MAP_FAILED if name == "mremap" and self.fail() else self.library.mremap(*arguments)
+            return system.MAP_FAILED if name == "mremap" and self.fail() else self.library.mremap(*arguments)
 
         def mmap(self, *arguments: Any) -> Any:
-            return streaming.MAP_FAILED if name == "mmap" and self.fail() else super().mmap(*arguments)
+            return system.MAP_FAILED if name == "mmap" and self.fail() else super().mmap(*arguments)
 
     library = Failing()
     store = mapped.store(library)
@@ -1051,7 +1054,7 @@ def test_what_cannot_be_opened_or_mapped_leaves_nothing(mapped: Mapped, tmp_path
         def mmap(self, *arguments: Any) -> Any:
             if self.anonymous.total():
                 ctypes.set_errno(12)
-                return streaming.MAP_FAILED
+                return system.MAP_FAILED
             return super().mmap(*arguments)
 
     library = Full()
@@ -1066,7 +1069,7 @@ class OldLibrary(Recorder):
 
     def mremap(self, *arguments: Any) -> int:
         ctypes.set_errno(22)
-        return streaming.MAP_FAILED
+        return system.MAP_FAILED
 
 
 @linux_only
@@ -1075,8 +1078,8 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
 ) -> None:
     """Found when the model is loaded, not at the first pass."""
     files, library = descriptors(), OldLibrary()
-    monkeypatch.setattr(streaming, "libc", lambda: library)
-    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    monkeypatch.setattr(ring, "libc", lambda: library)
+    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
     assert isinstance(store, CachedLinuxStore)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
     store.pin(mapped.plan.pinned)
@@ -1105,7 +1108,7 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     assert descriptors() == files
     os.truncate(mapped.path, PAGE)
     extent = mapped.layers[0].extents[0]
-    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
     with pytest.raises(OSError, match="it must have shrunk"):
         store.read(0, mapped.layers[0], extent, extent.start, extent.stop)
     store.close()
@@ -1114,17 +1117,17 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
 @linux_only
 def test_this_kernel_is_tried_and_the_trial_leaves_nothing(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorder()
-    assert streaming.moves_pages(library)
+    assert linux.moves_pages(library)
     assert sum(library.anonymous.values()) == 0
-    assert not streaming.moves_pages(OldLibrary())
+    assert not linux.moves_pages(OldLibrary())
 
     class Full(Recorder):
         def mmap(self, *arguments: Any) -> Any:
             ctypes.set_errno(12)
-            return streaming.MAP_FAILED
+            return system.MAP_FAILED
 
     with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
-        streaming.moves_pages(Full())
+        linux.moves_pages(Full())
 
 
 @linux_only
@@ -1165,7 +1168,7 @@ class DarwinLibrary:
 
     def mmap(self, *arguments: Any) -> int:
         number = sum(call[0] == "mmap" for call in self.calls)
-        return self.result("mmap", arguments, (number + 1) << 40, streaming.MAP_FAILED)
+        return self.result("mmap", arguments, (number + 1) << 40, system.MAP_FAILED)
 
     def msync(self, *arguments: int) -> int:
         return self.result("msync", arguments)
@@ -1288,10 +1291,10 @@ def test_the_system_chooses_the_store(mapped: Mapped, two_files: list[str], monk
     for platform, kind in (("linux", LinuxStore), ("darwin", DarwinStore)):
         if platform == "linux" != sys.platform:
             continue
-        monkeypatch.setattr(streaming, "sys", type("System", (), {"platform": platform}))
-        assert streaming.supported()
-        store = streaming.open_store([str(mapped.path)], seen, mapped.plan)
+        monkeypatch.setattr(ring, "sys", type("System", (), {"platform": platform}))
+        assert ring.supported()
+        store = ring.open_store([str(mapped.path)], seen, mapped.plan)
         assert type(store) is kind
         store.close()
-    monkeypatch.setattr(streaming, "sys", type("System", (), {"platform": "win32"}))
-    assert not streaming.supported()
+    monkeypatch.setattr(ring, "sys", type("System", (), {"platform": "win32"}))
+    assert not ring.supported()

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
-from edgespec.weights.ring import Streamer, mappings
+from edgespec.weights.ring import Streamer
 
 from .files import (
     FILE_TYPE_BF16,

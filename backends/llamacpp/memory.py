@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
     COMPRESSING_FILE_SYSTEMS,
     NETWORK_FILE_SYSTEMS,
@@ -25,7 +26,7 @@ from edgespec.weights.machine import (
     private_memory,
 )
 from edgespec.weights.residency import MARGIN, SAFETY, Plan, make_plan
-from edgespec.weights.ring import Mapping, Streamer, mappings, measure_disk, open_store, supported
+from edgespec.weights.ring import Streamer, measure_disk, open_store, supported
 
 from .files import (
     FILE_TYPE_F32,
