@@ -213,6 +213,7 @@ def load(
     gpu_memory: int | str | None = None,
     models_file: str | None = None,
     remember: bool = True,
+    progress: Callable[[int, int], None] | None = None,
     **planner_options: Any,
 ) -> Model:
     """Load a target and its helpers.
@@ -243,6 +244,8 @@ def load(
             from host memory. Default: what is free.
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost is kept from run to run, in the user's cache folder.
+        progress: llamacpp: while a model is made ready to be streamed, called with (bytes read, bytes in all) of the
+            weights that stay in memory.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
     Raises:
@@ -259,7 +262,9 @@ def load(
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
     }  # fmt: skip
     used = draft if planner in USE_DRAFT else None
-    backends = open_backends(entry, used, models_file, context_length=context_length, budget=budget, **engine)
+    backends = open_backends(
+        entry, used, models_file, context_length=context_length, budget=budget, progress=progress, **engine
+    )
     try:
         pace = None if fixed else new_pace(backends[0].capabilities.streams)
         made = make_planner(planner, backends, datastore, pace, **planner_options)
@@ -315,6 +320,7 @@ def open_backends(
     context_length: int | None,
     budget: int,
     backend: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> list[Backend]:
     """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
@@ -328,6 +334,7 @@ def open_backends(
         context_length: as for `load`.
         budget: most guessed tokens per pass.
         backend: as for `load`; the two may differ only where it is not given.
+        progress: as for `load`.
         options: what `load` hands to the engines; None = not given.
 
     Raises:
@@ -342,7 +349,8 @@ def open_backends(
         "context_length": context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT,
         "budget": budget,
     }
-    for_target = {name: options.get(name) for name in FOR_TARGET}
+    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET}
+    for_target |= {"progress": progress} if progress else {}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
     backends: list[Backend] = []

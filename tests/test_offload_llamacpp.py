@@ -240,7 +240,8 @@ def test_several_sessions_in_one_pass(tiny: Path) -> None:
     np.testing.assert_array_equal(rows[0], rows[1])
 
 
-def test_a_prompt_of_several_chunks(tiny: Path) -> None:
+def test_a_prompt_of_several_chunks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp_memory, "CHUNKS", (512,))
     rows = []
     options = OPTIONS | {"context_length": 700}
     for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
@@ -252,6 +253,7 @@ def test_a_prompt_of_several_chunks(tiny: Path) -> None:
 
 def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens whose cells were given up are computed again, and may make a pass too large for one graph."""
+    monkeypatch.setattr(llamacpp_memory, "CHUNKS", (512,))
     rows, enters = [], []
     options = OPTIONS | {"context_length": 1000}
     for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
@@ -323,7 +325,7 @@ def test_graphs_unlike_the_first(
     backend = load_streamed(tiny)
     enters = Enters(backend, monkeypatch)
     for _ in range(2):
-        backend._watch._last_nodes = set(names)  # type: ignore[union-attr]
+        backend._watch._last_nodes = {name.encode() for name in names}  # type: ignore[union-attr]
         backend._watch._learning = False  # type: ignore[union-attr]
         exact(backend, tiny_resident)
     assert all(layers == list(range(6)) for layers in enters.passes)
@@ -689,7 +691,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
     assert out == plain[1] != ""
     lines = err.splitlines()
     assert re.fullmatch(
-        r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(\d of 6 layers\) is read from disk "
+        r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(from \d of 6 layers\) is read from disk "
         r"in every pass, about [\d.]+ s at [\d.]+ GB/s; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
         lines[0],
     )

@@ -24,6 +24,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
+from edgespec.weights.pin import Progress
 from edgespec.weights.ring import Streamer
 
 from .files import (
@@ -271,6 +272,7 @@ def load(
     kv_type: str | None = None,
     beside: Sequence[str] = (),
     resident: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> LlamaBackend:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
 
@@ -291,6 +293,7 @@ def load(
             another, float32 weights are computed less exactly.
         beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
         resident: do not stream, whatever is free: another model's plan has left room for this one.
+        progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
         ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
@@ -315,7 +318,7 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            watch = LayerWatch(start_streaming(path, plan, known, notes))
+            watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
         if watch and plan and plan.streamed:

@@ -5,10 +5,12 @@ it, mlock pins. Written from Apple's sources and documentation; not measured.
 import mmap  # whose flags are not there on Windows
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from edgespec.weights.pin import Progress, lock, warm
 from edgespec.weights.residency import Extent, Layer
-from edgespec.weights.system import check_result, check_sizes, file_sizes, libc, lock, touch, warm
+from edgespec.weights.system import check_result, check_sizes, file_sizes, libc, touch
 
 MS_INVALIDATE = 2  # macOS, sys/mman.h
 
@@ -40,9 +42,9 @@ class DarwinStore:
     def check(self) -> None:
         check_sizes(self._paths, self._descriptors, self._sizes)
 
-    def pin(self, extents: Sequence[Extent]) -> None:
-        for number, descriptor in enumerate(self._descriptors):
-            warm(descriptor, [extent for extent in extents if extent.file == number])
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+        within = [replace(extent, stop=min(extent.stop, self._sizes[extent.file])) for extent in extents]
+        warm(within, lambda piece: touch(self._descriptors[piece.file], piece.start, piece.stop), progress)
         self._locked, self.note = lock(self._libc, [(self._starts[e.file] + e.start, e.size) for e in extents])
 
     def drop(self, extents: Sequence[Extent]) -> None:

@@ -14,24 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.weights.machine import open_direct
+from edgespec.weights.pin import Progress, lock, warm
 from edgespec.weights.residency import Extent, Layer, Plan
 from edgespec.weights.system import (
+    HUGE,
     check_result,
     check_sizes,
     file_sizes,
     libc,
-    lock,
     new_memory,
+    open_direct,
     read_fully,
     touch,
-    warm,
 )
 
 MAP_FIXED = 0x10
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
-HUGE = 2 << 20  # a huge page moves in one step if it lies alike, modulo this, where it comes from and where it goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +109,22 @@ class LinuxStore:
     def check(self) -> None:
         check_sizes(self._paths, self._cached, self._sizes)
 
-    def pin(self, extents: Sequence[Extent]) -> None:
-        for number, descriptor in enumerate(self._cached):
-            warm(descriptor, [extent for extent in extents if extent.file == number])
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
         ranges = [(self._address(extent), extent.size) for extent in extents]
+        for address, size in ranges:  # a wish: faults then read megabytes, however little the system reads ahead
+            self._libc.madvise(address, size, MADV_HUGEPAGE)
+        warm([self._within_file(extent) for extent in extents], self._populate, progress)
         self._locked, self.note = lock(self._libc, ranges)
-        for address, size in set(ranges) - set(self._locked):
-            self._libc.madvise(address, size, MADV_POPULATE_READ)  # a wish: since Linux 5.14
+
+    def _populate(self, piece: Extent) -> None:
+        # Mapping the pages is twice as fast as reading them into a buffer, and lets the system keep them longest.
+        if (
+            self._libc.madvise(self._address(piece), piece.size, MADV_POPULATE_READ) != 0
+        ):  # before Linux 5.14, or shrunk
+            touch(self._cached[piece.file], piece.start, piece.stop)
+
+    def _within_file(self, extent: Extent) -> Extent:
+        return replace(extent, stop=min(extent.stop, self._sizes[extent.file]))
 
     def drop(self, extents: Sequence[Extent]) -> None:
         for extent in extents:  # in this order: pages that are mapped are not dropped from the cache
@@ -186,8 +194,8 @@ class CachedLinuxStore(LinuxStore):
     def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
         super().__init__(paths, mapped, replace(plan, slots=0), library)
 
-    def pin(self, extents: Sequence[Extent]) -> None:
-        super().pin(extents)
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+        super().pin(extents, progress)
         self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:

@@ -17,9 +17,10 @@ from typing import Protocol
 from edgespec.errors import EdgespecError, ModelError
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, moves_pages
-from edgespec.weights.machine import READ_SIZE, READ_THREADS, disk_bandwidth
+from edgespec.weights.machine import disk_bandwidth
+from edgespec.weights.pin import Progress, pieces
 from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.system import libc
+from edgespec.weights.system import READ_THREADS, libc
 
 MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
 
@@ -32,7 +33,7 @@ class Store(Protocol):
     def check(self) -> None:
         """Fail if a file has shrunk: whoever touches weights mapped beyond its end is killed by the system."""
 
-    def pin(self, extents: Sequence[Extent]) -> None:
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
         """Read these, and keep them in memory as well as this process may."""
 
     def drop(self, extents: Sequence[Extent]) -> None:
@@ -192,9 +193,10 @@ class Streamer:
                 if count < self._freed + len(self._occupant) and empty[count % len(empty)]:
                     self._next = count + 1
                     self._occupant[count % len(self._occupant)] = count
-                    pieces = [(count, *piece) for piece in _pieces(self._layers[count % len(self._layers)])]
-                    self._left[count] = len(pieces)
-                    self._pieces = iter(pieces)
+                    extents = self._layers[count % len(self._layers)].extents
+                    found = [(count, extent, one.start, one.stop) for extent in extents for one in pieces([extent])]
+                    self._left[count] = len(found)
+                    self._pieces = iter(found)
                 else:
                     self._changed.wait()
             return None
@@ -219,12 +221,6 @@ class Streamer:
             self._shown.remove(count)
         self._occupant[slot] = None
         return True
-
-
-def _pieces(layer: Layer) -> Iterator[tuple[Extent, int, int]]:
-    for extent in layer.extents:
-        for start in range(extent.start, extent.stop, READ_SIZE):
-            yield extent, start, min(start + READ_SIZE, extent.stop)
 
 
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:

@@ -1,16 +1,47 @@
-"""The C library, and reading files: what the stores of all systems need."""
+"""The C library, memory, and reading files: what stores and measurements of all systems need."""
 
 import ctypes
 import mmap  # whose flags are not there on Windows
 import os
+import sys
+import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
-from edgespec.weights.machine import READ_SIZE, READ_THREADS, format_size
-from edgespec.weights.residency import Extent
-
+READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
+READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
+HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
 MAP_FAILED = (1 << 64) - 1
+
+_own = threading.local()  # each thread's buffer for `touch`
+
+
+def open_direct(path: str) -> tuple[int, bool]:
+    """Open a file for reading past the page cache: (descriptor, whether that works here)."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return os.open(path, os.O_RDONLY | direct), True
+        except OSError:  # tmpfs and some network file systems refuse
+            pass
+    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return descriptor, True
+    return descriptor, False
+
+
+def read_buffer() -> memoryview:
+    """READ_SIZE bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
+    whole = mmap.mmap(-1, READ_SIZE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE
+    return memoryview(whole)[start : start + READ_SIZE]
 
 
 def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
@@ -27,25 +58,15 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
         start, address = start + done, address + done
 
 
-def warm(descriptor: int, extents: Iterable[Extent], threads: int = READ_THREADS) -> None:
-    """Read extents of a file into the page cache at the disk's full speed, whatever the system reads ahead."""
-    starts = [(start, extent.stop) for extent in extents for start in range(extent.start, extent.stop, READ_SIZE)]
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda piece: _touch(descriptor, *piece), starts):
-            pass
-
-
-def _touch(descriptor: int, start: int, stop: int) -> int:
-    done = len(os.pread(descriptor, min(READ_SIZE, stop - start), start))
-    if not done:
-        raise OSError(f"the file ends at byte {start}; it must have shrunk")
-    return done
-
-
 def touch(descriptor: int, start: int, stop: int) -> None:
-    """Read bytes `start` to `stop`, one piece of READ_SIZE at most, into the page cache. Raises OSError."""
-    if _touch(descriptor, start, stop) < stop - start:
-        raise OSError(f"the file ends before byte {stop}; it must have shrunk")
+    """Read bytes `start` to `stop` of a file into the page cache. Errors as for `read_fully`."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = read_buffer()
+    while start < stop:
+        done = os.preadv(descriptor, [_own.buffer[: stop - start]], start)
+        if done <= 0:
+            raise OSError(f"the file ends at byte {start}; it must have shrunk")
+        start += done
 
 
 def file_sizes(descriptors: Iterable[int]) -> list[int]:
@@ -91,20 +112,3 @@ def new_memory(library: Any, size: int) -> int:
     address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     check_result(address, "mmap")
     return int(address)
-
-
-def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
-    """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    locked = [(address, size) for address, size in ranges if library.mlock(address, size) == 0]
-    done, total = (sum(size for _, size in some) for some in (locked, ranges))
-    note = f"{format_size(done)} locked in memory"
-    if len(locked) < len(ranges):
-        note += f", {format_size(total - done)} kept in the page cache"
-        if hard != resource.RLIM_INFINITY:
-            note += f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
-    return locked, note
