@@ -11,7 +11,7 @@ GB = 10**9
 def diagnosis(plan: Plan | None, *passes: Pass) -> Diagnosis:
     return Diagnosis(
         target="big.gguf", file_size=40 * GB, file_system="ext4", memory=24 << 30, draft_size=0, plan=plan,
-        cannot_run="", disk=2.0 * GB, passes=passes, draft_seconds=0.0, notes=(),
+        cannot_run="", disk=2.0 * GB, passes=passes, draft_seconds=0.0, notes=(), remembered=(),
     )  # fmt: skip
 
 
