@@ -214,6 +214,7 @@ def load(
     gpu_memory: int | str | None = None,
     models_file: str | None = None,
     remember: bool = True,
+    progress: Callable[[int, int], None] | None = None,
     **planner_options: Any,
 ) -> Model:
     """Load a target and its helpers.
@@ -244,6 +245,8 @@ def load(
             from host memory. Default: what is free.
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost is kept from run to run, in the user's cache folder.
+        progress: llamacpp: while a model is made ready to be streamed, called with (bytes read, bytes in all) of the
+            weights that stay in memory.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
     Raises:
@@ -260,9 +263,9 @@ def load(
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
     }  # fmt: skip
     used = draft if planner in USE_DRAFT else None
-    wide = fixed and planner != "none"
+    wide = fixed and budget >= WIDE and planner != "none"
     backends = open_backends(
-        entry, used, models_file, context_length=context_length, budget=budget, wide=wide and budget >= WIDE, **engine
+        entry, used, models_file, context_length=context_length, budget=budget, wide=wide, progress=progress, **engine
     )
     try:
         pace = None if fixed else new_pace(backends[0].capabilities.streams)
@@ -320,6 +323,7 @@ def open_backends(
     budget: int,
     wide: bool = False,
     backend: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> list[Backend]:
     """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
@@ -334,6 +338,7 @@ def open_backends(
         budget: most guessed tokens per pass.
         wide: passes will mostly have many nodes.
         backend: as for `load`; the two may differ only where it is not given.
+        progress: as for `load`.
         options: what `load` hands to the engines; None = not given.
 
     Raises:
@@ -349,7 +354,8 @@ def open_backends(
         "budget": budget,
         "wide": wide,
     }
-    for_target = {name: options.get(name) for name in FOR_TARGET}
+    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET}
+    for_target |= {"progress": progress} if progress else {}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
     backends: list[Backend] = []

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -24,10 +25,10 @@ from edgespec.weights.machine import (
     disk_bandwidth,
     file_system,
     format_size,
-    open_direct,
     parse_size,
     private_memory,
 )
+from edgespec.weights.system import HUGE, READ_SIZE, open_direct, read_buffer
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -280,7 +281,7 @@ def test_modules_can_be_imported_on_windows() -> None:
         "for name in list(vars(mmap)):\n"
         "    if name.startswith(('MAP_', 'PROT_', 'MADV_')): delattr(mmap, name)\n"
         "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
-        "import edgespec.weights.machine, edgespec.weights.residency, edgespec.weights.ring\n"
+        "import edgespec.weights.machine, edgespec.weights.residency, edgespec.weights.ring, edgespec.weights.system\n"
         "import edgespec.measure.doctor, edgespec.cli.commands\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -355,6 +356,28 @@ def test_no_mount_table(tmp_path: Path) -> None:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.preadv is not there")
+def test_the_buffer_of_a_read_is_huge_pages_where_there_are_any() -> None:
+    buffer = read_buffer()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    assert (len(buffer), address % HUGE) == (READ_SIZE, 0)
+    buffer[:] = b"x" * READ_SIZE
+    wishes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if wishes.exists() and "[never]" not in wishes.read_text():
+        assert "hg" in flags_of(address)  # VM_HUGEPAGE
+
+
+def flags_of(address: int) -> list[str]:
+    """Of the mapping that holds an address (Linux)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("nothing is mapped there")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="os.preadv is not there")

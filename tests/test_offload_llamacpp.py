@@ -36,10 +36,12 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
-from edgespec.weights import ring as streaming
+from edgespec.weights import ring
+from edgespec.weights.darwin import DarwinStore
+from edgespec.weights.linux import LinuxStore, mappings
 from edgespec.weights.machine import parse_size
 
-pytestmark = pytest.mark.skipif(not streaming.supported(), reason="weights are streamed on Linux and macOS")
+pytestmark = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 MIB = 1 << 20
@@ -207,7 +209,7 @@ def test_texts_are_the_same(
 
 def test_every_streamed_byte_is_read_once_in_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    kind = streaming.LinuxStore if sys.platform == "linux" else streaming.DarwinStore
+    kind = LinuxStore if sys.platform == "linux" else DarwinStore
     really = kind.read
 
     def counted(self: Any, slot: int, layer: Any, extent: Any, start: int, stop: int) -> None:
@@ -238,7 +240,8 @@ def test_several_sessions_in_one_pass(tiny: Path) -> None:
     np.testing.assert_array_equal(rows[0], rows[1])
 
 
-def test_a_prompt_of_several_chunks(tiny: Path) -> None:
+def test_a_prompt_of_several_chunks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp_memory, "CHUNKS", (512,))
     rows = []
     options = OPTIONS | {"context_length": 700}
     for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
@@ -250,6 +253,7 @@ def test_a_prompt_of_several_chunks(tiny: Path) -> None:
 
 def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens whose cells were given up are computed again, and may make a pass too large for one graph."""
+    monkeypatch.setattr(llamacpp_memory, "CHUNKS", (512,))
     rows, enters = [], []
     options = OPTIONS | {"context_length": 1000}
     for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
@@ -321,7 +325,7 @@ def test_graphs_unlike_the_first(
     backend = load_streamed(tiny)
     enters = Enters(backend, monkeypatch)
     for _ in range(2):
-        backend._watch._last_nodes = set(names)  # type: ignore[union-attr]
+        backend._watch._last_nodes = {name.encode() for name in names}  # type: ignore[union-attr]
         backend._watch._learning = False  # type: ignore[union-attr]
         exact(backend, tiny_resident)
     assert all(layers == list(range(6)) for layers in enters.passes)
@@ -428,7 +432,7 @@ def test_a_pass_on_another_thread(tiny: Path, tiny_resident: LlamaBackend) -> No
 def test_a_read_error_is_one_model_error_until_the_disk_is_back(
     tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = streaming.LinuxStore if sys.platform == "linux" else streaming.DarwinStore
+    kind = LinuxStore if sys.platform == "linux" else DarwinStore
     really, calls = kind.read, list[int]()
     broken = range(20, 10**9)
 
@@ -496,7 +500,7 @@ def left_behind(path: Path) -> tuple[list[str], int, int, int]:
     gc.collect()
     locked = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert locked
-    mapped = len(streaming.mappings(str(path)))
+    mapped = len(mappings(str(path)))
     return reading_threads(), len(os.listdir("/proc/self/fd")), int(locked[1]), mapped
 
 
@@ -539,7 +543,7 @@ def test_a_load_that_fails_leaves_nothing(
             lambda model, params: None if params.cb_eval else really(model, params),
         )
     else:
-        monkeypatch.setattr(streaming.LinuxStore, where, broken)
+        monkeypatch.setattr(LinuxStore, where, broken)
     with pytest.raises(ModelError, match="no context of" if where == "context" else "cannot be streamed"):
         load(str(copy), memory=memory, **OPTIONS)
     assert left_behind(copy) == before
@@ -687,7 +691,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
     assert out == plain[1] != ""
     lines = err.splitlines()
     assert re.fullmatch(
-        r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(\d of 6 layers\) is read from disk "
+        r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(from \d of 6 layers\) is read from disk "
         r"in every pass, about [\d.]+ s at [\d.]+ GB/s; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
         lines[0],
     )
@@ -700,7 +704,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
 def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     least = least_memory(tiny, context_length=256, budget=8)
     arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
-    monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e6)
+    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e6)
     code, _, err = run(*arguments)
     assert code == 0
     lines = err.splitlines()
@@ -709,7 +713,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
-    monkeypatch.setattr(streaming, "disk_bandwidth", lambda path, seconds: 1e9)
+    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e9)
     assert "the disk allows" not in run(*arguments)[2]
 
 
@@ -722,7 +726,7 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(tiny, copy)
     memory = least_memory(copy, **OPTIONS)
-    monkeypatch.setattr(streaming, "disk_bandwidth", broken)
+    monkeypatch.setattr(ring, "disk_bandwidth", broken)
     before = left_behind(copy)
     with pytest.raises(ModelError, match="cannot be read: Input/output error"):
         load(str(copy), memory=memory, **OPTIONS)

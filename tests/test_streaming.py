@@ -21,16 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError
-from edgespec.weights import ring as streaming
-from edgespec.weights.machine import READ_SIZE
+from edgespec.weights import linux, ring, system
+from edgespec.weights.darwin import DarwinStore
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
+from edgespec.weights.pin import lock, warm
 from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.ring import CachedLinuxStore, DarwinStore, LinuxStore, Mapping, Streamer, lock, mappings
+from edgespec.weights.ring import Streamer
+from edgespec.weights.system import READ_SIZE
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="mremap, O_DIRECT and /proc are Linux's")
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="there is no C library with mlock on Windows")
+
+
+def unseen(done: int, total: int) -> None:
+    """Progress that nobody looks at."""
 
 
 def plan_for(layers: list[Layer], slots: int = 3, pinned: tuple[Extent, ...] = ()) -> Plan:
@@ -136,7 +143,7 @@ class WatchfulStore:
             self.rule(not self.reading, "closed while reading")
             self.closed += 1
 
-    def pin(self, extents: Any) -> None:
+    def pin(self, extents: Any, progress: Any) -> None:
         raise NotImplementedError
 
     def drop(self, extents: Any) -> None:
@@ -645,13 +652,44 @@ def test_the_disk_is_measured_where_the_streamed_layers_lie(monkeypatch: pytest.
         asked.append((path, seconds))
         return 7e8
 
-    monkeypatch.setattr(streaming, "disk_bandwidth", measure)
+    monkeypatch.setattr(ring, "disk_bandwidth", measure)
     layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE),))]
-    assert streaming.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
+    assert ring.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
     assert [path for path, _ in asked] == ["b"]
     assert asked[0][1] < 1  # seconds, of everybody's patience
-    assert streaming.measure_disk(["a"], plan_for([])) == 0
+    assert ring.measure_disk(["a"], plan_for([])) == 0
     assert len(asked) == 1
+
+
+def test_warming_tells_how_far_it_is_and_stops_at_an_error() -> None:
+    extents = [Extent(0, PAGE, PAGE + 2 * READ_SIZE + 5), Extent(1, 0, 7)]
+    read: list[Extent] = []
+    told: list[tuple[int, int]] = []
+    warm(extents, read.append, lambda done, total: told.append((done, total)))
+    total = 2 * READ_SIZE + 12
+    assert sorted(read) == [
+        Extent(0, PAGE, PAGE + READ_SIZE),
+        Extent(0, PAGE + READ_SIZE, PAGE + 2 * READ_SIZE),
+        Extent(0, PAGE + 2 * READ_SIZE, PAGE + 2 * READ_SIZE + 5),
+        Extent(1, 0, 7),
+    ]
+    assert told == [(READ_SIZE, total), (2 * READ_SIZE, total), (total - 7, total), (total, total)]
+    begun: list[int] = []
+
+    def broken(piece: Extent) -> None:
+        begun.append(piece.start)
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        warm([Extent(0, 0, 10000 * READ_SIZE)], broken, unseen)
+    assert len(begun) < 10000
+    begun.clear()
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm([Extent(0, 0, 10000 * READ_SIZE)], lambda piece: time.sleep(0.001), interrupt)
 
 
 def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> None:
@@ -682,7 +720,7 @@ class Recorder:
     """The C library, with the calls that take and give back memory noted."""
 
     def __init__(self) -> None:
-        self.library = streaming.libc()
+        self.library = system.libc()
         self.anonymous: Counter[tuple[int, int]] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -769,7 +807,7 @@ def refuse_direct(path: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("direct", [True, False])
 def test_bytes_are_right_before_during_and_after(mapped: Mapped, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if not direct:
-        monkeypatch.setattr(streaming, "open_direct", refuse_direct)
+        monkeypatch.setattr(linux, "open_direct", refuse_direct)
     store = mapped.store()
     if not direct:
         assert not store.is_direct
@@ -835,7 +873,7 @@ def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
     view = np.frombuffer(memory, np.uint8)
-    libc = streaming.libc()
+    libc = system.libc()
 
     def resident(extent: Extent) -> int:
         pages = (ctypes.c_ubyte * (extent.size // PAGE))()
@@ -853,7 +891,7 @@ def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path
         pytest.skip("this file system does not let go of its cache")
     assert resident(middle) <= 4 * MIB
     os.posix_fadvise(store._cached[0], 0, 0, os.POSIX_FADV_DONTNEED)
-    store.pin(plan.pinned)
+    store.pin(plan.pinned, unseen)
     assert [resident(extent) for extent in edges] == [extent.size for extent in edges]
     assert "8 MiB" in store.note
     store.close()
@@ -877,7 +915,7 @@ def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None
             return 0
 
         def madvise(self, address: int, size: int, advice: int) -> int:
-            if advice == streaming.MADV_POPULATE_READ:
+            if advice == linux.MADV_POPULATE_READ:
                 self.populated.append(address)
             return int(self.library.madvise(address, size, advice))
 
@@ -887,9 +925,10 @@ def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None
 
     library = Refusing()
     store = mapped.store(library)
-    store.pin(mapped.plan.pinned)
+    store.pin(mapped.plan.pinned, unseen)
     small = mapped.address + mapped.plan.pinned[1].start
-    assert (library.populated, library.locked) == ([mapped.address], [small])
+    assert library.locked == [small]
+    assert sorted(library.populated) == [mapped.address, small]
     store.close()
     assert library.locked == []
 
@@ -903,7 +942,7 @@ def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
     library = Recorder()
     store = mapped.store(library)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
-    store.pin(mapped.plan.pinned)
+    store.pin(mapped.plan.pinned, unseen)
     streamer = Streamer(mapped.plan, store)
 
     def passes(count: int) -> None:
@@ -1000,10 +1039,10 @@ def test_what_failed_halfway_can_be_done_again(mapped: Mapped, name: str) -> Non
             return self.left == 0
 
         def mremap(self, *arguments: Any) -> Any:
-            return streaming.MAP_FAILED if name == "mremap" and self.fail() else self.library.mremap(*arguments)
+            return system.MAP_FAILED if name == "mremap" and self.fail() else self.library.mremap(*arguments)
 
         def mmap(self, *arguments: Any) -> Any:
-            return streaming.MAP_FAILED if name == "mmap" and self.fail() else super().mmap(*arguments)
+            return system.MAP_FAILED if name == "mmap" and self.fail() else super().mmap(*arguments)
 
     library = Failing()
     store = mapped.store(library)
@@ -1051,7 +1090,7 @@ def test_what_cannot_be_opened_or_mapped_leaves_nothing(mapped: Mapped, tmp_path
         def mmap(self, *arguments: Any) -> Any:
             if self.anonymous.total():
                 ctypes.set_errno(12)
-                return streaming.MAP_FAILED
+                return system.MAP_FAILED
             return super().mmap(*arguments)
 
     library = Full()
@@ -1066,7 +1105,7 @@ class OldLibrary(Recorder):
 
     def mremap(self, *arguments: Any) -> int:
         ctypes.set_errno(22)
-        return streaming.MAP_FAILED
+        return system.MAP_FAILED
 
 
 @linux_only
@@ -1075,11 +1114,11 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
 ) -> None:
     """Found when the model is loaded, not at the first pass."""
     files, library = descriptors(), OldLibrary()
-    monkeypatch.setattr(streaming, "libc", lambda: library)
-    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    monkeypatch.setattr(ring, "libc", lambda: library)
+    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
     assert isinstance(store, CachedLinuxStore)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
-    store.pin(mapped.plan.pinned)
+    store.pin(mapped.plan.pinned, unseen)
     assert "locked in memory" in store.note
     assert store.note.endswith("through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)")
     dropped: list[tuple[int, int]] = []
@@ -1105,7 +1144,7 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     assert descriptors() == files
     os.truncate(mapped.path, PAGE)
     extent = mapped.layers[0].extents[0]
-    store = streaming.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
     with pytest.raises(OSError, match="it must have shrunk"):
         store.read(0, mapped.layers[0], extent, extent.start, extent.stop)
     store.close()
@@ -1114,17 +1153,17 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
 @linux_only
 def test_this_kernel_is_tried_and_the_trial_leaves_nothing(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorder()
-    assert streaming.moves_pages(library)
+    assert linux.moves_pages(library)
     assert sum(library.anonymous.values()) == 0
-    assert not streaming.moves_pages(OldLibrary())
+    assert not linux.moves_pages(OldLibrary())
 
     class Full(Recorder):
         def mmap(self, *arguments: Any) -> Any:
             ctypes.set_errno(12)
-            return streaming.MAP_FAILED
+            return system.MAP_FAILED
 
     with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
-        streaming.moves_pages(Full())
+        linux.moves_pages(Full())
 
 
 @linux_only
@@ -1165,7 +1204,7 @@ class DarwinLibrary:
 
     def mmap(self, *arguments: Any) -> int:
         number = sum(call[0] == "mmap" for call in self.calls)
-        return self.result("mmap", arguments, (number + 1) << 40, streaming.MAP_FAILED)
+        return self.result("mmap", arguments, (number + 1) << 40, system.MAP_FAILED)
 
     def msync(self, *arguments: int) -> int:
         return self.result("msync", arguments)
@@ -1209,7 +1248,7 @@ def test_darwin_maps_locks_drops_and_unmaps(two_files: list[str], monkeypatch: p
     store.drop(DARWIN_LAYER.extents)
     ranges = [(FIRST + 16384, 6 * MIB, 2), (SECOND + 32768, MIB, 2)]  # MS_INVALIDATE = 2 in <sys/mman.h>
     assert library.named("msync") == ranges
-    store.pin([Extent(0, 0, 16384), Extent(1, 2 * MIB, 2 * MIB + 16384)])  # the last page is not full
+    store.pin([Extent(0, 0, 16384), Extent(1, 2 * MIB, 2 * MIB + 16384)], unseen)  # the last page is not full
     assert library.named("mlock") == [(FIRST, 16384), (SECOND + 2 * MIB, 16384)]
     assert store.note == "0 MiB locked in memory"
     for extent in DARWIN_LAYER.extents:
@@ -1246,7 +1285,7 @@ def test_darwin_errors(two_files: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
     library = DarwinLibrary("mlock", after=1)
     store = DarwinStore(two_files, library)
-    store.pin([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)])
+    store.pin([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)], unseen)
     assert store.note.startswith("1 MiB locked in memory, 3 MiB kept in the page cache")
     store.close()
     assert library.named("munlock") == [(FIRST, MIB)]  # only what was locked
@@ -1266,16 +1305,16 @@ def test_darwin_a_file_that_shrinks(two_files: list[str]) -> None:
     with pytest.raises(OSError, match="it must have shrunk"):  # behind the end
         store.read(0, DARWIN_LAYER, extent, 5 * MIB, extent.stop)
     with pytest.raises(OSError, match="it must have shrunk"):
-        store.pin([extent])
+        store.pin([extent], unseen)
     store.close()
 
 
 @posix_only
 def test_darwin_read_errors_reach_the_one_who_computes(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> bytes:
+    def broken(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     streamer = Streamer(plan_for([DARWIN_LAYER]), DarwinStore(two_files, DarwinLibrary()))
     with pytest.raises(ModelError, match=r"layer 3 cannot be read: .*Input/output error"):
         within(10, lambda: streamer.enter(3))
@@ -1288,10 +1327,10 @@ def test_the_system_chooses_the_store(mapped: Mapped, two_files: list[str], monk
     for platform, kind in (("linux", LinuxStore), ("darwin", DarwinStore)):
         if platform == "linux" != sys.platform:
             continue
-        monkeypatch.setattr(streaming, "sys", type("System", (), {"platform": platform}))
-        assert streaming.supported()
-        store = streaming.open_store([str(mapped.path)], seen, mapped.plan)
+        monkeypatch.setattr(ring, "sys", type("System", (), {"platform": platform}))
+        assert ring.supported()
+        store = ring.open_store([str(mapped.path)], seen, mapped.plan)
         assert type(store) is kind
         store.close()
-    monkeypatch.setattr(streaming, "sys", type("System", (), {"platform": "win32"}))
-    assert not streaming.supported()
+    monkeypatch.setattr(ring, "sys", type("System", (), {"platform": "win32"}))
+    assert not ring.supported()

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from edgespec.backend import Capabilities, Logits, Work
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
-from edgespec.weights.ring import Streamer, mappings
+from edgespec.weights.pin import Progress
+from edgespec.weights.ring import Streamer
 
 from .files import (
     FILE_TYPE_BF16,
@@ -272,6 +274,7 @@ def load(
     beside: Sequence[str] = (),
     resident: bool = False,
     wide: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> LlamaBackend:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
 
@@ -296,6 +299,7 @@ def load(
             where there is memory for both, for more without: on two processors with AVX-512 (AMD EPYC; Intel, AMX left
             out) the 1.5 B of 4 bits made 54 and 6 tokens/s of 2 nodes repacked, 35 and 8 as in the file, but 178 and
             40 against 253 and 55 of 64 nodes.
+        progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
         ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
@@ -321,7 +325,7 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            watch = LayerWatch(start_streaming(path, plan, known, notes))
+            watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
         if watch and plan and plan.streamed:

@@ -10,12 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
     COMPRESSING_FILE_SYSTEMS,
     NETWORK_FILE_SYSTEMS,
@@ -24,8 +25,9 @@ from edgespec.weights.machine import (
     format_size,
     private_memory,
 )
-from edgespec.weights.residency import MARGIN, SAFETY, Plan, make_plan
-from edgespec.weights.ring import Mapping, Streamer, mappings, measure_disk, open_store, supported
+from edgespec.weights.pin import Progress
+from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.ring import Streamer, measure_disk, open_store, supported
 
 from .files import (
     FILE_TYPE_F32,
@@ -42,8 +44,8 @@ from .files import (
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
-STREAMED_CHUNKS = (4096, 2048, 1024)  # … or of these where every chunk reads the weights again
-CHUNK_SHARE = 16  # the buffers of larger chunks may take this part of the memory
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
+CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -114,30 +116,41 @@ def plan_memory(
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
-    # Every chunk of a prompt is a pass over all the weights, so chunks are as large as a share of the memory allows.
-    sizes = [
-        size,
-        *(replace(size, chunk=n) for n in reversed(STREAMED_CHUNKS)),
-    ]
-    needed = sum(_weights_and_buffers(other, size) for other in beside)
-    buffers = _rehearse(path, sizes)
-    plan = make_plan(tensors, room, needed + buffers[0], **gpu)
+    # Sessions may fill a pass together.
+    sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
+    beside_it = sum(_weights_and_buffers(other, size) for other in beside)
+    needs = [beside_it + needed for needed in _rehearse(path, sizes)]
+    plans = _plans(tensors, room, needs, gpu)
+    # Every chunk of a prompt reads what is streamed, so large ones pay, unless their buffers make that much more.
+    most = _streamed_bytes(plans[0]) * (1 + CHUNK_SHARE)
+    best = max(i for i, plan in enumerate(plans) if _streamed_bytes(plan) <= most)
+    if not most:
+        best = min(best, sizes.index(size))
+    plan = plans[best]
     notes = []
     if memory is not None and memory > found:
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
-        return None, size, notes
-    best = max(i for i, taken in enumerate(buffers) if i == 0 or taken - buffers[0] <= room // CHUNK_SHARE)
+        return None, sizes[best], notes
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
     elif kind in COMPRESSING_FILE_SYSTEMS:
         notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
-    try:
-        plan = make_plan(tensors, room, needed + buffers[best], **gpu)
-        return plan, sizes[best], notes
-    except UsageError:
-        return make_plan(tensors, room, needed + buffers[0], **gpu), size, notes
+    return plan, sizes[best], notes
+
+
+def _plans(tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, int]) -> list[Plan | None]:
+    """A plan for each of these needs, which grow, as far as there is one. Raises UsageError: not even the first."""
+    plans = [make_plan(tensors, room, needs[0], **gpu)]
+    with suppress(UsageError):
+        for needed in needs[1:]:
+            plans.append(make_plan(tensors, room, needed, **gpu))
+    return plans
+
+
+def _streamed_bytes(plan: Plan | None) -> int:
+    return plan.streamed_bytes if plan else 0
 
 
 def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
@@ -187,8 +200,19 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str]) -> Streamer:
-    """Pin and start to stream the weights of a model that has just been loaded; `known` mappings are not its own."""
+def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress) -> Streamer:
+    """Pin and start to stream the weights of a model that has just been loaded.
+
+    Args:
+        path: of the model; for a split one its first file.
+        plan: what stays and what is streamed.
+        known: addresses of mappings of the same files that are not this model's own.
+        notes: what a person should know is added.
+        progress: told how much of what stays has been read.
+
+    Raises:
+        ModelError: it cannot be read or mapped.
+    """
     files = parts(path)
     mapped = list[Mapping]()
     if sys.platform == "linux":
@@ -204,7 +228,7 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str]) ->
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             store.look_up(plan.looked_up)
             speed = measure_disk(files, plan)
-            store.pin(plan.pinned)
+            store.pin(plan.pinned, progress)
             notes.append(f"{plan.line(speed)}; {store.note}")
             notes += filter(None, [plan.warning(speed)])
             return Streamer(plan, store)
@@ -220,25 +244,28 @@ class LayerWatch:
 
     Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
     shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
-    everything before is computed. The first pass has every node reported and so learns the last node of each layer;
-    later passes stop only there.
+    everything before is computed. The first pass has every node reported and so learns the last node before each
+    layer that is streamed; later passes stop only there.
     """
 
     def __init__(self, streamer: Streamer) -> None:
         self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self.streamer = streamer
-        self._last_nodes: set[str] = set()
+        self._streamed = {layer.index for layer in streamer.plan.streamed}
+        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
+        self._name_of = ggml_base().ggml_get_name
+        self._last_nodes: set[bytes] = set()  # before a streamed layer
         self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
         self._handlers: dict[int, Any] = {}
-        self._learning, self._layer, self._name, self._reported = True, -1, "", True
+        self._learning, self._layer, self._name, self._reported = True, -1, b"", True
 
     def begin(self) -> None:
         """A pass starts. Raises ModelError: the weights cannot be read any more."""
         self.streamer.begin()
         self.error = None
         self._learning = not self._last_nodes
-        self._layer, self._name, self._reported = -1, "", True
+        self._layer, self._name, self._reported = -1, b"", True
 
     @contextmanager
     def signals_held(self) -> Iterator[None]:
@@ -273,24 +300,29 @@ class LayerWatch:
             return True
         try:
             self._obey()
-            return self._asked(ggml_base().ggml_get_name(tensor).decode())
+            return self._asked(self._name_of(tensor))
         except BaseException as error:
             self.error = error
             return True
 
-    def _asked(self, name: str) -> bool:
-        digits = name.rpartition("-")[2]
-        layer = int(digits) if digits.isdecimal() else self._layer
-        if layer < self._layer and layer == 0:  # the pass was too large for one graph: here is the next one
+    def _asked(self, name: bytes) -> bool:
+        layer = self._layer_of.get(name)
+        if layer is None:
+            digits = name.rpartition(b"-")[2]
+            layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
+        if layer < 0:
+            layer = self._layer
+        if layer == 0 < self._layer:  # the pass was too large for one graph: here is the next one
             self.streamer.finish()
             self._layer = -1
-        new = layer > self._layer
+        new = layer > self._layer and layer in self._streamed
         if new:
             self._last_nodes.add(self._name)
         if new and self._reported:
             self.streamer.enter(layer)
-            self._layer = layer
+        if not new or self._reported:
+            self._layer = max(layer, self._layer)
         # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
-        self._reported = self._learning or name in self._last_nodes or (new and self._layer < layer)
+        self._reported = self._learning or name in self._last_nodes or self._layer < layer
         self._name = name
         return self._reported

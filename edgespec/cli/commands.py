@@ -11,7 +11,7 @@ import click
 
 from edgespec import __version__, remembered
 from edgespec.cli.completion import complete_model
-from edgespec.cli.terminal import write_answer
+from edgespec.cli.terminal import LoadingBar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
 from edgespec.planners.choice import PLANNERS
@@ -227,12 +227,8 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     extra = planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
     context_length = options.pop("ctx")
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status(f"loading {model}"):
-            return load(model, context_length=context_length, **options, **extra)
-    return load(model, context_length=context_length, **options, **extra)
+    with LoadingBar(model) as bar:
+        return load(model, context_length=context_length, progress=bar.update, **options, **extra)
 
 
 @cli.command(

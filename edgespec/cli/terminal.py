@@ -44,20 +44,14 @@ class PrefillBar:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._task: Any = None
 
     def update(self, done: int, total: int) -> None:
         """So many of the prompt's tokens are read."""
         if not sys.stderr.isatty() or total < 256:
             return
         if self._bar is None:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("reading the prompt", total=total)
-        self._bar.update(self._task, completed=done)
+            self._bar = _start_bar("reading the prompt", total)
+        self._bar.update(self._bar.task_ids[0], completed=done)
 
     def stop(self) -> None:
         """Take the bar away."""
@@ -70,3 +64,55 @@ class PrefillBar:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class LoadingBar:
+    """On standard error while a model loads: a spinner, and once it is told of bytes, a bar with their speed.
+
+    Nothing where nobody looks.
+    """
+
+    def __init__(self, model: str) -> None:
+        """
+        Args:
+            model: its name.
+        """
+        self._model = model
+        self._shown: Any = None
+        self._counts = False  # whether what is shown is the bar
+
+    def update(self, done: int, total: int) -> None:
+        """So many bytes are read."""
+        if self._shown is None:
+            return
+        if not self._counts:
+            from rich.progress import DownloadColumn, TransferSpeedColumn
+
+            self._shown.stop()
+            columns = DownloadColumn(binary_units=True), TransferSpeedColumn()
+            self._shown, self._counts = _start_bar(f"reading {self._model}", total, *columns), True
+        self._shown.update(self._shown.task_ids[0], completed=done)
+
+    def __enter__(self) -> "LoadingBar":
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._shown = Console(stderr=True).status(f"loading {self._model}")
+            self._shown.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown is not None:
+            self._shown.stop()
+
+
+def _start_bar(text: str, total: int, *columns: Any) -> Any:
+    """A bar of one task, with these columns instead of the time left; it goes away when it is stopped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    shown = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *(columns or (TimeRemainingColumn(),))
+    bar = Progress(*shown, console=Console(stderr=True), transient=True)
+    bar.add_task(text, total=total)
+    bar.start()
+    return bar

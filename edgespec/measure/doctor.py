@@ -74,6 +74,16 @@ def time_pass(backend: Backend, nodes: int) -> Pass:
     return min(found[1:], key=lambda one: one.seconds)
 
 
+def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:
+    """What a pass should take: it reads while it computes, so the longer of the two."""
+    return max(made.seconds - made.waited, reading_seconds(diagnosis))
+
+
+def reading_seconds(diagnosis: Diagnosis) -> float:
+    """What the disk needs for the weights that every pass reads."""
+    return diagnosis.plan.streamed_bytes / diagnosis.disk if diagnosis.plan else 0.0
+
+
 def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
     """Planner -> tokens per second to expect of a chat; planners that can be used, `none` among them."""
     if not diagnosis.passes:
@@ -135,7 +145,8 @@ def diagnose(
     if not cannot_run:
         say("passes")
         options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
-        with closing(load_backend("llamacpp", path, memory=room, beside=beside, **options)) as backend:
+        streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say)}
+        with closing(load_backend("llamacpp", path, **streaming, **options)) as backend:
             passes = time_pass(backend, 1), time_pass(backend, budget + 1)
         for other in beside:
             with closing(load_backend("llamacpp", other, resident=True, in_order=False, **options)) as backend:
@@ -160,6 +171,10 @@ def diagnose(
     )
 
 
+def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
+    return lambda done, total: say(f"passes; {format_size(done)} of {format_size(total)} are read")
+
+
 def report(diagnosis: Diagnosis) -> str:
     """For a person."""
     lines = [
@@ -180,7 +195,7 @@ def report(diagnosis: Diagnosis) -> str:
             ("stays", f"{format_size(plan.pinned_bytes)} of weights, {format_size(plan.needed)} for all else"),
             (
                 "is streamed",
-                f"{format_size(plan.streamed_bytes)} per pass, {len(plan.streamed)} of {plan.layers} layers",
+                f"{format_size(plan.streamed_bytes)} per pass, from {len(plan.streamed)} of {plan.layers} layers",
             ),
         ]
         if plan.cached:
@@ -188,6 +203,12 @@ def report(diagnosis: Diagnosis) -> str:
     for made in diagnosis.passes:
         nodes = "1 token" if made.nodes == 1 else f"{made.nodes} nodes"
         lines.append((f"pass, {nodes}", f"{made.seconds:.2f} s; {made.limit} limits it"))
+        if plan and plan.streamed:
+            computing, reading = made.seconds - made.waited, reading_seconds(diagnosis)
+            predicted = predicted_seconds(diagnosis, made)
+            lines.append(
+                ("  predicted", f"{predicted:.2f} s: {computing:.2f} s of computing, {reading:.2f} s of reading")
+            )
     expected = tokens_per_second(diagnosis)
     lines.append(("tokens/s", ", ".join(f"{name} about {speed:.1f}" for name, speed in expected.items())))
     if max(expected.values()) < SLOW:
@@ -228,6 +249,8 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "window_bytes": plan.slots * plan.slot_bytes,
         "needed_bytes": plan.needed,
     }
-    found["passes"] = [asdict(one) | {"limit": one.limit} for one in diagnosis.passes]
+    found["passes"] = [
+        asdict(one) | {"limit": one.limit, "predicted": predicted_seconds(diagnosis, one)} for one in diagnosis.passes
+    ]
     found["tokens_per_second"] = tokens_per_second(diagnosis)
     return found

@@ -22,16 +22,17 @@ def pass_table(report: dict[str, Any]) -> str:
     view = _table(title, headings)
     for entry in report["limits"]:
         streamed, mapped = entry["streamed"], entry["mapped"]
+        moved = streamed.get("streamed", 0)  # nothing, if all that passes touch fits
+        read = f"{streamed['bytes_per_pass'] / moved:.2f} of {format_size(moved)}" if moved else "nothing"
         for nodes, found in streamed["passes"].items():
             compute = report["in_memory"]["passes"][nodes]["seconds"]
-            bound = max(compute, streamed["streamed"] / entry["bandwidth"])
+            bound = max(compute, moved / entry["bandwidth"])
             plain = mapped["passes"].get(nodes, {}).get("seconds")
             view.add_row(
                 format_size(entry["room"]), f"{entry['bandwidth'] / 1e9:.2f} GB/s", nodes,
                 f"{plain:.3f} s" if plain else "", f"{found['seconds']:.3f} s", f"{compute:.3f} s",
                 f"{found['seconds'] / bound:.2f}", f"{plain / found['seconds']:.1f}" if plain else "",
-                f"{streamed['bytes_per_pass'] / streamed['streamed']:.2f} of {format_size(streamed['streamed'])}",
-                f"{streamed['peak'] / entry['limit']:.2f}",
+                read, f"{streamed['peak'] / entry['limit']:.2f}",
             )  # fmt: skip
         for name in ("streamed", "mapped"):
             for why in entry[name]["failed"]:

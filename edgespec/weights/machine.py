@@ -13,9 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 from edgespec.errors import ModelError, UsageError
-
-READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
-READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
+from edgespec.weights.system import READ_SIZE, READ_THREADS, open_direct, read_buffer
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -175,25 +173,8 @@ def file_system(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     return found[1]
 
 
-def open_direct(path: str) -> tuple[int, bool]:
-    """Open a file for reading past the page cache: (descriptor, whether that works here)."""
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        try:
-            return os.open(path, os.O_RDONLY | direct), True
-        except OSError:  # tmpfs and some network file systems refuse
-            pass
-    descriptor = os.open(path, os.O_RDONLY)
-    if sys.platform == "darwin":
-        import fcntl
-
-        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
-        return descriptor, True
-    return descriptor, False
-
-
 def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS) -> float:
-    """Bytes per second that direct reads of a file reach, several in flight, going through it from its middle.
+    """Bytes per second of direct reads of a file, read as `ring.py` reads, going through it from its middle.
 
     Where direct reads do not work, the page cache is dropped first, as far as the system does that.
 
@@ -215,14 +196,13 @@ def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS)
         started = perf_counter()
 
         def read() -> int:
-            done = 0
-            with mmap.mmap(-1, READ_SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
-                while perf_counter() - started < seconds:
-                    with lock:
-                        block = next(turn, None)
-                    if block is None:
-                        break
-                    done += os.preadv(descriptor, [buffer], (block % blocks) * READ_SIZE)
+            done, buffer = 0, read_buffer()
+            while perf_counter() - started < seconds:
+                with lock:
+                    block = next(turn, None)
+                if block is None:
+                    break
+                done += os.preadv(descriptor, [buffer], (block % blocks) * READ_SIZE)
             return done
 
         with ThreadPoolExecutor(threads) as pool:

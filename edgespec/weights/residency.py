@@ -1,17 +1,19 @@
 """Which weights stay in memory and which are read again in every pass: the policy, without any effect.
 
-A model larger than memory is run by *pinning* as many of its layers as fit and *streaming* the others: each is read
-from the disk shortly before it is computed, into one of a few slots, and dropped right after. `ring.py` does
-what is planned here.
+A model larger than memory is run by *pinning* as much of it as fits and *streaming* the rest: of each layer a part,
+read from the disk shortly before the layer is computed, into one of a few slots, and dropped right after. `ring.py`
+does what is planned here.
 
-    pinned      output, norms, and as many layers as fit: in memory for good
-    streamed    the other layers, in the order of their computation: read once per pass
+    pinned      output, norms, and what fits of the layers: in memory for good
+    streamed    a part of each layer, or of some layers, in the order of their computation: read once per pass
     cached      experts of a mixture-of-experts model: few are used per token, so the page cache does better than a plan
     looked up   the embedding, where it is not the output as well: a token needs one row of it
-    slots       memory for the streamed layers being read ahead or computed
+    slots       memory for the streamed parts being read ahead or computed
 
 Pinning always beats a larger window of slots: a pinned byte is never read, a byte in a window is read in every pass.
-For the same reason streamed layers are spread evenly over the model: while pinned ones compute, the disk works on.
+That is why layers are streamed in parts: the smaller the parts, the smaller the window. To free E bytes, parts of n
+layers take n / (n - slots) x E bytes per pass. For the same reason they are spread evenly over the model: while the
+rest computes, the disk works on.
 """
 
 import math
@@ -22,10 +24,12 @@ from mmap import PAGESIZE
 
 from edgespec.errors import UsageError
 from edgespec.weights.machine import format_size
+from edgespec.weights.system import HUGE
 
-SLOTS = 2  # one layer being computed, one being read; a third was not faster, and costs a pinned layer
+SLOTS = 2  # one part being computed, one being read; a third was not faster, and takes memory of pinned weights
+PART = HUGE  # a part of fewer bytes is not worth the stop before its layer, nor the huge page it lies in
 SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
-MARGIN = 96 << 20  # what allocators, work buffers and page tables take beyond what is counted
+MARGIN = 64 << 20  # what libraries, work buffers and page tables take beyond what is counted
 SAFETY = 0.05  # of the memory found free is left alone, unless the user names the memory
 
 SLOW = 0.5  # tokens per second below which a user is warned
@@ -60,7 +64,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that is streamed."""
+    """What is streamed of a layer."""
 
     index: int
     extents: tuple[Extent, ...]
@@ -116,7 +120,7 @@ class Plan:
         text += f"{format_size(self.pinned_bytes)} stays"
         if self.streamed:
             text += (
-                f", {format_size(self.streamed_bytes)} ({len(self.streamed)} of {self.layers} layers) "
+                f", {format_size(self.streamed_bytes)} (from {len(self.streamed)} of {self.layers} layers) "
                 f"is read from disk in every pass"
             )
             if bandwidth:
@@ -173,17 +177,19 @@ def make_plan(
         extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + others)
     )
     # Experts get what the others leave, so the others are streamed only where even they do not fit.
-    choices = [_spread(layers, count) for count in range(len(layers) + 1)]
-    needs = [always + _resident_bytes(layers, chosen) + needed for chosen in choices]
-    fitting = [chosen for chosen, need in zip(choices, needs, strict=True) if need <= memory]
-    if not fitting:
+    sizes = [layer.size for layer in layers]
+    excess = always + sum(sizes) + needed - memory
+    streamed = _parts(_inner(layers, HUGE), excess, HUGE)
+    if streamed is None:
+        streamed = _parts(layers, excess, page)
+    if streamed is None:
+        least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes))
         raise UsageError(
             f"{format_size(memory)} of memory are too little for this model: it needs at least "
-            f"{format_size(min(needs), up=True)} ({format_size(always)} for the output and small weights, "
-            f"{format_size(min(needs) - always - needed)} for layers, "
+            f"{format_size(least, up=True)} ({format_size(always)} for the output and small weights, "
+            f"{format_size(least - always - needed)} for layers, "
             f"{format_size(needed)} for the program, caches and the draft)"
         )
-    streamed = min(fitting, key=lambda chosen: sum(layer.size for layer in chosen))
     moving = [extent for layer in streamed for extent in layer.extents]
     return Plan(
         memory=memory,
@@ -197,16 +203,73 @@ def make_plan(
     )
 
 
+def _inner(layers: Sequence[Layer], unit: int) -> list[Layer]:
+    """Layers without what does not fill whole units of their files; none if that leaves too little.
+
+    The page cache has pages of up to 2 MiB, and keeps a whole one where a part of it is pinned.
+    """
+    inner = [
+        Layer(layer.index, tuple(e for extent in layer.extents if (e := _whole(extent, unit)).size > 0))
+        for layer in layers
+    ]
+    large = all(4 * some.size >= 3 * layer.size for some, layer in zip(inner, layers, strict=True))
+    return inner if large else []
+
+
+def _whole(extent: Extent, unit: int) -> Extent:
+    return Extent(extent.file, -(-extent.start // unit) * unit, extent.stop // unit * unit)
+
+
+def _parts(layers: Sequence[Layer], excess: int, unit: int) -> list[Layer] | None:
+    """The least that can be streamed to free so many bytes, in whole units; None if not so many can be freed."""
+    if excess <= 0:
+        return []
+    best, least = None, 0
+    for count in range(SLOTS + 1, len(layers) + 1):
+        some = _spread(layers, count)
+        sizes = [layer.size for layer in some]
+        part = _part_size(sizes, excess, unit)
+        read = sum(min(size, part) for size in sizes)
+        if part and (best is None or read < least):
+            best, least = [_part(layer, part) for layer in some], read
+    return best
+
+
+def _part_size(sizes: Sequence[int], excess: int, unit: int) -> int:
+    """Bytes of parts of layers of those sizes that free so many bytes, in whole units; 0 if none do."""
+    largest = _largest_part(sizes)
+    if _freed(sizes, largest) < excess:
+        return 0
+    low, high = 0, largest // unit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _freed(sizes, middle * unit) >= excess else (middle, high)
+    return max(high * unit, min(PART, largest))
+
+
+def _largest_part(sizes: Sequence[int]) -> int:
+    """A larger one would take more for the slots than it frees: no more than SLOTS layers have so much."""
+    return sorted(sizes)[-SLOTS - 1] if len(sizes) > SLOTS else 0
+
+
+def _freed(sizes: Sequence[int], part: int) -> int:
+    """Bytes that streaming a part of each layer frees: the parts less the slots."""
+    return sum(min(size, part) for size in sizes) - SLOTS * part
+
+
+def _part(layer: Layer, size: int) -> Layer:
+    """The first bytes of a layer, so many or all there are."""
+    extents = []
+    for extent in layer.extents:
+        if size > 0:
+            extents.append(Extent(extent.file, extent.start, min(extent.stop, extent.start + size)))
+            size -= extents[-1].size
+    return Layer(layer.index, tuple(extents))
+
+
 def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
     """That many layers, evenly over the model."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
-
-
-def _resident_bytes(layers: Sequence[Layer], streamed: Sequence[Layer]) -> int:
-    """Of the layers, when these are streamed: all others, and the slots."""
-    moving = sum(layer.size for layer in streamed)
-    window = min(SLOTS, len(streamed)) * max((layer.size for layer in streamed), default=0)
-    return sum(layer.size for layer in layers) - moving + window
 
 
 def _layer(tensor: Tensor) -> int:
@@ -233,7 +296,7 @@ def _whole_pages(tensors: Sequence[Tensor], page: int) -> dict[tuple[int, str], 
         runs.append((owner, Extent(tensor.file, tensor.start, stop)))
     pages: dict[tuple[int, str], list[Extent]] = {}
     for owner, run in runs:
-        inner = Extent(run.file, -(-run.start // page) * page, run.stop // page * page)
+        inner = _whole(run, page)
         if inner.size >= SMALL:
             pages.setdefault(owner, []).append(inner)
     return pages

@@ -4,40 +4,25 @@
 computation, which calls `enter(layer)` before it computes a layer and `finish()` after a pass. So the first layers of
 the next pass are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
 
-`Store` is what a system must be able to do. There are three:
-
-    LinuxStore        reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where
-                      the engine has mapped the layer; when the layer is done they move back, and the file is mapped
-                      there again. So a layer that comes late is slow, never wrong. It needs no privilege, does not
-                      depend on the kernel's read-ahead, and pushes nothing else out of the page cache.
-    CachedLinuxStore  for kernels that cannot move pages: reads into the page cache, and drops from it. Not measured.
-    DarwinStore       macOS has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties
-                      it, mlock pins. Written from Apple's sources and documentation; not measured.
+`Store` is what a system must be able to do. There are three: LinuxStore and CachedLinuxStore in `linux.py`, and
+DarwinStore in `darwin.py`.
 """
 
-import ctypes
-import mmap  # whose flags are not there on Windows
-import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.weights.machine import READ_SIZE, READ_THREADS, disk_bandwidth, format_size, open_direct
+from edgespec.weights.darwin import DarwinStore
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, moves_pages
+from edgespec.weights.machine import disk_bandwidth
+from edgespec.weights.pin import Progress, pieces
 from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.system import READ_THREADS, libc
 
-MAP_FIXED = 0x10
-MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
-MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
-MAP_FAILED = (1 << 64) - 1
-MS_INVALIDATE = 2  # macOS, sys/mman.h
 MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
-HUGE = 2 << 20  # a huge page moves in one step if it lies alike, modulo this, where it comes from and where it goes
 
 
 class Store(Protocol):
@@ -48,7 +33,7 @@ class Store(Protocol):
     def check(self) -> None:
         """Fail if a file has shrunk: whoever touches weights mapped beyond its end is killed by the system."""
 
-    def pin(self, extents: Sequence[Extent]) -> None:
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
         """Read these, and keep them in memory as well as this process may."""
 
     def drop(self, extents: Sequence[Extent]) -> None:
@@ -208,9 +193,10 @@ class Streamer:
                 if count < self._freed + len(self._occupant) and empty[count % len(empty)]:
                     self._next = count + 1
                     self._occupant[count % len(self._occupant)] = count
-                    pieces = [(count, *piece) for piece in _pieces(self._layers[count % len(self._layers)])]
-                    self._left[count] = len(pieces)
-                    self._pieces = iter(pieces)
+                    extents = self._layers[count % len(self._layers)].extents
+                    found = [(count, extent, one.start, one.stop) for extent in extents for one in pieces([extent])]
+                    self._left[count] = len(found)
+                    self._pieces = iter(found)
                 else:
                     self._changed.wait()
             return None
@@ -235,341 +221,6 @@ class Streamer:
             self._shown.remove(count)
         self._occupant[slot] = None
         return True
-
-
-def _pieces(layer: Layer) -> Iterator[tuple[Extent, int, int]]:
-    for extent in layer.extents:
-        for start in range(extent.start, extent.stop, READ_SIZE):
-            yield extent, start, min(start + READ_SIZE, extent.stop)
-
-
-def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
-    """Read bytes `start` to `stop` of a file to an address.
-
-    Raises:
-        OSError: the disk failed, or the file ends before `stop`.
-    """
-    while start < stop:
-        buffer = (ctypes.c_char * (stop - start)).from_address(address)
-        done = os.preadv(descriptor, [buffer], start)
-        if done <= 0:
-            raise OSError(f"the file ends at byte {start}; it must have shrunk")
-        start, address = start + done, address + done
-
-
-def warm(descriptor: int, extents: Iterable[Extent], threads: int = READ_THREADS) -> None:
-    """Read extents of a file into the page cache at the disk's full speed, whatever the system reads ahead."""
-    starts = [(start, extent.stop) for extent in extents for start in range(extent.start, extent.stop, READ_SIZE)]
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda piece: _touch(descriptor, *piece), starts):
-            pass
-
-
-def _touch(descriptor: int, start: int, stop: int) -> int:
-    done = len(os.pread(descriptor, min(READ_SIZE, stop - start), start))
-    if not done:
-        raise OSError(f"the file ends at byte {start}; it must have shrunk")
-    return done
-
-
-def _touch_all(descriptor: int, start: int, stop: int) -> None:
-    if _touch(descriptor, start, stop) < stop - start:
-        raise OSError(f"the file ends before byte {stop}; it must have shrunk")
-
-
-def _file_sizes(descriptors: Iterable[int]) -> list[int]:
-    return [os.fstat(descriptor).st_size for descriptor in descriptors]
-
-
-def _check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequence[int]) -> None:
-    for path, now, then in zip(paths, _file_sizes(descriptors), sizes, strict=True):
-        if now < then:
-            raise OSError(f"{path} has shrunk from {then} to {now} bytes")
-
-
-def libc() -> Any:
-    """The C library, with the argument types of what is used here."""
-    library = ctypes.CDLL(None, use_errno=True)
-    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
-    for name, result, arguments in [
-        ("mmap", pointer, [pointer, size, number, number, number, offset]),
-        ("mremap", pointer, [pointer, size, size, number, pointer]),
-        ("munmap", number, [pointer, size]),
-        ("madvise", number, [pointer, size, number]),
-        ("msync", number, [pointer, size, number]),
-        ("mlock", number, [pointer, size]),
-        ("munlock", number, [pointer, size]),
-    ]:
-        if function := getattr(library, name, None):
-            function.restype, function.argtypes = result, arguments
-    return library
-
-
-def _check(result: int | None, what: str) -> None:
-    if result not in (0, None) and (result == -1 or result == MAP_FAILED):
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-
-
-def new_memory(library: Any, size: int) -> int:
-    """The address of so many bytes that this process can write. Raises OSError."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    _check(address, "mmap")
-    return int(address)
-
-
-def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
-    """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-    locked = [(address, size) for address, size in ranges if library.mlock(address, size) == 0]
-    done, total = (sum(size for _, size in some) for some in (locked, ranges))
-    note = f"{format_size(done)} locked in memory"
-    if len(locked) < len(ranges):
-        note += f", {format_size(total - done)} kept in the page cache"
-        if hard != resource.RLIM_INFINITY:
-            note += f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
-    return locked, note
-
-
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """Where a piece of a file is mapped."""
-
-    start: int  # address
-    stop: int
-    offset: int  # of `start` in the file
-
-
-def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
-    """All mappings of a file in this process (Linux).
-
-    Some file systems (btrfs, overlays) tell another device here than to `stat`, so the same path will do.
-    """
-    status, real = os.stat(path), os.path.realpath(path)
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-    found = []
-    for line in maps.read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if (fields[3] == device and int(fields[4]) == status.st_ino) or fields[5:] == [real]:
-            start, stop = (int(number, 16) for number in fields[0].split("-"))
-            found.append(Mapping(start, stop, int(fields[2], 16)))
-    return found
-
-
-class LinuxStore:
-    """See the module."""
-
-    note = ""
-
-    def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
-        """
-        Args:
-            paths: of the model's files.
-            mapped: for each file, where the engine has mapped it.
-            plan: what will be streamed.
-            library: the C library; for tests.
-        """
-        self._libc = library or libc()
-        self._paths = paths
-        self._mapped = mapped
-        self._locked: list[tuple[int, int]] = []
-        self._inside: dict[Extent, int] = {}  # extent -> offset in its slot
-        size = 0
-        for layer in plan.streamed:
-            offset = 0
-            for extent in layer.extents:
-                offset += (self._address(extent) - offset) % HUGE
-                self._inside[extent] = offset
-                offset += extent.size
-            size = max(size, offset)
-        self._slot_size = -(-size // HUGE) * HUGE
-        self._slots: list[tuple[int, int]] = []  # (address, what to unmap)
-        self._shown: dict[int, Layer] = {}  # by slot
-        self._moved: set[Extent] = set()  # whose memory is where the engine sees it
-        self._cached: list[int] = []
-        self._direct: list[int] = []
-        self.is_direct = True
-        try:
-            for path in paths:
-                self._cached.append(os.open(path, os.O_RDONLY))
-                descriptor, direct = open_direct(path)
-                self._direct.append(descriptor)
-                self.is_direct &= direct
-            self._sizes = _file_sizes(self._cached)
-            for _ in range(plan.slots):
-                address = new_memory(self._libc, self._slot_size + HUGE)
-                self._slots.append((-(-address // HUGE) * HUGE, address))
-                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
-        except BaseException:
-            self.close()
-            raise
-
-    def check(self) -> None:
-        _check_sizes(self._paths, self._cached, self._sizes)
-
-    def pin(self, extents: Sequence[Extent]) -> None:
-        for number, descriptor in enumerate(self._cached):
-            warm(descriptor, [extent for extent in extents if extent.file == number])
-        ranges = [(self._address(extent), extent.size) for extent in extents]
-        self._locked, self.note = lock(self._libc, ranges)
-        for address, size in set(ranges) - set(self._locked):
-            self._libc.madvise(address, size, MADV_POPULATE_READ)  # a wish: since Linux 5.14
-
-    def drop(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:  # in this order: pages that are mapped are not dropped from the cache
-            _check(self._libc.madvise(self._address(extent), extent.size, MADV_DONTNEED), "madvise")
-            os.posix_fadvise(self._cached[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
-
-    def look_up(self, extents: Sequence[Extent]) -> None:
-        self.drop(extents)
-        for extent in extents:  # a wish: no reading ahead
-            self._libc.madvise(self._address(extent), extent.size, MADV_RANDOM)
-
-    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        address = self._place(slot, extent) + start - extent.start
-        read_fully(self._direct[extent.file], address, start, stop)
-        if not self.is_direct:
-            os.posix_fadvise(self._direct[extent.file], start, stop - start, os.POSIX_FADV_DONTNEED)
-
-    def show(self, slot: int, layer: Layer) -> None:
-        self._shown[slot] = layer
-        try:
-            for extent in layer.extents:
-                self._move(self._place(slot, extent), self._address(extent), extent.size)
-                self._moved.add(extent)
-        except OSError:
-            self.hide(slot, layer)
-            raise
-
-    def hide(self, slot: int, layer: Layer) -> None:
-        # Between the two calls the engine's place is empty, and would read as zeros. Nobody looks then: a layer is
-        # hidden only after a later one was entered, or the pass ended; `enter` first hides what is entered once more.
-        # Mapping the file at once would need one call, but free the memory: new memory is zeroed, for every layer.
-        for extent in layer.extents:
-            address = self._address(extent)
-            if extent in self._moved:
-                self._move(address, self._place(slot, extent), extent.size)
-                self._moved.remove(extent)
-            flags, descriptor = mmap.MAP_SHARED | MAP_FIXED, self._cached[extent.file]
-            _check(self._libc.mmap(address, extent.size, mmap.PROT_READ, flags, descriptor, extent.start), "mmap")
-        self._shown.pop(slot, None)
-
-    def close(self) -> None:
-        for slot, layer in list(self._shown.items()):
-            self.hide(slot, layer)
-        for _, address in self._slots:
-            self._libc.munmap(address, self._slot_size + HUGE)
-        for address, size in self._locked:
-            self._libc.munlock(address, size)
-        for descriptor in (*self._cached, *self._direct):
-            os.close(descriptor)
-        self._slots, self._locked, self._cached, self._direct = [], [], [], []
-
-    def _address(self, extent: Extent) -> int:
-        mapping = self._mapped[extent.file]
-        return mapping.start + extent.start - mapping.offset
-
-    def _place(self, slot: int, extent: Extent) -> int:
-        return self._slots[slot][0] + self._inside[extent]
-
-    def _move(self, source: int, target: int, size: int) -> None:
-        # The source stays mapped, without pages: nobody else's memory can land there meanwhile.
-        _check(self._libc.mremap(source, size, size, MOVE, target), "mremap")
-
-
-class CachedLinuxStore(LinuxStore):
-    """For kernels that cannot move pages: reading fills the page cache, from where the engine's mapping has them."""
-
-    def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
-        super().__init__(paths, mapped, replace(plan, slots=0), library)
-
-    def pin(self, extents: Sequence[Extent]) -> None:
-        super().pin(extents)
-        self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
-
-    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        _touch_all(self._cached[extent.file], start, stop)
-
-    def show(self, slot: int, layer: Layer) -> None:
-        pass
-
-    def hide(self, slot: int, layer: Layer) -> None:
-        self.drop(layer.extents)
-
-
-def moves_pages(library: Any) -> bool:
-    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError."""
-    places = list[int]()
-    try:
-        for _ in range(2):
-            places.append(new_memory(library, mmap.PAGESIZE))
-        return bool(library.mremap(places[0], mmap.PAGESIZE, mmap.PAGESIZE, MOVE, places[1]) == places[1])
-    finally:
-        for place in places:
-            library.munmap(place, mmap.PAGESIZE)
-
-
-class DarwinStore:
-    """See the module. Works on a mapping of its own: on macOS all mappings of a file share their pages."""
-
-    note = ""
-
-    def __init__(self, paths: Sequence[str], library: Any = None) -> None:
-        self._libc = library or libc()
-        self._paths = paths
-        self._descriptors: list[int] = []
-        self._sizes: list[int] = []
-        self._locked: list[tuple[int, int]] = []
-        self._starts: list[int] = []
-        try:
-            for path in paths:
-                self._descriptors.append(os.open(path, os.O_RDONLY))
-            self._sizes = _file_sizes(self._descriptors)
-            for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
-                start = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-                _check(start, "mmap")
-                self._starts.append(start)
-        except BaseException:
-            self.close()
-            raise
-
-    def check(self) -> None:
-        _check_sizes(self._paths, self._descriptors, self._sizes)
-
-    def pin(self, extents: Sequence[Extent]) -> None:
-        for number, descriptor in enumerate(self._descriptors):
-            warm(descriptor, [extent for extent in extents if extent.file == number])
-        self._locked, self.note = lock(self._libc, [(self._starts[e.file] + e.start, e.size) for e in extents])
-
-    def drop(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            _check(self._libc.msync(self._starts[extent.file] + extent.start, extent.size, MS_INVALIDATE), "msync")
-
-    def look_up(self, extents: Sequence[Extent]) -> None:
-        self.drop(extents)
-
-    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        _touch_all(self._descriptors[extent.file], start, stop)
-
-    def show(self, slot: int, layer: Layer) -> None:
-        pass  # what was read is in the page cache, and so in the engine's mapping
-
-    def hide(self, slot: int, layer: Layer) -> None:
-        self.drop(layer.extents)
-
-    def close(self) -> None:
-        for address, size in self._locked:
-            self._libc.munlock(address, size)
-        for start, size in zip(self._starts, self._sizes, strict=False):
-            self._libc.munmap(start, size)
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._starts, self._sizes, self._descriptors, self._locked = [], [], [], []
 
 
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:

@@ -1,0 +1,75 @@
+"""The store of macOS, which has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties
+it, mlock pins. Written from Apple's sources and documentation; not measured.
+"""
+
+import mmap  # whose flags are not there on Windows
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from edgespec.weights.pin import Progress, lock, warm
+from edgespec.weights.residency import Extent, Layer
+from edgespec.weights.system import check_result, check_sizes, file_sizes, libc, touch
+
+MS_INVALIDATE = 2  # macOS, sys/mman.h
+
+
+class DarwinStore:
+    """See the module. Works on a mapping of its own: on macOS all mappings of a file share their pages."""
+
+    note = ""
+
+    def __init__(self, paths: Sequence[str], library: Any = None) -> None:
+        self._libc = library or libc()
+        self._paths = paths
+        self._descriptors: list[int] = []
+        self._sizes: list[int] = []
+        self._locked: list[tuple[int, int]] = []
+        self._starts: list[int] = []
+        try:
+            for path in paths:
+                self._descriptors.append(os.open(path, os.O_RDONLY))
+            self._sizes = file_sizes(self._descriptors)
+            for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
+                start = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+                check_result(start, "mmap")
+                self._starts.append(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        check_sizes(self._paths, self._descriptors, self._sizes)
+
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+        within = [replace(extent, stop=min(extent.stop, self._sizes[extent.file])) for extent in extents]
+        warm(within, lambda piece: touch(self._descriptors[piece.file], piece.start, piece.stop), progress)
+        self._locked, self.note = lock(self._libc, [(self._starts[e.file] + e.start, e.size) for e in extents])
+
+    def drop(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            check_result(
+                self._libc.msync(self._starts[extent.file] + extent.start, extent.size, MS_INVALIDATE), "msync"
+            )
+
+    def look_up(self, extents: Sequence[Extent]) -> None:
+        self.drop(extents)
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        touch(self._descriptors[extent.file], start, stop)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        pass  # what was read is in the page cache, and so in the engine's mapping
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        self.drop(layer.extents)
+
+    def close(self) -> None:
+        for address, size in self._locked:
+            self._libc.munlock(address, size)
+        for start, size in zip(self._starts, self._sizes, strict=False):
+            self._libc.munmap(start, size)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._starts, self._sizes, self._descriptors, self._locked = [], [], [], []

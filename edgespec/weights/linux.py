@@ -1,0 +1,219 @@
+"""The stores of Linux.
+
+LinuxStore        reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where
+                  the engine has mapped the layer; when the layer is done they move back, and the file is mapped
+                  there again. So a layer that comes late is slow, never wrong. It needs no privilege, does not
+                  depend on the kernel's read-ahead, and pushes nothing else out of the page cache.
+CachedLinuxStore  for kernels that cannot move pages: reads into the page cache, and drops from it. Not measured.
+"""
+
+import mmap  # whose flags are not there on Windows
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.weights.pin import Progress, lock, warm
+from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.system import (
+    HUGE,
+    check_result,
+    check_sizes,
+    file_sizes,
+    libc,
+    new_memory,
+    open_direct,
+    read_fully,
+    touch,
+)
+
+MAP_FIXED = 0x10
+MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
+MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Where a piece of a file is mapped."""
+
+    start: int  # address
+    stop: int
+    offset: int  # of `start` in the file
+
+
+def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
+    """All mappings of a file in this process (Linux).
+
+    Some file systems (btrfs, overlays) tell another device here than to `stat`, so the same path will do.
+    """
+    status, real = os.stat(path), os.path.realpath(path)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    found = []
+    for line in maps.read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if (fields[3] == device and int(fields[4]) == status.st_ino) or fields[5:] == [real]:
+            start, stop = (int(number, 16) for number in fields[0].split("-"))
+            found.append(Mapping(start, stop, int(fields[2], 16)))
+    return found
+
+
+class LinuxStore:
+    """See the module."""
+
+    note = ""
+
+    def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
+        """
+        Args:
+            paths: of the model's files.
+            mapped: for each file, where the engine has mapped it.
+            plan: what will be streamed.
+            library: the C library; for tests.
+        """
+        self._libc = library or libc()
+        self._paths = paths
+        self._mapped = mapped
+        self._locked: list[tuple[int, int]] = []
+        self._inside: dict[Extent, int] = {}  # extent -> offset in its slot
+        size = 0
+        for layer in plan.streamed:
+            offset = 0
+            for extent in layer.extents:
+                offset += (self._address(extent) - offset) % HUGE
+                self._inside[extent] = offset
+                offset += extent.size
+            size = max(size, offset)
+        self._slot_size = -(-size // HUGE) * HUGE
+        self._slots: list[tuple[int, int]] = []  # (address, what to unmap)
+        self._shown: dict[int, Layer] = {}  # by slot
+        self._moved: set[Extent] = set()  # whose memory is where the engine sees it
+        self._cached: list[int] = []
+        self._direct: list[int] = []
+        self.is_direct = True
+        try:
+            for path in paths:
+                self._cached.append(os.open(path, os.O_RDONLY))
+                descriptor, direct = open_direct(path)
+                self._direct.append(descriptor)
+                self.is_direct &= direct
+            self._sizes = file_sizes(self._cached)
+            for _ in range(plan.slots):
+                address = new_memory(self._libc, self._slot_size + HUGE)
+                self._slots.append((-(-address // HUGE) * HUGE, address))
+                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        check_sizes(self._paths, self._cached, self._sizes)
+
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+        ranges = [(self._address(extent), extent.size) for extent in extents]
+        for address, size in ranges:  # a wish: faults then read megabytes, however little the system reads ahead
+            self._libc.madvise(address, size, MADV_HUGEPAGE)
+        warm([self._within_file(extent) for extent in extents], self._populate, progress)
+        self._locked, self.note = lock(self._libc, ranges)
+
+    def _populate(self, piece: Extent) -> None:
+        # Having pages mapped is twice as fast as reading them into a buffer, and the system keeps such pages longest.
+        # It fails before Linux 5.14, and beyond the end of a file.
+        if self._libc.madvise(self._address(piece), piece.size, MADV_POPULATE_READ) != 0:
+            touch(self._cached[piece.file], piece.start, piece.stop)
+
+    def _within_file(self, extent: Extent) -> Extent:
+        return replace(extent, stop=min(extent.stop, self._sizes[extent.file]))
+
+    def drop(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:  # in this order: pages that are mapped are not dropped from the cache
+            check_result(self._libc.madvise(self._address(extent), extent.size, MADV_DONTNEED), "madvise")
+            os.posix_fadvise(self._cached[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
+
+    def look_up(self, extents: Sequence[Extent]) -> None:
+        self.drop(extents)
+        for extent in extents:  # a wish: no reading ahead
+            self._libc.madvise(self._address(extent), extent.size, MADV_RANDOM)
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        address = self._place(slot, extent) + start - extent.start
+        read_fully(self._direct[extent.file], address, start, stop)
+        if not self.is_direct:
+            os.posix_fadvise(self._direct[extent.file], start, stop - start, os.POSIX_FADV_DONTNEED)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        self._shown[slot] = layer
+        try:
+            for extent in layer.extents:
+                self._move(self._place(slot, extent), self._address(extent), extent.size)
+                self._moved.add(extent)
+        except OSError:
+            self.hide(slot, layer)
+            raise
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        # Between the two calls the engine's place is empty, and would read as zeros. Nobody looks then: a layer is
+        # hidden only after a later one was entered, or the pass ended; `enter` first hides what is entered once more.
+        # Mapping the file at once would need one call, but free the memory: new memory is zeroed, for every layer.
+        for extent in layer.extents:
+            address = self._address(extent)
+            if extent in self._moved:
+                self._move(address, self._place(slot, extent), extent.size)
+                self._moved.remove(extent)
+            flags, descriptor = mmap.MAP_SHARED | MAP_FIXED, self._cached[extent.file]
+            check_result(self._libc.mmap(address, extent.size, mmap.PROT_READ, flags, descriptor, extent.start), "mmap")
+        self._shown.pop(slot, None)
+
+    def close(self) -> None:
+        for slot, layer in list(self._shown.items()):
+            self.hide(slot, layer)
+        for _, address in self._slots:
+            self._libc.munmap(address, self._slot_size + HUGE)
+        for address, size in self._locked:
+            self._libc.munlock(address, size)
+        for descriptor in (*self._cached, *self._direct):
+            os.close(descriptor)
+        self._slots, self._locked, self._cached, self._direct = [], [], [], []
+
+    def _address(self, extent: Extent) -> int:
+        mapping = self._mapped[extent.file]
+        return mapping.start + extent.start - mapping.offset
+
+    def _place(self, slot: int, extent: Extent) -> int:
+        return self._slots[slot][0] + self._inside[extent]
+
+    def _move(self, source: int, target: int, size: int) -> None:
+        # The source stays mapped, without pages: nobody else's memory can land there meanwhile.
+        check_result(self._libc.mremap(source, size, size, MOVE, target), "mremap")
+
+
+class CachedLinuxStore(LinuxStore):
+    """For kernels that cannot move pages: reading fills the page cache, from where the engine's mapping has them."""
+
+    def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
+        super().__init__(paths, mapped, replace(plan, slots=0), library)
+
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+        super().pin(extents, progress)
+        self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        touch(self._cached[extent.file], start, stop)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        pass
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        self.drop(layer.extents)
+
+
+def moves_pages(library: Any) -> bool:
+    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError."""
+    places = list[int]()
+    try:
+        for _ in range(2):
+            places.append(new_memory(library, mmap.PAGESIZE))
+        return bool(library.mremap(places[0], mmap.PAGESIZE, mmap.PAGESIZE, MOVE, places[1]) == places[1])
+    finally:
+        for place in places:
+            library.munmap(place, mmap.PAGESIZE)

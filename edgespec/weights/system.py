@@ -1,0 +1,114 @@
+"""The C library, memory, and reading files: what stores and measurements of all systems need."""
+
+import ctypes
+import mmap  # whose flags are not there on Windows
+import os
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
+READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
+HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
+MAP_FAILED = (1 << 64) - 1
+
+_own = threading.local()  # each thread's buffer for `touch`
+
+
+def open_direct(path: str) -> tuple[int, bool]:
+    """Open a file for reading past the page cache: (descriptor, whether that works here)."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return os.open(path, os.O_RDONLY | direct), True
+        except OSError:  # tmpfs and some network file systems refuse
+            pass
+    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return descriptor, True
+    return descriptor, False
+
+
+def read_buffer() -> memoryview:
+    """READ_SIZE bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
+    whole = mmap.mmap(-1, READ_SIZE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE
+    return memoryview(whole)[start : start + READ_SIZE]
+
+
+def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
+    """Read bytes `start` to `stop` of a file to an address.
+
+    Raises:
+        OSError: the disk failed, or the file ends before `stop`.
+    """
+    while start < stop:
+        buffer = (ctypes.c_char * (stop - start)).from_address(address)
+        done = os.preadv(descriptor, [buffer], start)
+        if done <= 0:
+            raise OSError(f"the file ends at byte {start}; it must have shrunk")
+        start, address = start + done, address + done
+
+
+def touch(descriptor: int, start: int, stop: int) -> None:
+    """Read bytes `start` to `stop` of a file into the page cache. Errors as for `read_fully`."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = read_buffer()
+    while start < stop:
+        done = os.preadv(descriptor, [_own.buffer[: stop - start]], start)
+        if done <= 0:
+            raise OSError(f"the file ends at byte {start}; it must have shrunk")
+        start += done
+
+
+def file_sizes(descriptors: Iterable[int]) -> list[int]:
+    """Bytes of each open file."""
+    return [os.fstat(descriptor).st_size for descriptor in descriptors]
+
+
+def check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequence[int]) -> None:
+    """Raises OSError if a file is smaller than it was."""
+    for path, now, then in zip(paths, file_sizes(descriptors), sizes, strict=True):
+        if now < then:
+            raise OSError(f"{path} has shrunk from {then} to {now} bytes")
+
+
+def libc() -> Any:
+    """The C library, with the argument types of what is used here."""
+    library = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    for name, result, arguments in [
+        ("mmap", pointer, [pointer, size, number, number, number, offset]),
+        ("mremap", pointer, [pointer, size, size, number, pointer]),
+        ("munmap", number, [pointer, size]),
+        ("madvise", number, [pointer, size, number]),
+        ("msync", number, [pointer, size, number]),
+        ("mlock", number, [pointer, size]),
+        ("munlock", number, [pointer, size]),
+    ]:
+        if function := getattr(library, name, None):
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
+def check_result(result: int | None, what: str) -> None:
+    """Raises OSError if a call of the C library, named `what`, has failed."""
+    if result not in (0, None) and (result == -1 or result == MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def new_memory(library: Any, size: int) -> int:
+    """The address of so many bytes that this process can write. Raises OSError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    check_result(address, "mmap")
+    return int(address)

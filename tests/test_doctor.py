@@ -1,0 +1,36 @@
+"""What doctor makes of its measurements."""
+
+import pytest
+
+from edgespec.measure.doctor import Diagnosis, Pass, as_dict, report
+from edgespec.weights.residency import Extent, Layer, Plan
+
+GB = 10**9
+
+
+def diagnosis(plan: Plan | None, *passes: Pass) -> Diagnosis:
+    return Diagnosis(
+        target="big.gguf", file_size=40 * GB, file_system="ext4", memory=24 << 30, draft_size=0, plan=plan,
+        cannot_run="", disk=2.0 * GB, passes=passes, draft_seconds=0.0, notes=(), remembered=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waited", "predicted"),
+    [(9.3, 6.3, 9.0), (9.3, 0.1, 9.2), (30.0, 0.0, 30.0)],
+    ids=["the disk limits it", "both alike", "computing limits it"],
+)
+def test_a_pass_reads_while_it_computes(seconds: float, waited: float, predicted: float) -> None:
+    layers = tuple(Layer(i, (Extent(0, i * 2 * GB, i * 2 * GB + GB),)) for i in range(18))
+    found = diagnosis(Plan(24 << 30, GB, (), layers, (), 2, 20), Pass(1, 1.0, 0.0), Pass(65, seconds, waited))
+    lines = report(found).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("pass, 65 nodes"))
+    assert f" {seconds:.2f} s; " in lines[at]
+    assert lines[at + 1].split() == (
+        f"predicted {predicted:.2f} s: {seconds - waited:.2f} s of computing, 9.00 s of reading".split()
+    )
+    assert as_dict(found)["passes"][1]["predicted"] == pytest.approx(predicted)
+
+
+def test_nothing_is_predicted_where_nothing_is_streamed() -> None:
+    assert "predicted" not in report(diagnosis(None, Pass(1, 1.0, 0.0), Pass(65, 2.0, 0.0)))
