@@ -25,6 +25,7 @@ from edgespec.tree import FloatArray
 
 KEPT = 8  # passes of about one size; costs change with the text's length and with what else the machine does
 RECALLED = 2  # passes that a remembered cost counts for: a few new ones outvote it
+TILED = 64  # nodes from which on llama.cpp's attention has another kernel: after a long text 64 may cost less than 40
 NEAR = 3  # sizes closer than this ratio do not show how cost grows
 STEEP, FLAT = 0.5, 0.01  # of a plain pass, what each more node costs until that is seen; FLAT: weights are streamed
 
@@ -34,7 +35,7 @@ class Curve:
     """Seconds of a pass by its number of nodes: straight lines between the sizes seen, and on beyond them."""
 
     sizes: FloatArray  # [k], rising
-    took: FloatArray  # [k] seconds, never falling
+    took: FloatArray  # [k] seconds; falling at `TILED` nodes if anywhere
     slope: float  # seconds of each node beyond the largest size
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
@@ -96,7 +97,9 @@ class PassCost:
 
     def _curve(self, seen: list[tuple[float, float]]) -> Curve:
         size = [nodes for nodes, _ in seen]
-        took = list(accumulate((seconds for _, seconds in seen), max))
+        narrow = sum(nodes < TILED for nodes in size)
+        took = [seconds for _, seconds in seen]
+        took = [*accumulate(took[:narrow], max), *accumulate(took[narrow:], max)]
         far = [i for i, nodes in enumerate(size) if nodes * NEAR <= size[-1]]
         if far:  # on beyond with the slope of the last sizes that are far enough apart to tell
             slope = (took[-1] - took[far[-1]]) / (size[-1] - size[far[-1]])

@@ -59,10 +59,18 @@ def test_cost_bends_where_the_processor_becomes_slower_than_the_disk():
 
 
 def test_cost_never_falls_and_small_passes_are_not_free():
-    curve = seen((10, 3.0), (100, 1.0))  # quicker by chance
+    curve = seen((10, 3.0), (50, 1.0))  # quicker by chance
     assert (np.diff(curve.seconds(np.arange(1, 300))) >= 0).all()
     curve = seen((10, 1.0), (40, 10.0))  # so steep that the line would cross zero
     assert curve.plain == pytest.approx(0.1)
+
+
+def test_a_kernel_for_wide_passes_may_make_them_the_cheaper_ones():
+    curve = seen((1, 0.3), (40, 2.4), (60, 3.0), (64, 2.0), (80, 2.5))
+    assert curve.seconds(64) < curve.seconds(50)
+    guesses = np.log(np.full(79, 0.1))
+    assert best_size(guesses[:45], 0.0, curve)[0] < 45
+    assert best_size(guesses, 0.0, curve)[0] >= 63
 
 
 def test_one_slow_pass_changes_nothing_and_old_ones_are_forgotten():
