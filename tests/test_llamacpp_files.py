@@ -4,9 +4,27 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from edgespec.backends.llamacpp import backend
 from edgespec.backends.llamacpp.files import without_amx
+
+from edgespec.errors import ModelError
 
 
 def test_kernels_for_amx_are_left_out_where_llama_cpp_was_built_with_them() -> None:
     assert without_amx(b"CPU : AVX512 = 1 | AMX_INT8 = 1 | REPACK = 1 | ") == {"use_extra_bufts": False}
     assert without_amx(b"CPU : AVX512 = 1 | REPACK = 1 | ") == {}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch) -> None:
+    asked = {}
+
+    def stop(path, **params):
+        asked.update(params)
+        raise ModelError("enough was seen")
+
+    monkeypatch.setattr(backend, "load_model", stop)
+    monkeypatch.setattr(backend, "is_plenty", lambda *_: True)
+    with pytest.raises(ModelError, match="enough"):
+        backend.load(str(smollm2), wide=wide)
+    assert asked["use_extra_bufts"] is not wide
