@@ -227,8 +227,8 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             store.look_up(plan.looked_up)
-            speed = measure_disk(files, plan)
             store.pin(plan.pinned, progress)
+            speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
             notes.append(f"{plan.line(speed)}; {store.note}")
             notes += filter(None, [plan.warning(speed)])
             return Streamer(plan, store)

@@ -19,7 +19,7 @@ from edgespec.model import DEFAULT_CONTEXT, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.remembered import everything, identity
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
-from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan
+from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
 
 # Tokens per pass to expect of a tree of 64 nodes in a chat, from this project's own measurements (README, "Measured").
 EXPECTED_TOKENS = {"specexec": 7.0, "sssd": 2.0}
@@ -210,7 +210,7 @@ def report(diagnosis: Diagnosis) -> str:
                 ("  predicted", f"{predicted:.2f} s: {computing:.2f} s of computing, {reading:.2f} s of reading")
             )
     expected = tokens_per_second(diagnosis)
-    lines.append(("tokens/s", ", ".join(f"{name} about {speed:.1f}" for name, speed in expected.items())))
+    lines.append(("tokens/s", ", ".join(f"{name} about {two_digits(speed)}" for name, speed in expected.items())))
     if max(expected.values()) < SLOW:
         lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
     lines += [("remembered", learned_line(one["value"])) for one in diagnosis.remembered]
