@@ -31,7 +31,7 @@ from edgespec.planners.sssd_calibration import WEIGHTS
 from edgespec.tree import DraftTree, Source, root_only
 
 CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
-RARE = 0.05  # where guesses less probable than this are not wanted …
+RARE = 0.05  # where guesses less probable than this do not pay …
 FEW = 16  # … the last matches of each length tell enough, and the run of 0 tokens tells nothing
 LONGEST_INPUT = 6  # longest match looked for, in tokens
 LONGEST_DATASTORE = 6
@@ -224,8 +224,8 @@ class SssdPlanner:
         if depth <= 0:
             return root_only(context.token_ids[-1])
         least = max(self.min_probability, context.least)
-        matches = self.matches(depth, FEW if least > RARE else CONTINUATIONS)
-        if least > RARE:
+        matches = self.matches(depth, FEW if context.least > RARE else CONTINUATIONS)
+        if context.least > RARE:
             matches = [group for group in matches if group[1] > 0]
         return grow(context.token_ids[-1], matches, budget, depth, self._calibration, least)
 
