@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
 from edgespec.weights.machine import parse_size
-from edgespec.weights.residency import PART, SLOTS, SMALL, Extent, Layer, Plan, Tensor, make_plan
+from edgespec.weights.residency import (
+    MORE_SLOTS,
+    PART,
+    SLOTS,
+    SMALL,
+    SMALL_PART,
+    Extent,
+    Layer,
+    Plan,
+    Tensor,
+    make_plan,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
@@ -232,16 +243,18 @@ def test_of_one_large_layer_no_more_is_streamed_than_of_the_others() -> None:
     assert plan.slot_bytes < MIB
 
 
-def test_parts_of_all_layers_are_streamed_rather_than_whole_ones() -> None:
-    """To free E bytes, parts of n layers take n / (n - slots) x E; the slots hold two parts."""
+@pytest.mark.parametrize(("free", "slots"), [(300 * MIB, MORE_SLOTS), (900 * MIB, SLOTS)])
+def test_parts_of_all_layers_are_streamed_rather_than_whole_ones(free: int, slots: int) -> None:
+    """To free E bytes, parts of n layers take n / (n - slots) x E; the slots hold two parts, or four small ones."""
     tensors = model(24, 64 * MIB)
-    free = 300 * MIB
     plan = plan_of(tensors, total(tensors) - free)
     count = len(plan.streamed)
     assert count > 18
-    assert free <= plan.streamed_bytes - SLOTS * plan.slot_bytes
-    assert free * 24 / 22 <= plan.streamed_bytes < 1.1 * free * 24 / 22
-    assert plan.slot_bytes == plan.streamed_bytes // count < 20 * MIB
+    assert plan.slots == slots
+    assert free <= plan.streamed_bytes - slots * plan.slot_bytes
+    assert free * 24 / (24 - slots) <= plan.streamed_bytes < 1.1 * free * 24 / (24 - slots)
+    assert plan.slot_bytes == plan.streamed_bytes // count
+    assert (plan.slot_bytes <= SMALL_PART) == (slots == MORE_SLOTS)
 
 
 def test_parts_of_large_layers_are_whole_huge_pages_of_the_file() -> None:
@@ -256,7 +269,7 @@ def test_parts_of_large_layers_are_whole_huge_pages_of_the_file() -> None:
 def test_little_is_streamed_in_few_parts() -> None:
     """A stop before each of 24 layers would cost more than the bytes it saves."""
     tensors = model(24, 64 * MIB)
-    for free, count in ((1, 3), (2 * PART - 8 * PAGE, 4), (4 * PART - 8 * PAGE, 6)):
+    for free, count in ((1, 5), (2 * PART - 8 * PAGE, 6), (4 * PART - 8 * PAGE, 8)):
         plan = plan_of(tensors, total(tensors) - free)
         assert len(plan.streamed) == count
         assert plan.streamed_bytes <= (count + 1) * PART

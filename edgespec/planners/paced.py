@@ -29,8 +29,9 @@ from edgespec.planners.sssd import SssdPlanner
 from edgespec.tree import DraftTree, best_nodes, root_only
 
 BELIEF = 4.0  # things hoped for that count as seen before any was
-AGREEMENT = 0.75  # what is believed of a draft before it was asked
-DOUBT = 0.3  # benefit of the doubt, over the root of the tokens a draft was asked for
+AGREEMENT = 0.7  # what is believed of a draft before it was asked
+DOUBT = 0.2  # benefit of the doubt, over the root of the tokens a draft was asked for
+GAIN = 1.1  # by which a draft must be foretold to beat what writes fastest without it: trying costs, too
 EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of this text
 MOST_EARLIER = 64  # … and no more than so many count
 LEAST_TRUST = 0.05
@@ -154,7 +155,7 @@ class PacedPlanner:
             self._copies.begin(prompt_ids)
         if self._draft:
             cost = self._pace.target.at(len(prompt_ids))
-            likely = cost is None or self._foretell(cost, len(prompt_ids), 1, self._draft.depth) > 1 / cost.plain
+            likely = cost is None or self._foretell(cost, len(prompt_ids), 1, self._draft.depth) > GAIN / cost.plain
             self._draft.begin(prompt_ids, read=likely)
 
     def plan(self, context: Context, budget: int) -> DraftTree:
@@ -174,7 +175,7 @@ class PacedPlanner:
                 planned = _Planned(length, len(tree), copied=float(np.exp(tree.log_probs[1:]).sum()))
         if self._draft and (depth := min(self._draft.depth, context.max_depth, budget)) > 0:
             behind = self._draft.behind(context.token_ids)
-            asked = self._foretell(known, length, behind, depth) > rate if known else pace.target.slope == FLAT
+            asked = self._foretell(known, length, behind, depth) > GAIN * rate if known else pace.target.slope == FLAT
             if asked:
                 tree, planned = self._drafted(self._draft, replace(context, cost=known), budget, behind, depth)
         self._planned = planned

@@ -26,7 +26,9 @@ from edgespec.errors import UsageError
 from edgespec.weights.machine import format_size
 from edgespec.weights.system import HUGE
 
-SLOTS = 2  # one part being computed, one being read; a third was not faster, and takes memory of pinned weights
+SLOTS = 2  # one part being computed, one being read; more take memory of pinned weights
+MORE_SLOTS = 4  # … and are worth it where parts are small: readers that wake late cost up to 0.3 of a short pass
+SMALL_PART = 32 << 20  # bytes of a part that are read in 20 ms or so
 PART = HUGE  # a part of fewer bytes is not worth the stop before its layer, nor the huge page it lies in
 SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
 MARGIN = 64 << 20  # what libraries, work buffers and page tables take beyond what is counted
@@ -179,11 +181,15 @@ def make_plan(
     # Experts get what the others leave, so the others are streamed only where even they do not fit.
     sizes = [layer.size for layer in layers]
     excess = always + sum(sizes) + needed - memory
-    streamed = _parts(_inner(layers, HUGE), excess, HUGE)
+    slots, inner = SLOTS, _inner(layers, HUGE)
+    streamed = _parts(inner, excess, HUGE, slots)
+    if streamed and max(part.size for part in streamed) <= SMALL_PART:
+        more = _parts(inner, excess, HUGE, MORE_SLOTS)
+        streamed, slots = (more, MORE_SLOTS) if more else (streamed, slots)
     if streamed is None:
-        streamed = _parts(layers, excess, page)
+        streamed = _parts(layers, excess, page, slots)
     if streamed is None:
-        least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes))
+        least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes, slots), slots)
         raise UsageError(
             f"{format_size(memory)} of memory are too little for this model: it needs at least "
             f"{format_size(least, up=True)} ({format_size(always)} for the output and small weights, "
@@ -198,7 +204,7 @@ def make_plan(
         streamed=tuple(streamed),
         cached=tuple(experts),
         looked_up=tuple(looked_up),
-        slots=min(SLOTS, len(streamed)),
+        slots=min(slots, len(streamed)),
         layers=count,
     )
 
@@ -220,41 +226,41 @@ def _whole(extent: Extent, unit: int) -> Extent:
     return Extent(extent.file, -(-extent.start // unit) * unit, extent.stop // unit * unit)
 
 
-def _parts(layers: Sequence[Layer], excess: int, unit: int) -> list[Layer] | None:
+def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int) -> list[Layer] | None:
     """The least that can be streamed to free so many bytes, in whole units; None if not so many can be freed."""
     if excess <= 0:
         return []
     best, least = None, 0
-    for count in range(SLOTS + 1, len(layers) + 1):
+    for count in range(slots + 1, len(layers) + 1):
         some = _spread(layers, count)
         sizes = [layer.size for layer in some]
-        part = _part_size(sizes, excess, unit)
+        part = _part_size(sizes, excess, unit, slots)
         read = sum(min(size, part) for size in sizes)
         if part and (best is None or read < least):
             best, least = [_part(layer, part) for layer in some], read
     return best
 
 
-def _part_size(sizes: Sequence[int], excess: int, unit: int) -> int:
+def _part_size(sizes: Sequence[int], excess: int, unit: int, slots: int) -> int:
     """Bytes of parts of layers of those sizes that free so many bytes, in whole units; 0 if none do."""
-    largest = _largest_part(sizes)
-    if _freed(sizes, largest) < excess:
+    largest = _largest_part(sizes, slots)
+    if _freed(sizes, largest, slots) < excess:
         return 0
     low, high = 0, largest // unit
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _freed(sizes, middle * unit) >= excess else (middle, high)
+        low, high = (low, middle) if _freed(sizes, middle * unit, slots) >= excess else (middle, high)
     return max(high * unit, min(PART, largest))
 
 
-def _largest_part(sizes: Sequence[int]) -> int:
-    """A larger one would take more for the slots than it frees: no more than SLOTS layers have so much."""
-    return sorted(sizes)[-SLOTS - 1] if len(sizes) > SLOTS else 0
+def _largest_part(sizes: Sequence[int], slots: int) -> int:
+    """A larger one would take more for the slots than it frees: no more layers than slots have so much."""
+    return sorted(sizes)[-slots - 1] if len(sizes) > slots else 0
 
 
-def _freed(sizes: Sequence[int], part: int) -> int:
+def _freed(sizes: Sequence[int], part: int, slots: int) -> int:
     """Bytes that streaming a part of each layer frees: the parts less the slots."""
-    return sum(min(size, part) for size in sizes) - SLOTS * part
+    return sum(min(size, part) for size in sizes) - slots * part
 
 
 def _part(layer: Layer, size: int) -> Layer:
