@@ -73,6 +73,7 @@ class Generation:
         self.token_ids = list(prompt_ids)  # all committed tokens; the last is the next tree's root
         self.target = target
         self._planner = planner
+        self._comparable = True  # with plain decoding, whose passes the planner has measured
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._noise = Noise(sampling.seed, target.vocab.size)
@@ -109,8 +110,8 @@ class Generation:
 
     def take(self, logits: Logits) -> Round:
         """Walk the tree with the target's own samples, and keep what they say."""
-        passed, waited = perf_counter() - self._given, self.target.wait_seconds - self._waited
-        tree = self._tree
+        began, waited = perf_counter(), self.target.wait_seconds - self._waited
+        passed, tree = began - self._given, self._tree
         result = walk(tree, lambda node, accepted: self._sample(logits, node, accepted))
         output, self.finished = _cut(result.output, self._stop_ids, self._limit - len(self.token_ids))
         sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
@@ -124,9 +125,16 @@ class Generation:
         stats.draft_seconds += self._drafted
         stats.target_seconds += passed
         stats.wait_seconds += waited
-        stats.plain_seconds += len(output) * self._planner.plain_seconds
+        self._count_plain(passed if len(tree) == 1 else len(output) * self._planner.plain_seconds, began)
         stats.plan_seconds += perf_counter() - self._started - self._drafted - passed
         return Round(output, sources, self.finished)
+
+    def _count_plain(self, passes: float, began: float) -> None:
+        """Plain decoding would have spent so many seconds in passes for this round's tokens, and sampled them, too."""
+        if self._planner.plain_seconds == 0:
+            self._comparable = False  # one round that cannot be compared leaves no figure for the text
+        taken = perf_counter() - began
+        self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
     def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
         """The target's own token after a node of the tree, `accepted` being the path to it."""

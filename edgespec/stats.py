@@ -26,7 +26,7 @@ class GenerationStats:
     target_seconds: float = 0.0  # target's passes
     wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
     plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a round
-    plain_seconds: float = 0.0  # that plain decoding would have taken for these tokens; 0: no such pass was measured
+    plain_seconds: float = 0.0  # plain decoding of these tokens, by what its passes were seen to take; 0: not seen
 
     @property
     def acceptance_length(self) -> float:

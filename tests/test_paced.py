@@ -150,13 +150,22 @@ def test_the_first_pass_of_all_is_plain_in_memory_and_full_where_weights_are_str
 
 
 def test_how_much_faster_than_plain_is_told_only_where_a_plain_pass_was_measured():
-    pace = given((1.0, 0.0), (1e-9, 0.0))
+    pace = given((1000.0, 0.0), (1e-9, 0.0))
     stats = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
-    assert stats.plain_seconds == pytest.approx(stats.tokens)
+    assert stats.passes < stats.tokens
+    assert stats.plain_seconds == pytest.approx(1000 * stats.tokens, rel=0.1)
     wide = Pace(PassCost(FLAT), PassCost())
     wide.target.add(20, 1.0)
     assert write(PacedPlanner("specexec", wide, draft=drafting(wide)), max_tokens=2)[1].plain_seconds == 0.0
     assert write(NonePlanner())[1].times_plain == 0.0
+
+
+def test_a_round_that_guessed_nothing_was_plain_decoding():
+    """Whatever a plain pass was thought to take."""
+    pace = given((1e9, 1e9), (1e9, 0.0))
+    stats = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
+    assert stats.drafted == 0
+    assert 0 < stats.plain_seconds <= stats.seconds
 
 
 def test_agreement_is_counted_along_the_text():
