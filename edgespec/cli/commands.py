@@ -59,7 +59,7 @@ MODEL_OPTIONS = _options(
         shell_complete=complete_model,
         help="Draft model that guesses; a name, path or source like MODEL.",
     ),
-    click.option("--datastore", metavar="FILE", help="Datastore for the planner sssd."),
+    click.option("--datastore", metavar="FILE", help="Datastore to copy guesses from (auto, sssd)."),
     click.option(
         "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
     ),
@@ -116,7 +116,7 @@ Examples:
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.argument("prompt", required=False)
 @click.option(
-    "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: see README]"
+    "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]"
 )
 @MODEL_OPTIONS
 @click.option(
