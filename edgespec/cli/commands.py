@@ -115,9 +115,7 @@ Examples:
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.argument("prompt", required=False)
-@click.option(
-    "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]"
-)
+@click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
 @MODEL_OPTIONS
 @click.option(
     "--no-memory-of-costs",
