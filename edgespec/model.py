@@ -229,7 +229,7 @@ def load(
         budget: most guessed tokens per pass; default: as many as pay on this machine, by what passes turn out to cost,
             and at most the model's budget or 64. With a number it is always that many, and trees do not depend on time
             at all; auto is then specexec with a draft, sssd with a datastore or if weights are streamed, else none.
-        datastore: a file made by `edgespec datastore build`, for the planner sssd.
+        datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
         context_length: most tokens of text; 0 = what the model was trained for.
         backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
             files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
@@ -263,7 +263,9 @@ def load(
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
     }  # fmt: skip
     used = draft if planner in USE_DRAFT else None
-    wide = fixed and budget >= WIDE and planner != "none"
+    # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
+    guesses = bool(used or datastore) if planner == "auto" else planner != "none"
+    wide = fixed and budget >= WIDE and guesses
     backends = open_backends(
         entry, used, models_file, context_length=context_length, budget=budget, wide=wide, progress=progress, **engine
     )
@@ -290,8 +292,8 @@ def recall_pace(
     """Fill in what earlier runs have learned of the same models, loaded alike; returns what keeps it for later ones."""
     about = {
         "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
-        "target": identity(local_path(sources[0])),
-        "draft": identity(local_path(sources[1])) if sources[1:] else "",
+        "target": identity(local_path(sources[0], fetch=False)),
+        "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
         **options,
     }  # fmt: skip
     try:
