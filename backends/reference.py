@@ -21,7 +21,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Logits, Work
+from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import ContextFull, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf, path_to
@@ -310,12 +310,7 @@ class ReferenceBackend:
         return ReferenceSession(self)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        for name, count, limit in [
-            ("nodes", sum(len(work.token_ids) for work in batch), self.capabilities.max_nodes),
-            ("wanted nodes", sum(len(work.wanted) for work in batch), self.capabilities.max_wanted),
-        ]:
-            if count > limit:
-                raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+        check_batch(batch, self.capabilities)
         sessions = [work.session for work in batch]
         for work, session in zip(batch, sessions, strict=True):
             assert isinstance(session, ReferenceSession)

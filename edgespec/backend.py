@@ -248,6 +248,20 @@ def prefill(
     return last if want_last else None
 
 
+def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
+    """Refuse more nodes, or more wanted ones, than a backend takes in one forward, before any work is done.
+
+    Raises:
+        ValueError: with the numbers.
+    """
+    for name, count, limit in [
+        ("nodes", sum(len(work.token_ids) for work in batch), limits.max_nodes),
+        ("wanted nodes", sum(len(work.wanted) for work in batch), limits.max_wanted),
+    ]:
+        if count > limit:
+            raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+
+
 def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:
     """Refuse a prompt that leaves no room for a single new token, before any work is done.
 

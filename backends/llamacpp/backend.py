@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Logits, Work
+from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.linux import mappings
@@ -190,12 +190,7 @@ class LlamaBackend:
         return self._watch.streamer.wait_seconds if self._watch else 0.0
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        sizes = [len(work.token_ids) for work in batch]
-        limits, total = self.capabilities, sum(sizes)
-        if total > limits.max_nodes:
-            raise ValueError(f"{total} nodes in one forward; this backend takes {limits.max_nodes}")
-        if sum(len(work.wanted) for work in batch) > limits.max_wanted:
-            raise ValueError(f"more than {limits.max_wanted} wanted nodes in one forward")
+        check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]

@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from edgespec.backend import Capabilities, Logits, Work
+from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
@@ -156,12 +156,7 @@ class MlxBackend:
         self._sessions = [other for other in self._sessions if other is not session]
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        for name, count, limit in [
-            ("nodes", sum(len(work.token_ids) for work in batch), self.capabilities.max_nodes),
-            ("wanted nodes", sum(len(work.wanted) for work in batch), self.capabilities.max_wanted),
-        ]:
-            if count > limit:
-                raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+        check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         # All works are checked before the first is taken in: a refused batch changes nothing.
         for work, session in zip(batch, sessions, strict=True):

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edgespec.backend import Capabilities, Logits, Vocab, Work
+from edgespec.backend import Capabilities, Logits, Vocab, Work, check_batch
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.machine import format_size, parse_size
@@ -137,12 +137,7 @@ class TorchBackend:
         return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        for name, count, limit in [
-            ("nodes", sum(len(work.token_ids) for work in batch), self.capabilities.max_nodes),
-            ("wanted nodes", sum(len(work.wanted) for work in batch), self.capabilities.max_wanted),
-        ]:
-            if count > limit:
-                raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+        check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
         tokens, positions, wanted, parts = list[int](), list[int](), list[int](), list[Part]()

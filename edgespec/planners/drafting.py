@@ -35,9 +35,10 @@ class Drafter:
             ContextFull: the prompt does not fit into the draft's context.
         """
         check_room(self.draft, len(prompt_ids), "the draft model's context")
-        self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
         if read:
             prefill(self.draft, self._session, prompt_ids[:-1])
+        else:
+            self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
         self.evaluated, self.seconds = 0, 0.0
 
     def behind(self, token_ids: Sequence[int]) -> int:
