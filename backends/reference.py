@@ -21,7 +21,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
 from edgespec.errors import ContextFull, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf, path_to
@@ -220,6 +220,7 @@ class ReferenceSession:
         self._backend = backend
         self._tokens: list[int] = []  # uncommitted nodes' tokens
         self._parents: list[int] = []
+        self._read, self._prompt = 0, False  # tokens read as a prompt; whether the nodes are part of one
         model, limits = backend.model, backend.capabilities
         head = model.embedding.shape[1] // model.heads
         self._cells = np.zeros((limits.context_length + limits.max_nodes, len(model.layers), 2, model.heads, head))
@@ -246,6 +247,7 @@ class ReferenceSession:
         model, length, rows = self._backend.model, len(self.token_ids), dict[int, Float32Array]()
         output = model.embedding if model.unembedding is None else model.unembedding
         wanted = set(work.wanted.tolist())
+        self._prompt = work.prompt
         for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
             node = len(self._tokens)
             ancestors = path_to(self._parents, parent) if parent >= 0 else []
@@ -257,21 +259,31 @@ class ReferenceSession:
                 rows[node] = (output @ state).astype(np.float32)
         return ReferenceLogits(rows)
 
+    @property
+    def owed(self) -> int:
+        return 0
+
+    def kept(self, length: int) -> int:
+        return kept_of_prompt(self._backend.capabilities, self._read, length)
+
     def commit(self, path: Sequence[int]) -> None:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
         length = len(self.token_ids)
         self._cells[length : length + len(path)] = self._cells[length + np.array(path, np.int64)]
+        if self._prompt and self._read == length:
+            self._read += len(path)
         self.token_ids.extend(self._tokens[node] for node in path)
-        self._tokens, self._parents = [], []
+        self._tokens, self._parents, self._prompt = [], [], False
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
-        self._tokens, self._parents = [], []
+        self._read = min(self._read, length)
+        self._tokens, self._parents, self._prompt = [], [], False
 
     def fork(self) -> "ReferenceSession":
         other = self._backend.open()
-        other.token_ids = self.token_ids.copy()
+        other.token_ids, other._read = self.token_ids.copy(), self._read
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
         return other
 
@@ -300,6 +312,7 @@ class ReferenceBackend:
         self.open_sessions = 0
         self._sessions = sessions
         self.name = "reference"
+        self.build = f"numpy {np.__version__}"
         self.notes: list[str] = []
         self.wait_seconds = 0.0
 
@@ -308,6 +321,9 @@ class ReferenceBackend:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         self.open_sessions += 1
         return ReferenceSession(self)
+
+    def keep_to(self, exact: Exact | None) -> None:
+        self.capabilities = replace(self.capabilities, exact=exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)

@@ -8,6 +8,7 @@ import inspect
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -22,6 +23,23 @@ from edgespec.tree import IntArray
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeClass:
+    """Numbers of rows a pass may have so that not a bit of a row depends on how many there are, or on the others."""
+
+    least: int  # the backend pads shorter passes to so many rows
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """How passes are kept in shapes that agree to the bit: `exact.py` finds them."""
+
+    name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
+    trees: ShapeClass  # of passes over trees
+    prompts: ShapeClass  # of passes over prompts; if another class, a prompt's part that was written is read again
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a loaded model can do."""
 
@@ -31,6 +49,7 @@ class Capabilities:
     max_leaves: int  # most leaves among one session's uncommitted nodes
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
     streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
+    exact: Exact | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
 
 
 class Vocab(Protocol):
@@ -70,6 +89,13 @@ class Session(Protocol):
 
     token_ids: list[int]  # committed tokens whose keys and values are held
 
+    @property
+    def owed(self) -> int:
+        """Committed tokens that the next pass reads again; they count as rows of it."""
+
+    def kept(self, length: int) -> int:
+        """Of the first `length` committed tokens, how many a prompt that starts with them need not read again."""
+
     def commit(self, path: Sequence[int]) -> None:
         """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes."""
 
@@ -91,6 +117,7 @@ class Work:
     token_ids: IntArray  # [n]
     parents: IntArray  # [n]: a node's number (this work's nodes follow those evaluated before), or -1: last committed
     wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
+    prompt: bool = False  # a chain that is part of a prompt: no guesses, and the session has no nodes
 
 
 class Logits(Protocol):
@@ -116,6 +143,7 @@ class Backend(Protocol):
     vocab: Vocab
     capabilities: Capabilities
     notes: Sequence[str]  # what a user should know about how the model was loaded, a line each
+    build: str  # engine, its version, and all else that decides how it computes: for what is remembered
 
     @property
     def wait_seconds(self) -> float:
@@ -126,6 +154,12 @@ class Backend(Protocol):
 
         Raises:
             UsageError: all sessions this backend was loaded for are open.
+        """
+
+    def keep_to(self, exact: Exact | None) -> None:
+        """From now on passes have these shapes, short ones padded, and logits agree to the bit.
+
+        Padding takes no part in any text. To be called before the first session is opened.
         """
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
@@ -166,6 +200,26 @@ def load_backend(name: str, path: str, **options: Any) -> Backend:
 def load_options(name: str) -> frozenset[str]:
     """The options that a backend's `load` has; raises as `load_backend` does."""
     return frozenset(list(inspect.signature(_backend_module(name).load).parameters)[1:])
+
+
+def load_specimen(name: str, path: str, **options: Any) -> AbstractContextManager[Backend] | None:
+    """A small model that computes as the one at `path`, within a `with`; None: this backend makes none.
+
+    Args:
+        name: as for `load_backend`.
+        path: of the whole model.
+        options: those of `load_backend` that decide how it computes; others, and those not given (None), are left out.
+
+    Raises:
+        ModelError: on entering the `with`, if it cannot be made.
+    """
+    module = _backend_module(name)
+    if not hasattr(module, "specimen_of"):
+        return None
+    known = load_options(name)
+    kept = {option: value for option, value in options.items() if option in known and value is not None}
+    found: AbstractContextManager[Backend] = module.specimen_of(path, **kept)
+    return found
 
 
 def choose_backend(folder: bool) -> str:
@@ -232,15 +286,16 @@ def prefill(
         ContextFull: the tokens do not fit.
     """
     held = common_prefix(session.token_ids, token_ids)
-    session.rewind(min(held, len(token_ids) - 1) if want_last else held)
-    last = None
+    session.rewind(session.kept(min(held, len(token_ids) - 1) if want_last else held))
+    last, limits = None, backend.capabilities
+    most = min(limits.max_nodes, limits.exact.prompts.most) if limits.exact else limits.max_nodes
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))
     while (start := len(session.token_ids)) < len(token_ids):
-        piece = token_ids[start : start + backend.capabilities.max_nodes]
+        piece = token_ids[start : start + most - session.owed]
         nodes = np.arange(len(piece), dtype=np.int32)
         wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
-        work = Work(session, np.asarray(piece, np.int32), nodes - 1, wanted)
+        work = Work(session, np.asarray(piece, np.int32), nodes - 1, wanted, prompt=True)
         last = backend.forward([work])[0], len(piece) - 1
         session.commit(nodes.tolist())
         if progress:
@@ -252,14 +307,33 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
     """Refuse more nodes, or more wanted ones, than a backend takes in one forward, before any work is done.
 
     Raises:
-        ValueError: with the numbers.
+        ValueError: with the numbers, or prompts and trees, whose passes have other shapes, are in one batch.
     """
-    for name, count, limit in [
-        ("nodes", sum(len(work.token_ids) for work in batch), limits.max_nodes),
+    nodes = sum(len(work.token_ids) for work in batch)
+    counts = [
+        ("nodes", nodes, limits.max_nodes),
         ("wanted nodes", sum(len(work.wanted) for work in batch), limits.max_wanted),
-    ]:
+    ]
+    if exact := limits.exact:
+        if len({work.prompt for work in batch}) > 1 and exact.prompts != exact.trees:
+            raise ValueError("prompts and trees in one forward; this backend takes only one of both at a time")
+        shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
+        counts.append(("rows", nodes + sum(work.session.owed for work in batch), shape.most))
+    for name, count, limit in counts:
         if count > limit:
             raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+
+
+def kept_of_prompt(limits: Capabilities, read: int, length: int) -> int:
+    """`Session.kept` where `read` tokens were read as a prompt: what was written was computed in another shape."""
+    exact = limits.exact
+    return length if exact is None or exact.prompts == exact.trees else min(read, length)
+
+
+def most_nodes(limits: Capabilities, owed: int) -> int:
+    """Nodes that a tree may have, the root included, in a session that owes so many tokens."""
+    most = min(limits.max_nodes, limits.max_wanted)
+    return min(most, limits.exact.trees.most - owed) if limits.exact else most
 
 
 def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:

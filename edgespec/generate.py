@@ -17,7 +17,7 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
+from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, most_nodes, prefill
 from edgespec.planners import Context, Planner
 from edgespec.sampling import Noise, SamplingParams, sample
 from edgespec.stats import GenerationStats
@@ -79,14 +79,15 @@ class Generation:
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
-        self._budget = min(budget, limits.max_nodes - 1, limits.max_wanted - 1)
+        self._budget = min(budget, most_nodes(limits, 0) - 1)
         stats.planner, stats.backend = planner.name, target.name
+        stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Make the prompt but for its last token the session's text; `progress` as for `backend.prefill`."""
         started = perf_counter()
-        self.stats.cached_tokens = common_prefix(self.session.token_ids, self.token_ids[:-1])
+        self.stats.cached_tokens = self.session.kept(common_prefix(self.session.token_ids, self.token_ids[:-1]))
         self._planner.begin(self._prompt_ids)  # the draft first: it is quick, and its context may be the smaller one
         prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
         self.stats.prefill_seconds = perf_counter() - started
@@ -95,9 +96,10 @@ class Generation:
         """A tree rooted at the last committed token."""
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
-        room, leaves = self._limit - len(self.token_ids) - 1, self.target.capabilities.max_leaves
-        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, leaves)
-        tree = best_nodes(self._planner.plan(context, self._budget), self._budget, leaves)
+        room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
+        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
+        budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
+        tree = best_nodes(self._planner.plan(context, budget), budget, limits.max_leaves)
         self._drafted = self._planner.model_seconds - drafted
         return tree
 

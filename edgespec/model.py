@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
 from edgespec.errors import UsageError
+from edgespec.exact import check_choice, settle
 from edgespec.generate import generate_tokens
 from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
@@ -212,9 +213,11 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
+    exact: str | None = None,
     models_file: str | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
     **planner_options: Any,
 ) -> Model:
     """Load a target and its helpers.
@@ -243,15 +246,19 @@ def load(
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
             from host memory. Default: what is free.
+        exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
+            padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
         models_file: a models.yaml to use besides the built-in one.
-        remember: what passes cost is kept from run to run, in the user's cache folder.
+        remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
         progress: llamacpp: while a model is made ready to be streamed, called with (bytes read, bytes in all) of the
             weights that stay in memory.
+        say: told, as a line, what takes some seconds.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
+    check_choice(exact)
     entry = find_model(target, models_file)
     defaults = entry.defaults
     planner = planner or defaults.planner or "auto"
@@ -267,8 +274,9 @@ def load(
     guesses = bool(used or datastore) if planner == "auto" else planner != "none"
     wide = fixed and budget >= WIDE and guesses
     backends = open_backends(
-        entry, used, models_file, context_length=context_length, budget=budget, wide=wide, progress=progress, **engine
-    )
+        entry, used, models_file, context_length=context_length, budget=budget, wide=wide, exact=exact,
+        remember=remember, progress=progress, say=say, **engine,
+    )  # fmt: skip
     try:
         pace = None if fixed else new_pace(backends[0].capabilities.streams)
         made = make_planner(planner, backends, datastore, pace, **planner_options)
@@ -278,6 +286,12 @@ def load(
         close_all(backends)
         raise
     model._owned = backends
+    shapes = backends[0].capabilities.exact
+    if shapes and fixed and guesses and budget >= shapes.trees.most:
+        notes.append(
+            f"trees have at most {shapes.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
+            f"({shapes.name}); --exact wide or off allows more"
+        )
     model._notes = notes
     model.system = defaults.system
     if pace and planner != "none" and remember:
@@ -294,6 +308,7 @@ def recall_pace(
         "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
         "target": identity(local_path(sources[0], fetch=False)),
         "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
+        "exact": target.capabilities.exact.name if target.capabilities.exact else "",
         **options,
     }  # fmt: skip
     try:
@@ -325,7 +340,10 @@ def open_backends(
     budget: int,
     wide: bool = False,
     backend: str | None = None,
+    exact: str | None = None,
+    remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> list[Backend]:
     """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
@@ -340,7 +358,10 @@ def open_backends(
         budget: most guessed tokens per pass.
         wide: passes will mostly have many nodes.
         backend: as for `load`; the two may differ only where it is not given.
+        exact: as for `load`; it concerns the target.
+        remember: as for `load`.
         progress: as for `load`.
+        say: as for `load`.
         options: what `load` hands to the engines; None = not given.
 
     Raises:
@@ -356,7 +377,7 @@ def open_backends(
         "budget": budget,
         "wide": wide,
     }
-    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET}
+    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact != "off"}
     for_target |= {"progress": progress} if progress else {}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
@@ -370,6 +391,7 @@ def open_backends(
             backends.append(_load_with(names[1], paths[1], common | RESIDENT))
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
+        settle(backends[0], paths[0], options, exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise

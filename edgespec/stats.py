@@ -13,6 +13,7 @@ class GenerationStats:
 
     planner: str = "none"
     backend: str = ""  # the target's engine
+    exact: str = ""  # the class of shapes its passes have, which agree to the bit; "": none
     seed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that were still in the cache

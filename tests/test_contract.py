@@ -1,6 +1,7 @@
 """Every backend against tests/contract.py."""
 
 import platform
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from contract import CHECKS, TREE, Factory, chain_rows, loaded, random_tokens, work
 from edgespec.backends import reference
 
-from edgespec.backend import Backend, prefill
+from edgespec.backend import Backend, Exact, ShapeClass, prefill
 from edgespec.errors import ModelError
 from edgespec.tree import path_to
 
@@ -47,8 +48,30 @@ def mlx_factory(folder: Path) -> Factory:
     return partial(mlx.load, str(write_model(folder / "model", FAMILIES["llama-3"])))
 
 
-@pytest.fixture(scope="module", params=["reference", "torch", "mlx", "smollm2_tiny", "smollm2_tiny_f32", "q8_0"])
+def padded(factory: Factory) -> Factory:
+    """The same with passes of at least 12 rows, as far as the engine rounds."""
+
+    def load(**options: int) -> Backend:
+        backend = factory(**options)
+        found, shape = backend.capabilities, ShapeClass(12, 2 * backend.capabilities.max_nodes)
+        backend.keep_to(Exact("wide", shape, shape))
+        backend.capabilities = replace(backend.capabilities, logit_tolerance=found.logit_tolerance)
+        return backend
+
+    return load
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "reference", "torch", "torch padded", "mlx", "mlx padded", "smollm2_tiny", "smollm2_tiny_f32", "q8_0",
+    ],
+)  # fmt: skip
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
+    if request.param == "torch padded":
+        return padded(torch_factory(tmp_path_factory.mktemp("torch")))
+    if request.param == "mlx padded":
+        return padded(mlx_factory(tmp_path_factory.mktemp("mlx")))
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
     if request.param == "torch":

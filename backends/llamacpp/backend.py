@@ -9,8 +9,9 @@ import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from time import monotonic
@@ -19,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.linux import mappings
@@ -27,6 +28,7 @@ from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.ring import Streamer
 
+from .cells import TILE, Cells
 from .files import (
     FILE_TYPE_BF16,
     FILE_TYPE_F16,
@@ -38,8 +40,9 @@ from .files import (
     parts,
     without_amx,
 )
-from .memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, plan_memory, start_streaming
+from .memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, kv_types, plan_memory, start_streaming
 from .session import LlamaSession
+from .specimen import specimen
 from .threads import crowd, threads_for
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
@@ -120,6 +123,36 @@ class LlamaLogits:
         return top_of_rows(map(self._view, nodes), k, temperature, noise)
 
 
+@dataclass(slots=True)
+class Rows:
+    """What a pass evaluates, in the order of its cells."""
+
+    tokens: list[int]
+    positions: list[int]
+    ids: list[list[int]]  # of sequences
+    wanted: list[int]  # rows whose logits are needed
+    padding: int = 0
+
+    def add(self, tokens: list[int], positions: list[int], ids: list[list[int]]) -> None:
+        """So many more."""
+        self.tokens += tokens
+        self.positions += positions
+        self.ids += ids
+
+    def pad(self, count: int, seq: int) -> None:
+        """Rows of a text of their own, which no other sees."""
+        places = list(range(self.padding, self.padding + count))
+        self.add([0] * count, places, [[seq]] * count)
+        self.padding += count
+
+    def fill(self, least: int, seq: int) -> None:
+        """See that there are so many rows, and so many logits, for the head's shape is theirs, if there are any."""
+        self.pad(max(0, least - len(self.tokens)), seq)
+        if self.wanted:
+            others = sorted(set(range(len(self.tokens))) - set(self.wanted))
+            self.wanted += others[len(others) - max(0, least - len(self.wanted)) :]
+
+
 class LlamaBackend:
     """See `edgespec.backend.Backend`. One model with one context; make it with `load`."""
 
@@ -141,15 +174,18 @@ class LlamaBackend:
         self.notes: list[str] = []
         self._watch = watch
         self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
+        self.build = engine_build(context)
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self._model = model
         self._context = context
         share = capabilities.max_leaves
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
+        self.cells = Cells(context, share * sessions)
         self._open: list[LlamaSession] = []
+        self._tolerance = capabilities.logit_tolerance  # without `exact`
         self._most_cells = 0  # that were in use at once since all were free
         # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
-        nodes = capabilities.max_nodes * (1 + sessions)  # each session may have lost so many cells
+        nodes = llama_cpp.llama_n_batch(context)
         self._tokens = np.zeros(nodes, np.int32)
         self._positions = np.zeros(nodes, np.int32)
         self._id_counts = np.zeros(nodes, np.int32)
@@ -189,49 +225,77 @@ class LlamaBackend:
     def wait_seconds(self) -> float:
         return self._watch.streamer.wait_seconds if self._watch else 0.0
 
+    def keep_to(self, exact: Exact | None) -> None:
+        found = self._tolerance if exact is None else 0.0
+        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=found)
+
+    def alone(self, session: LlamaSession) -> bool:
+        """Whether its cells are all that is in the cache."""
+        if self.cells.wasted:
+            return False
+        return not any(other.held or other.has_nodes for other in self._open if other is not session)
+
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
+        if self.in_order:
+            most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
+            self.cells.make_room(most, self._open)
+        first_cell = self.cells.end
         logits: list[Logits] = []
-        tokens, positions, ids, wanted = list[int](), list[int](), list[list[int]](), list[int]()
+        rows = Rows([], [], [], [])
         for session, placement in zip(sessions, placements, strict=True):
-            start = len(tokens) + session.lost
-            cells = session.add(placement)
-            tokens += cells[0]
-            positions += cells[1]
-            ids += cells[2]
-            index = {placement.first + node: start + i for i, node in enumerate(placement.order)}
+            rows.pad(session.padding_before(placement.work), self.cells.padding_id)
+            start = len(rows.tokens)
+            self.cells.end = first_cell + start
+            owed = session.owed
+            rows.add(*session.add(placement, self.cells.end))
+            index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
             logits.append(LlamaLogits(self._context, self.vocab.size, index))
-            wanted.extend(index[node] for node in placement.work.wanted.tolist())
-        total = len(tokens)
-        self._tokens[:total] = tokens
-        self._positions[:total] = positions
-        self._wanted[:total] = 0
-        self._wanted[wanted] = 1
-        counts = [len(node_ids) for node_ids in ids]
-        flat = np.array([*chain.from_iterable(ids)], np.int32)
-        address = flat.__array_interface__["data"][0]
-        self._id_counts[:total] = counts
-        self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]
-        self._batch.n_tokens = total
+            rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
+            self.cells.end = first_cell + len(rows.tokens)
+        between = rows.padding  # so many cells of padding stand before others, and stay
+        if exact := self.capabilities.exact:
+            shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
+            rows.fill(shape.least, self.cells.padding_id)
         try:
-            self._decode(total)
+            self._decode(self._fill(rows))
         except BaseException:
             for session in sessions:
                 session.give_up()
+            self.cells.drop_padding(0)
+            if self.in_order:
+                self.cells.put_in_order(self._open)
             raise
+        if rows.padding:
+            self.cells.drop_padding(between)
         for session in sessions:
             session.evaluated()
         return logits
+
+    def _fill(self, rows: "Rows") -> int:
+        """Fill llama.cpp's batch; how many rows it has."""
+        total = len(rows.tokens)
+        self._tokens[:total] = rows.tokens
+        self._positions[:total] = rows.positions
+        self._wanted[:total] = 0
+        self._wanted[rows.wanted] = 1
+        counts = [len(node_ids) for node_ids in rows.ids]
+        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)  # kept: the batch points into it
+        address = self._flat.__array_interface__["data"][0]
+        self._id_counts[:total] = counts
+        self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]
+        self._batch.n_tokens = total
+        return total
 
     def _decode(self, total: int) -> None:
         watch = self._watch
         if watch:
             watch.begin()
         if self._yielding:
-            self._most_cells = max(self._most_cells, sum(session.cells for session in self._open))
+            self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
             others = crowd().others(monotonic())
             threads = threads_for(self._yielding, others, total, self._most_cells)
             llama_cpp.llama_set_n_threads(self._context, threads, threads)
@@ -269,6 +333,7 @@ def load(
     beside: Sequence[str] = (),
     resident: bool = False,
     wide: bool = False,
+    exact: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> LlamaBackend:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
@@ -286,14 +351,15 @@ def load(
             a few tokens. A draft does without.
         memory: bytes, such as "12G", that this model, what is `beside` it and the program may take; default: what is
             free.
-        kv_type: type of keys and values in the cache, one of `KV_TYPES`; default: f16, for float32 weights f32. With
-            another, float32 weights are computed less exactly.
+        kv_type: type of keys and values in the cache, one of `KV_TYPES`, or one of each, as in "f16/q8_0"; default:
+            f16, for float32 weights f32. With another, float32 weights are computed less exactly.
         beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
         resident: do not stream, whatever is free: another model's plan has left room for this one.
         wide: passes will mostly have 16 nodes and more. For fewer llama.cpp is quicker with weights repacked at load,
             where there is memory for both, for more without: on two processors with AVX-512 (AMD EPYC; Intel, AMX left
             out) the 1.5 B of 4 bits made 54 and 6 tokens/s of 2 nodes repacked, 35 and 8 as in the file, but 178 and
             40 against 253 and 55 of 64 nodes.
+        exact: results shall not depend on a pass's shape, so weights are not repacked: those kernels take four rows.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
@@ -308,7 +374,7 @@ def load(
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
-    repack = plenty and not wide  # repacked weights are copies outside the file's mapping
+    repack = plenty and not wide and not exact  # repacked weights are copies outside the file's mapping
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -352,10 +418,30 @@ def load(
     return backend
 
 
+@contextmanager
+def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
+    """A small model that computes as the one at `path`, loaded with the same options does; freed at the end."""
+    with specimen(path) as copy:
+        backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact=True)
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+
 def tolerance(file_type: bytes, kv_type: str | None) -> float:
     """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
     weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
-    return max(weights, CACHE_TOLERANCES.get(kv_type, TOLERANCE_OF_4_BITS)) if kv_type else weights
+    types = kv_types(kv_type) if kv_type else ()
+    return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])
+
+
+def engine_build(context: Any) -> str:
+    """llama.cpp's version, the processor features it uses, its switches in the environment, and threads."""
+    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
+    features = llama_cpp.llama_print_system_info().decode().strip(" |")
+    threads = f"{llama_cpp.llama_n_threads(context)} threads"
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, threads, *switches])
 
 
 def load_vocab(path: str) -> LlamaVocab:

@@ -40,6 +40,12 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
 _log_callback = llama_cpp.llama_log_callback(_keep_log)  # llama.cpp keeps only its address
 
 
+def keep_log() -> None:
+    """From now on llama.cpp says nothing itself; `last_log` has its complaints."""
+    _log_lines.clear()
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+
+
 def last_log() -> str:
     """What llama.cpp last complained about: the first line is the cause, later ones only pass it on."""
     return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
@@ -56,8 +62,7 @@ def load_model(path: str, **params: Any) -> Any:
         ModelError: the file is missing, not a GGUF, or damaged.
     """
     check_magic(path)
-    _log_lines.clear()
-    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    keep_log()
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():

@@ -29,6 +29,7 @@ from edgespec.weights.pin import Progress
 from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
 from edgespec.weights.ring import Streamer, measure_disk, open_store, supported
 
+from .cells import EXTRA_IDS, TILE
 from .files import (
     FILE_TYPE_F32,
     file_size,
@@ -56,6 +57,12 @@ KV_TYPES = {
 PLAIN_TYPES = ("f16", "bf16", "f32")
 
 
+def kv_types(name: str) -> tuple[str, str]:
+    """The types of keys and of values: "f16/q8_0", or one name for both."""
+    keys, _, values = name.partition("/")
+    return keys, values or keys
+
+
 @dataclass(frozen=True, slots=True)
 class ContextSize:
     """How large a context is asked for."""
@@ -64,11 +71,12 @@ class ContextSize:
     budget: int
     sessions: int
     chunk: int  # prompt tokens per pass
-    kv_type: str | None = None  # of keys and values, one of KV_TYPES; None: f16, for float32 weights f32
+    kv_type: str | None = None  # of keys and values, or K/V, each one of KV_TYPES; None: f16, for float32 weights f32
 
     def __post_init__(self) -> None:
-        if self.kv_type is not None and self.kv_type not in KV_TYPES:
-            raise UsageError(f"kv_type is {self.kv_type!r}, but must be one of {', '.join(KV_TYPES)}")
+        if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
+            names = ", ".join(KV_TYPES)
+            raise UsageError(f"kv_type is {self.kv_type!r}, but must be one of {names}, or two of them as in f16/q8_0")
 
     @property
     def max_nodes(self) -> int:
@@ -76,23 +84,24 @@ class ContextSize:
 
     @property
     def max_leaves(self) -> int:
-        return min(max(self.budget, 32), LLAMA_MAX_SEQ // self.sessions)
+        return min(max(self.budget, 32), (LLAMA_MAX_SEQ - EXTRA_IDS) // self.sessions)
 
     def params(self, model: Any) -> Any:
         """llama.cpp's parameters for it."""
         length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = self.sessions * (length + self.max_nodes)
-        params.n_batch, params.n_ubatch = self.max_nodes * (1 + self.sessions), self.max_nodes
-        params.n_seq_max = self.max_leaves * self.sessions
-        params.n_outputs_max = max(self.budget + 1, params.n_seq_max)
+        rows = self.max_nodes + (self.sessions - 1) * TILE  # prompts of several sessions are padded to tiles
+        params.n_ctx = self.sessions * (length + self.max_nodes + TILE)
+        params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
+        params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS
+        params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound
         params.no_perf = True
         float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
-        kv_type = self.kv_type or ("f32" if float32 else "f16")
-        params.type_k = params.type_v = KV_TYPES[kv_type]
-        if kv_type == "f32" or (float32 and kv_type in PLAIN_TYPES):
+        types = kv_types(self.kv_type or ("f32" if float32 else "f16"))
+        params.type_k, params.type_v = (KV_TYPES[name] for name in types)
+        if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
             # Who keeps weights in float32 wants float32 arithmetic: flash attention rounds keys, values and scores to
             # 16 bits. But there is no other for a quantised cache.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from edgespec.backend import Capabilities, Work
 from edgespec.errors import ContextFull
 
+from .cells import TILE, Cells
 from .files import llama_cpp
 
 
@@ -28,6 +29,9 @@ class Owner(Protocol):
     memory: Any  # llama.cpp's cache; None once it is freed
     capabilities: Capabilities
     in_order: bool  # keep cells in the order of the text
+    cells: Cells
+
+    def alone(self, session: "LlamaSession") -> bool: ...
 
     def open(self) -> "LlamaSession": ...
 
@@ -75,13 +79,17 @@ class LlamaSession:
         self._memory = backend.memory
         self._ids = ids  # this session's sequence ids
         self._tagged = 1  # how many of them carry the committed text; the rest are tagged when first needed
-        self._held = 0  # how many committed tokens have a cell
+        self.held = 0  # how many committed tokens have a cell
+        self._read = 0  # how many of these were read as a prompt, into cells that may stay where they are
+        self._edge = 0  # the cell behind the last of these that have one; -1: not known
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
+        self._base = self._top = 0  # first cell of the nodes, and the one behind their last
+        self._prompt = False  # the nodes are part of a prompt
         self._tokens: list[int] = []  # by node, since the last commit
         self._positions: list[int] = []
-        self._cells: list[int] = []  # the how-manieth cell since the last commit
+        self._cells: list[int] = []
         self._seqs: list[int] = []  # one id whose path runs through the node
         self._tips: dict[int, int] = {}  # id -> the last node on its path
 
@@ -125,8 +133,12 @@ class LlamaSession:
                 below[node].append(seq)
         return Placement(work, first, positions, below, tips, sources, depth_first(parents, first))
 
-    def add(self, placement: Placement) -> tuple[list[int], list[int], list[list[int]]]:
+    def add(self, placement: Placement, start: int) -> tuple[list[int], list[int], list[list[int]]]:
         """Take the nodes in: tag the cells of the nodes they continue.
+
+        Args:
+            placement: of the nodes.
+            start: the first cell that the next pass fills for this session.
 
         Returns:
             Tokens, positions and sequence ids of the cells to fill, in their order: first committed tokens that have
@@ -135,75 +147,137 @@ class LlamaSession:
         positions, first, order = placement.positions, placement.first, placement.order
         self._tag(max(placement.tips) - self._ids[0] + 1)
         for seq, old in placement.sources.items():
-            llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self._held, positions[old] + 1)
-        lost = self.token_ids[self._held :]
+            llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self.held, positions[old] + 1)
+        lost = self.token_ids[self.held :]
         tokens = lost + placement.work.token_ids[order].tolist()
-        places = [*range(self._held, len(self.token_ids)), *(positions[first + i] for i in order)]
+        places = [*range(self.held, len(self.token_ids)), *(positions[first + i] for i in order)]
         ids = [list(placement.tips)] * len(lost) + [placement.below[i] for i in order]
         self._tokens.extend(placement.work.token_ids.tolist())
         self._positions = positions
         self._seqs.extend(ids[0] for ids in placement.below)
-        cell_of = {node: first + i for i, node in enumerate(order)}
+        start += len(lost)
+        if first == 0:
+            self._base, self._prompt = start, placement.work.prompt
+        self._top = start + len(order)
+        cell_of = {node: start + i for i, node in enumerate(order)}
         self._cells.extend(cell_of[i] for i in range(len(order)))
         self._tips = placement.tips
         return tokens, places, ids
 
     def evaluated(self) -> None:
         """The pass is over: what had lost its cell has one again, and every id gets it."""
-        if self._held < len(self.token_ids):
+        if self.held < len(self.token_ids):
             source = next(iter(self._tips))
             for seq in self._ids[: self._tagged]:
                 if seq not in self._tips:
-                    llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self._held, len(self.token_ids))
-            self._held = len(self.token_ids)
+                    llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self.held, len(self.token_ids))
+            self.held = len(self.token_ids)
 
     def give_up(self) -> None:
         """The pass failed: forget its cells and all nodes."""
         for seq in self._ids[: self._tagged]:
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, self._held, -1)
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, self.held, -1)
         self._forget_nodes()
 
     def _tag(self, count: int) -> None:
         for seq in self._ids[self._tagged : count]:
-            llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], seq, 0, self._held)
+            llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], seq, 0, self.held)
         self._tagged = max(self._tagged, count)
 
     def commit(self, path: Sequence[int]) -> None:
         length, kept = len(self.token_ids), len(path)
         if self._backend.in_order:
             # Cells behind a gap would be out of order once the gap is filled again: give them up.
-            kept = next((i for i, node in enumerate(path) if self._cells[node] != i), len(path))
+            kept = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
         keep = self._seqs[path[kept - 1]] if kept else -1
+        if self._cells:
+            cells = self._backend.cells
+            if self._top == cells.end and self._top - self._base == len(self._cells):  # nothing stands behind them
+                cells.end = self._base + kept
+            elif self._backend.in_order:
+                cells.waste(self._tips, length)
+            self._edge = self._base + kept
         for seq in self._tips:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length + kept if seq == keep else length, -1)
         if kept:
             for seq in self._ids[: self._tagged]:
                 if seq != keep:
                     llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, length + kept)
-            self._held = length + kept
+            self.held = length + kept
+        if self._prompt and self._read == length:
+            self._read += kept
         self.token_ids.extend(self._tokens[node] for node in path)
         self._forget_nodes()
 
     def rewind(self, length: int) -> None:
+        cells = self._backend.cells
+        if length < self.held or self._tokens:
+            if self._backend.alone(self):
+                cells.end = min(length, self.held)
+            elif self._backend.in_order:
+                cells.waste(self._ids[: self._tagged], length)
+            self._edge = cells.end if self._backend.alone(self) else -1
         for seq in self._ids[: self._tagged]:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
-        self._held = min(self._held, length)
+        self.held, self._read = min(self.held, length), min(self._read, length)
         del self.token_ids[length:]
         self._forget_nodes()
 
+    def kept(self, length: int) -> int:
+        exact = self._backend.capabilities.exact
+        if exact is None or exact.prompts == exact.trees:
+            return length
+        length = min(length, self._read)  # what was written, was computed in another shape
+        # Of a tile of cells only the first tokens are there: the others must come right behind them.
+        return length if self._continues(length) else length - length % TILE
+
+    def _continues(self, length: int) -> bool:
+        if self._backend.alone(self):
+            return True
+        return length == self.held == len(self.token_ids) and self._edge == self._backend.cells.end
+
+    def padding_before(self, work: Work) -> int:
+        """Cells to fill before this work's, so that a prompt's tiles are those it would have alone.
+
+        Raises:
+            ValueError: it begins within a tile whose other cells stand elsewhere.
+        """
+        exact, length = self._backend.capabilities.exact, len(self.token_ids)
+        if not work.prompt or exact is None or exact.prompts == exact.trees or self._continues(length):
+            return 0
+        if length % TILE:
+            raise ValueError(f"a prompt cannot be continued at token {length}: see Session.kept")
+        return -self._backend.cells.end % TILE
+
+    def moved(self, start: int) -> None:
+        """Its text now has the cells from `start` on, and only its first id is tagged."""
+        self._tagged, self._edge = 1, start + self.held
+        if start % TILE:
+            self._read = 0
+
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
-        llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], other._ids[0], 0, self._held)
-        other.token_ids, other._held = self.token_ids.copy(), self._held
+        llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], other._ids[0], 0, self.held)
+        other.token_ids, other.held, other._read = self.token_ids.copy(), self.held, self._read
+        other._edge = self._edge
         return other
 
     @property
-    def lost(self) -> int:
-        """Committed tokens whose cells were given up; the next pass reads them again."""
-        return len(self.token_ids) - self._held
+    def owed(self) -> int:
+        return len(self.token_ids) - self.held
 
     @property
-    def cells(self) -> int:
+    def first_id(self) -> int:
+        """The id that always carries the committed text."""
+        return self._ids[0]
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether nodes are uncommitted."""
+        return bool(self._tokens)
+
+    @property
+    def size(self) -> int:
         """Most cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 

@@ -20,6 +20,7 @@ Several works in one forward are evaluated one after the other: each reads the w
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
@@ -135,6 +136,8 @@ class MlxBackend:
     ) -> None:
         self.vocab = vocab
         self.capabilities = capabilities
+        self._tolerance = capabilities.logit_tolerance  # without `exact`
+        self.build = f"mlx {mx.__version__}, {mx.default_device()}"
         self.notes = notes
         self.wait_seconds = 0.0  # MLX does not tell how long it waits for the disk
         self._model = model
@@ -155,6 +158,10 @@ class MlxBackend:
         """A session was closed."""
         self._sessions = [other for other in self._sessions if other is not session]
 
+    def keep_to(self, exact: Exact | None) -> None:
+        tolerance = self._tolerance if exact is None else 0.0
+        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=tolerance)
+
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
@@ -168,7 +175,9 @@ class MlxBackend:
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
 
     def _evaluate(self, session: MlxSession, work: Work) -> Any:
-        """The graph of one work: logits float32 [wanted, V], or None if nothing is wanted."""
+        """The graph of one work: logits float32 [wanted and perhaps more, V], or None if nothing is wanted."""
+        if exact := self.capabilities.exact:
+            work = padded(work, session.nodes, (exact.prompts if work.prompt else exact.trees).least)
         session.place(work)
         wanted = mx.array(work.wanted - session.nodes)
         self._rows = wanted if len(work.wanted) else None
@@ -182,6 +191,22 @@ class MlxBackend:
             session.close()
         self._model = None
         mx.clear_cache()
+
+
+def padded(work: Work, first: int, least: int) -> Work:
+    """The work with as many more nodes, which see only the text, and rows wanted, as a pass must have.
+
+    Their cells are written over by the next pass, since the session does not learn of them.
+    """
+    more = max(0, least - len(work.token_ids))
+    count = len(work.token_ids) + more
+    wanted = work.wanted
+    if len(wanted):
+        others = np.setdiff1d(np.arange(first, first + count), wanted)
+        wanted = np.concatenate([wanted, others[len(others) - max(0, least - len(wanted)) :]]).astype(np.int32)
+    tokens = np.concatenate([work.token_ids, np.zeros(more, np.int32)])
+    parents = np.concatenate([work.parents, np.full(more, -1, np.int32)])
+    return replace(work, token_ids=tokens, parents=parents, wanted=wanted)
 
 
 def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: int = 1) -> MlxBackend:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from edgespec.backend import Capabilities, Work
+from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
 from edgespec.tree import depths
 
@@ -31,6 +31,7 @@ class MlxSession:
         self._backend = backend
         self._tokens: list[int] = []  # uncommitted nodes' tokens
         self._parents: list[int] = []
+        self._read, self._prompt = 0, False  # tokens read as a prompt; whether the nodes are part of one
 
     def check(self, work: Work) -> None:
         """Refuse a work that breaks the contract or does not fit, before anything changes."""
@@ -57,6 +58,7 @@ class MlxSession:
         """The work's nodes have been evaluated."""
         self._tokens += work.token_ids.tolist()
         self._parents += work.parents.tolist()
+        self._prompt = work.prompt
 
     @property
     def state(self) -> list[Any]:
@@ -68,14 +70,23 @@ class MlxSession:
         """How many uncommitted nodes there are."""
         return len(self._parents)
 
+    @property
+    def owed(self) -> int:
+        return 0
+
+    def kept(self, length: int) -> int:
+        return kept_of_prompt(self._backend.capabilities, self._read, length)
+
     def commit(self, path: Sequence[int]) -> None:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
         stay = next((i for i, node in enumerate(path) if node != i), len(path))  # these cells are where they belong
         if stay < len(path):
             self._move([len(self.token_ids) + node for node in path[stay:]], len(self.token_ids) + stay)
+        if self._prompt and self._read == len(self.token_ids):
+            self._read += len(path)
         self.token_ids.extend(self._tokens[node] for node in path)
-        self._tokens, self._parents = [], []
+        self._tokens, self._parents, self._prompt = [], [], False
 
     def _move(self, cells: list[int], start: int) -> None:
         index, end = mx.array(cells), start + len(cells)
@@ -88,11 +99,12 @@ class MlxSession:
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
-        self._tokens, self._parents = [], []
+        self._read = min(self._read, length)
+        self._tokens, self._parents, self._prompt = [], [], False
 
     def fork(self) -> "MlxSession":
         other = self._backend.open()
-        other.token_ids = self.token_ids.copy()
+        other.token_ids, other._read = self.token_ids.copy(), self._read
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             theirs.share(mine)
         return other

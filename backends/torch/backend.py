@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edgespec.backend import Capabilities, Logits, Vocab, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, check_batch
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.machine import format_size, parse_size
@@ -116,11 +116,14 @@ class TorchBackend:
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
+        self._tolerance = capabilities.logit_tolerance  # without `exact`
         self.notes = notes
         self._model = model
         self._windows = windows  # by layer
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
         self._device, self._dtype = caches[0].device, caches[0].dtype
+        place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+        self.build = f"torch {torch.__version__}, {place}, {self._dtype}, {torch.get_num_threads()} threads"
         self.streamer = streamer  # None: all weights are resident
 
     def open(self) -> TorchSession:
@@ -136,6 +139,10 @@ class TorchBackend:
     def wait_seconds(self) -> float:
         return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
+    def keep_to(self, exact: Exact | None) -> None:
+        tolerance = self._tolerance if exact is None else 0.0
+        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=tolerance)
+
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
@@ -147,6 +154,12 @@ class TorchBackend:
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
             parts.append(self._part(session, placement, slice(start, len(tokens))))
+        if exact := self.capabilities.exact:
+            least = (exact.prompts if any(work.prompt for work in batch) else exact.trees).least
+            more = max(0, least - len(tokens))
+            tokens, positions = tokens + [0] * more, positions + [0] * more
+            others = sorted(set(range(len(tokens))) - set(wanted))
+            wanted += others[len(others) - max(0, least - len(wanted)) :] if wanted else []
         with torch.inference_mode(), _out_of_memory("a pass"):
             logits = run(self._model, tokens, positions, wanted, Tree(tuple(parts), self._windows), self._device)
         found = list[Logits]()

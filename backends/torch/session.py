@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Work
+from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
 
 
@@ -38,9 +38,11 @@ class TorchSession:
         self.token_ids: list[int] = []
         self.cells = cells  # [layers, 2, key heads, cells, d]; None when closed
         self._backend = backend
+        self._read = 0  # tokens read as a prompt
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
+        self._prompt = False  # the nodes are part of a prompt
         self._tokens: list[int] = []  # by node, since the last commit
         self._parents: list[int] = []
         self.positions: list[int] = []
@@ -75,6 +77,14 @@ class TorchSession:
         self._parents.extend(work.parents.tolist())
         self.positions.extend(placement.positions)
         self._sees.extend(placement.sees)
+        self._prompt = work.prompt
+
+    @property
+    def owed(self) -> int:
+        return 0
+
+    def kept(self, length: int) -> int:
+        return kept_of_prompt(self._backend.capabilities, self._read, length)
 
     def commit(self, path: Sequence[int]) -> None:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
@@ -85,11 +95,14 @@ class TorchSession:
             nodes = torch.tensor([length + node for node in path[moved:]], device=self.cells.device)
             with torch.inference_mode():
                 self.cells[:, :, :, length + moved : length + len(path)] = self.cells.index_select(3, nodes)
+        if self._prompt and self._read == length:
+            self._read += len(path)
         self.token_ids.extend(self._tokens[node] for node in path)
         self._forget_nodes()
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
+        self._read = min(self._read, length)
         self._forget_nodes()
 
     def fork(self) -> "TorchSession":
@@ -97,7 +110,7 @@ class TorchSession:
         length = len(self.token_ids)
         with torch.inference_mode():
             other.cells[:, :, :, :length] = self.cells[:, :, :, :length]
-        other.token_ids = self.token_ids.copy()
+        other.token_ids, other._read = self.token_ids.copy(), self._read
         return other
 
     def close(self) -> None:

@@ -51,7 +51,10 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-KV_TYPE_HELP = "llamacpp: type of keys and values in the cache: f16, q8_0, … [default: f16; f32 for f32 weights]"
+KV_TYPE_HELP = (
+    "llamacpp: type of keys and values in the cache: f16, q8_0, f16/q8_0, … [default: f16; f32 for f32 weights]"
+)
+EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
 MODEL_OPTIONS = _options(
     click.option(
         "--draft",
@@ -69,6 +72,7 @@ MODEL_OPTIONS = _options(
     click.option("--gpu-layers", type=int, help="llamacpp: layers on the GPU; -1 = all. [default: 0]"),
     click.option("--memory", metavar="SIZE", help="llamacpp: memory to use, such as 12G. [default: what is free]"),
     click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
+    click.option("--exact", metavar="NAME", help=EXACT_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
     click.option("--gpu-memory", metavar="SIZE", help="torch: GPU memory to use, such as 10G. [default: what is free]"),
@@ -226,7 +230,7 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     options["remember"] = not options.pop("no_memory_of_costs")
     context_length = options.pop("ctx")
     with LoadingBar(model) as bar:
-        return load(model, context_length=context_length, progress=bar.update, **options, **extra)
+        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
 
 
 @cli.command(
@@ -244,6 +248,7 @@ Examples:
 )
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
 @click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
+@click.option("--exact", metavar="NAME", help=EXACT_HELP)
 @click.option(
     "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
 )
@@ -252,10 +257,12 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--forget-costs", is_flag=True, help="Only remove what runs of any model have learned of pass costs.")
 def doctor(
-    model: str, draft: str | None, memory: str | None, kv_type: str | None, budget: int | None, ctx: int | None,
-    models_file: str | None, as_json: bool, forget_costs: bool,
+    model: str, draft: str | None, memory: str | None, kv_type: str | None, exact: str | None, budget: int | None,
+    ctx: int | None, models_file: str | None, as_json: bool, forget_costs: bool,
 ) -> None:  # fmt: skip
     """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
+
+    And which passes agree to the bit, so that a text does not depend on how it was guessed.
 
     The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
     long as loading it.
@@ -266,7 +273,7 @@ def doctor(
     from edgespec.measure.doctor import as_dict, diagnose, report
 
     options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
-    options |= {"context_length": ctx, "kv_type": kv_type}
+    options |= {"context_length": ctx, "kv_type": kv_type, "exact": exact}
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -340,10 +347,12 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     from edgespec.measure.texts import read_prompts, run_bench, table
 
     sampling = _sampling(options)
-    report = run_bench(
-        model, read_prompts(Path(prompts), options.pop("limit")), planners.split(","), sampling,
-        planner_options(options), progress=sys.stderr.isatty(), **options,
-    )  # fmt: skip
+    chosen, questions = planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
+    with LoadingBar(model) as bar:
+        report = run_bench(
+            model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
+            ready=bar.stop, **options,
+        )  # fmt: skip
     click.echo(json.dumps(report) if as_json else table(report))
     if report["unexplained"]:
         raise EdgespecError(f"{report['unexplained']} divergences from plain decoding are not ties: this is a bug")

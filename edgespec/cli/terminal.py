@@ -93,6 +93,19 @@ class LoadingBar:
             self._shown, self._counts = _start_bar(f"reading {self._model}", total, *columns), True
         self._shown.update(self._shown.task_ids[0], completed=done)
 
+    def say(self, what: str) -> None:
+        """What is done now, and takes some seconds."""
+        if self._shown is None:
+            return
+        if self._counts:
+            from rich.console import Console
+
+            self._shown.stop()
+            self._shown, self._counts = Console(stderr=True).status(what), False
+            self._shown.start()
+        else:
+            self._shown.update(what)
+
     def __enter__(self) -> "LoadingBar":
         if sys.stderr.isatty():
             from rich.console import Console
@@ -101,9 +114,14 @@ class LoadingBar:
             self._shown.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """The model is loaded."""
         if self._shown is not None:
             self._shown.stop()
+            self._shown = None
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def _start_bar(text: str, total: int, *columns: Any) -> Any:

@@ -8,21 +8,23 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from math import log2
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from edgespec.backend import Backend, Work, load_backend
+from edgespec.backend import Backend, Work, load_backend, most_nodes
 from edgespec.errors import UsageError
+from edgespec.exact import check_choice, line, settle
 from edgespec.model import DEFAULT_CONTEXT, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.remembered import everything, identity
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
 
-# Tokens per pass to expect of a tree of 64 nodes in a chat, from this project's own measurements (README, "Measured").
-EXPECTED_TOKENS = {"specexec": 7.0, "sssd": 2.0}
+# Tokens per pass to expect in a chat of trees with 8 and with 64 nodes, from this project's own measurements (README).
+EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
 
@@ -58,6 +60,7 @@ class Diagnosis:
     draft_seconds: float  # for drafting one tree
     notes: tuple[str, ...]
     remembered: tuple[dict[str, Any], ...]  # what runs of this model have learned of the costs of passes
+    exact: str = ""  # which passes agree to the bit
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
@@ -89,9 +92,12 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
     if not diagnosis.passes:
         return {}
     one, tree = diagnosis.passes
-    expected = {"none": 1 / one.seconds, "sssd": EXPECTED_TOKENS["sssd"] / tree.seconds}
+    tokens = {
+        name: float(np.interp(log2(tree.nodes), (3, 6), few_and_many)) for name, few_and_many in EXPECTED_TOKENS.items()
+    }
+    expected = {"none": 1 / one.seconds, "sssd": tokens["sssd"] / tree.seconds}
     if diagnosis.draft_size:
-        expected["specexec"] = EXPECTED_TOKENS["specexec"] / (tree.seconds + diagnosis.draft_seconds)
+        expected["specexec"] = tokens["specexec"] / (tree.seconds + diagnosis.draft_seconds)
     return expected
 
 
@@ -101,6 +107,7 @@ def diagnose(
     draft: str | None = None,
     memory: str | int | None = None,
     kv_type: str | None = None,
+    exact: str | None = None,
     budget: int | None = None,
     context_length: int | None = None,
     models_file: str | None = None,
@@ -113,6 +120,7 @@ def diagnose(
         draft: as for `edgespec.load`.
         memory: as for `edgespec.load`.
         kv_type: as for `edgespec.load`.
+        exact: as for `edgespec.load`.
         budget: most guessed tokens per pass.
         context_length: most tokens of text.
         models_file: a models.yaml besides the built-in one.
@@ -121,6 +129,7 @@ def diagnose(
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
     """
+    check_choice(exact)
     entry = find_model(target, models_file)
     draft = draft or entry.draft
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
@@ -141,16 +150,19 @@ def diagnose(
         cannot_run = str(error)
     say("disk")
     disk = disk_bandwidth(path)
-    passes, draft_seconds = tuple[Pass, ...](), 0.0
+    passes, draft_seconds, agree = tuple[Pass, ...](), 0.0, ""
     if not cannot_run:
         say("passes")
         options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
         streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say)}
-        with closing(load_backend("llamacpp", path, **streaming, **options)) as backend:
-            passes = time_pass(backend, 1), time_pass(backend, budget + 1)
+        with closing(load_backend("llamacpp", path, **streaming, **options, exact=exact != "off")) as backend:
+            found = settle(backend, path, options, exact, say=say)
+            agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
+            nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
+            passes = time_pass(backend, 1), time_pass(backend, nodes)
         for other in beside:
             with closing(load_backend("llamacpp", other, resident=True, in_order=False, **options)) as backend:
-                draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * budget // BEAM)
+                draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
     return Diagnosis(
         target=path,
         file_size=weights,
@@ -162,6 +174,7 @@ def diagnose(
         disk=disk,
         passes=passes,
         draft_seconds=draft_seconds,
+        exact=agree,
         notes=tuple(notes),
         remembered=tuple(
             one
@@ -209,6 +222,7 @@ def report(diagnosis: Diagnosis) -> str:
             lines.append(
                 ("  predicted", f"{predicted:.2f} s: {computing:.2f} s of computing, {reading:.2f} s of reading")
             )
+    lines.append(("exact", diagnosis.exact))
     expected = tokens_per_second(diagnosis)
     lines.append(("tokens/s", ", ".join(f"{name} about {two_digits(speed)}" for name, speed in expected.items())))
     if max(expected.values()) < SLOW:

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from edgespec.backend import Backend
 from edgespec.errors import UsageError
+from edgespec.exact import check_choice
 from edgespec.measure.lossless import explain
 from edgespec.model import WIDE, Model, choose_budget, close_all, open_backends
 from edgespec.models.registry import find_model
@@ -22,6 +23,8 @@ from edgespec.planners.paced import new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import user_messages
+
+VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +102,20 @@ def run_bench(
     system: str | None = None,
     ctx: int | None = None,
     models_file: str | None = None,
+    exact: str | None = None,
     progress: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    ready: Callable[[], None] = lambda: None,
     **engine_options: Any,
 ) -> dict[str, Any]:
     """Measure; arguments as for `edgespec.load` and `Model.stream`. Prompt i is sampled with seed + i.
 
+    `ready` is called when the models are loaded.
+
     Returns:
         A report that `table` shows and JSON holds. `unexplained` counts divergences that are not ties.
     """
+    check_choice(exact)
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
@@ -120,9 +129,10 @@ def run_bench(
     system = system or entry.defaults.system
     backends = open_backends(
         entry, draft if need_draft else None, models_file, context_length=ctx, budget=budget,
-        wide=fixed and budget >= WIDE, **engine_options,
+        wide=fixed and budget >= WIDE, exact=exact, say=say, **engine_options,
     )  # fmt: skip
     try:
+        ready()
         tallies = {name: Tally() for name in names}
         paces = {name: None if fixed else new_pace(backends[0].capabilities.streams) for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
@@ -184,6 +194,7 @@ def _report(
         "backend": target.name,
         "draft_backend": backends[1].name if len(backends) > 1 else None,
         "notes": list(target.notes),
+        "exact": target.capabilities.exact.name if target.capabilities.exact else "",
         "logit_tolerance": target.capabilities.logit_tolerance,
         "unexplained": sum(tally.unexplained for tally in tallies.values()),
         "planners": rows,
@@ -192,7 +203,8 @@ def _report(
 
 def table(report: dict[str, Any]) -> str:
     """The report for a person."""
-    title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}"
+    shapes = f", passes: {report['exact']}" if report["exact"] else ""
+    title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}{shapes}"
     view = Table(title=title, title_justify="left")
     view.add_column("planner")
     for heading in (
@@ -203,11 +215,11 @@ def table(report: dict[str, Any]) -> str:
         "target",
         "disk",
         "planning",
-        "equal to plain",
+        "plain's text",
     ):
         view.add_column(heading, justify="right")
     for name, row in report["planners"].items():
-        equal = report["prompts"] - row["ties"] - row["unexplained"]
+        equal = f"{report['prompts'] - row['ties'] - row['unexplained']} equal"
         view.add_row(
             name,
             f"{row['acceptance_length']:.2f}",
@@ -217,7 +229,7 @@ def table(report: dict[str, Any]) -> str:
             f"{100 * (row['target_share'] - row['wait_share']):.0f} %",
             f"{100 * row['wait_share']:.0f} %",
             f"{100 * row['plan_share']:.1f} %",
-            f"{equal}, {row['ties']} ties" + (f", {row['unexplained']} WRONG" if row["unexplained"] else ""),
+            ", ".join([equal, *(f"{row[key]} {word}" for key, word in VERDICTS if row[key])]),
         )
     categories = list(next(iter(report["planners"].values()))["by_category"])
     text = StringIO()

@@ -67,8 +67,8 @@ class Drafter:
         """One pass over new nodes, `parents` being nodes or COMMITTED; their logits and nodes [n]."""
         started = perf_counter()
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
-        int32 = [array.astype(np.int32) for array in (token_ids, parents, nodes)]
-        logits = self.draft.forward([Work(self._session, *int32)])[0]
+        tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
+        logits = self.draft.forward([Work(self._session, tokens, above, wanted)])[0]
         self.evaluated += len(nodes)
         self._took(len(nodes), perf_counter() - started)
         return logits, nodes

@@ -1,0 +1,107 @@
+"""Which cells of llama.cpp's cache are in use, so that each session's cells stay in the order of its text.
+
+llama.cpp puts tokens into the first free cells. With one session that is the order of its text: what a commit drops
+are the last cells in use. With several, one session's dropped nodes would leave a gap below the cells of others, whose
+next tokens would come to stand there, before their own past, and attention would add up in another order. So:
+
+    cells 0 … end - 1     in use: texts, nodes, and waste
+    waste                 dropped, but tagged with a sequence id of its own, for free cells would be filled
+    cells from end on     free
+
+When the end is reached, texts are saved, the cache is emptied, and the texts are put back one after the other.
+
+Attention over long prompts adds up tiles of `TILE` cells that start at multiples of `TILE`. There a text's cells must
+also stand where they would stand alone, but for whole tiles: see `LlamaSession.kept`.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from edgespec.errors import ContextFull, ModelError
+
+from .files import llama_cpp
+
+TILE = 64  # GGML_FA_TILE_KV in ggml-cpu/common.h
+EXTRA_IDS = 2  # of sequences: one for waste, one for padding
+MUCH_WASTE = 1024  # cells; attention looks at each of them
+
+
+class Holder(Protocol):
+    """What of a session is put back when the cache is put in order."""
+
+    token_ids: list[int]
+    held: int  # committed tokens that have a cell
+
+    @property
+    def has_nodes(self) -> bool: ...
+
+    @property
+    def first_id(self) -> int: ...
+
+    def moved(self, start: int) -> None:
+        """Its text now has the cells from `start` on, and only its first id is tagged."""
+
+
+class Cells:
+    """See the module."""
+
+    def __init__(self, context: Any, ids: int) -> None:
+        """
+        Args:
+            context: llama.cpp's.
+            ids: sequence ids of sessions; the two behind them are used here.
+        """
+        self.end = 0
+        self.wasted = False  # some of the cells in use are waste
+        self.padding_id = ids
+        self._waste_id = ids + 1
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._size = llama_cpp.llama_n_ctx(context)
+
+    def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
+        """What these sequences have at positions from `start` on is about to be dropped, but not to be free."""
+        for seq in ids:
+            llama_cpp.llama_memory_seq_cp(self._memory, seq, self._waste_id, start, stop)
+        self.wasted = True
+
+    def drop_padding(self, between: int) -> None:
+        """Free the cells of a pass's padding, but for the first so many, behind which others stand."""
+        if between:
+            self.waste([self.padding_id], 0, between)
+        llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
+
+    def make_room(self, rows: int, sessions: Iterable[Holder]) -> None:
+        """See that so many cells are free at the end.
+
+        Raises:
+            ContextFull: they are not, while sessions have nodes.
+        """
+        holders = [session for session in sessions if session.held or session.has_nodes]
+        if not holders and self.end:
+            llama_cpp.llama_memory_clear(self._memory, False)
+            self.end, self.wasted = 0, False
+            return
+        nodes, full = any(session.has_nodes for session in holders), self.end + rows > self._size
+        if full and nodes:
+            raise ContextFull("the cache is full, and nodes of other trees are in it")
+        used = sum(session.held for session in holders)
+        if full or (self.wasted and not nodes and self.end - used > max(used, MUCH_WASTE)):
+            self.put_in_order(holders)
+
+    def put_in_order(self, holders: Iterable[Holder]) -> None:
+        """Empty the cache, and put the texts back one after the other."""
+        saved = [(session, self._save(session.first_id)) for session in holders if session.held]
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self.end, self.wasted = 0, False
+        for session, data in saved:
+            if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), session.first_id) == 0:
+                raise ModelError("llama.cpp could not put a text back into its cache")
+            session.moved(self.end)
+            self.end += session.held
+
+    def _save(self, seq: int) -> Any:
+        data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
+        llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)
+        return data

@@ -1,0 +1,59 @@
+"""A small model that computes as a large one does: a copy of its file with one layer of each kind.
+
+Which kernel llama.cpp takes depends on the types and shapes of weights, on the cache, and on the pass, not on how many
+layers follow each other. So what passes agree is tried in seconds, however large the model is.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from edgespec.errors import ModelError
+from edgespec.weights.residency import Tensor
+
+from .files import keep_log, last_log, llama_cpp, parts, read_tensors
+
+LEAST_LAYERS = 2
+
+
+def kinds(tensors: list[Tensor]) -> list[int]:
+    """One layer of each kind, by the names and sizes of its tensors; at least `LEAST_LAYERS`, if there are so many."""
+    layers: dict[int, list[tuple[str, int]]] = {}
+    for tensor in tensors:
+        block, _, rest = tensor.name.partition(".")
+        if block == "blk":
+            number, _, name = rest.partition(".")
+            layers.setdefault(int(number), []).append((name, tensor.size))
+    first: dict[tuple[tuple[str, int], ...], int] = {}
+    for index, found in sorted(layers.items()):
+        first.setdefault(tuple(sorted(found)), index)
+    chosen = set(first.values())
+    others = sorted(layers.keys() - chosen)
+    return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
+
+
+@contextmanager
+def specimen(path: str) -> Iterator[str]:
+    """The path of such a copy, removed at the end.
+
+    Raises:
+        ModelError: it cannot be made.
+    """
+    tensors = [tensor for part in parts(path) for tensor in read_tensors(part)]
+    count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
+    left_out = sorted(set(range(count)) - set(kinds(tensors)))
+    if not left_out:
+        yield path
+        return
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.only_copy = True
+    params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
+    keep_log()
+    with TemporaryDirectory(prefix="edgespec-") as folder:
+        copy = Path(folder) / "specimen.gguf"
+        if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
+            raise ModelError(f"{path}: no specimen of it can be made: {last_log()}")
+        yield str(copy)

@@ -1,0 +1,267 @@
+"""Which shapes of passes agree to the bit?
+
+An engine has kernels for few rows and others for many, and they round differently. Between two such switches results
+do not depend on the shape at all. Where the switches are differs by engine, processor, model and cache, so they are
+found by trying: the same tokens in passes of many sizes, as a chain, as a tree, and among copies of one token (in a
+mixture of experts, how many rows an expert gets depends on what the tokens are), after a short and a long text.
+
+A text is then written in one class of shapes, chosen when the model is loaded:
+
+    narrow      few rows, as plain decoding has them, or one more
+    wide        many: short passes are padded. Where every pass waits for weights, that costs next to nothing
+    any         the same kernels for few and many
+
+Prompts are read in the class of the largest passes. What was written counts as prompt in the next turn of a chat; if
+the classes differ it is read again then, since a fresh session would read it so. Related: batch-invariant kernels;
+here the engine's own suffice.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from edgespec.backend import Backend, Capabilities, Exact, Session, ShapeClass, Work, load_specimen, prefill
+from edgespec.errors import ModelError, UsageError
+from edgespec.remembered import identity, machine, recall, remember
+
+CHOICES = ("narrow", "wide", "off")
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
+CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
+MIDDLE = 16  # nodes of a tree that tells whether gaps matter
+FEW = 4  # rows: a class that reaches no further has no room for a tree
+MANY = 32  # rows: a class that reaches from few to so many is good for everything
+SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring sizes of passes that agree."""
+
+    least: int
+    most: int
+    trees: bool  # gaps between a node's ancestors change no bit
+    company: bool  # nor does it what the other rows are
+    seconds: float  # of a pass over `least` rows after a long text
+
+
+Found = Sequence[Group]
+_known: dict[str, list[Group]] = {}  # in this process, also where nothing is remembered
+DECIDING = ("threads", "gpu_layers", "kv_type", "device", "dtype")  # options that decide how is computed
+
+
+def settle(
+    backend: Backend,
+    path: str,
+    options: Mapping[str, Any],
+    asked: str | None = None,
+    *,
+    keep: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """Have a loaded model keep to a class; what was found of all.
+
+    Args:
+        backend: no session of it is open.
+        path: of the model.
+        options: it was loaded with.
+        asked: as for `choose`.
+        keep: remember what was found, and use what is remembered.
+        say: told when passes have to be tried, which takes some seconds.
+
+    Raises:
+        UsageError: there is no such class here.
+    """
+    if asked == "off" or backend.capabilities.logit_tolerance == 0:  # the latter rounds alike in all shapes
+        return ()
+    found = find(backend, path, {name: options.get(name) for name in DECIDING}, keep=keep, say=say)
+    backend.keep_to(choose(found, backend.capabilities, asked))
+    return found
+
+
+def find(
+    backend: Backend, path: str, options: Mapping[str, Any], *, keep: bool, say: Callable[[str], None]
+) -> list[Group]:
+    """What `probe` finds of a small model like this one, or of this one, or has found before; arguments as above."""
+    about = {
+        "kind": "exact", "engine": backend.name, "build": backend.build, "machine": machine(),
+        "target": identity(path), "sizes": str(SIZES), **options,
+    }  # fmt: skip
+    key = json.dumps(about, sort_keys=True)
+    if key not in _known and keep and (rows := recall(about)) is not None:
+        with suppress(TypeError):  # written by another version
+            _known[key] = [Group(**row) for row in rows]
+    if key not in _known:
+        say("finding passes that agree to the bit, once for this model on this machine")
+        try:
+            specimen = load_specimen(backend.name, path, **options)
+            if specimen is None:
+                _known[key] = probe(backend)
+            else:
+                with specimen as small:
+                    _known[key] = probe(small)
+        except ModelError:  # of its file no smaller one can be made
+            _known[key] = probe(backend)
+        if keep:
+            remember(about, [asdict(group) for group in _known[key]])
+    return _known[key]
+
+
+def probe(backend: Backend) -> list[Group]:
+    """Try passes of all `SIZES` that the backend takes; the groups that agree, small to large."""
+    limits = backend.capabilities
+    most = min(limits.max_nodes, limits.max_wanted, limits.max_leaves, limits.context_length // 2)
+    sizes = [size for size in SIZES if size <= most]
+    contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
+    agree = np.ones(len(sizes) - 1, np.bool_)  # each size with the next
+    chains = [(prompt, tokens(backend, sizes[-1], 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]
+    session = backend.open()
+    try:
+        prompt, chain = chains[-1]
+        prefill(backend, session, prompt)
+        if not _gaps_change_nothing(backend, session, chain, min(MIDDLE, sizes[-1])):
+            return []
+        for prompt, chain in chains:
+            prefill(backend, session, prompt)
+            before = _rows(backend, session, chain[: sizes[0]])
+            for i, size in enumerate(sizes[1:]):
+                rows = _rows(backend, session, chain[:size])
+                agree[i] &= np.array_equal(rows[: len(before)], before)
+                before = rows
+        edges = np.flatnonzero(~agree).tolist()
+        groups = []
+        for i, j in zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True):
+            groups.append(_group(backend, session, sizes[i], sizes[j], chains))
+        return groups
+    finally:
+        session.close()
+
+
+def _group(
+    backend: Backend, session: Session, least: int, most: int, chains: Sequence[tuple[list[int], list[int]]]
+) -> Group:
+    trees = company = True
+    for prompt, chain in chains:
+        prefill(backend, session, prompt)
+        for size in {least, most}:
+            trees &= _gaps_change_nothing(backend, session, chain, size)
+            alone, among_copies = (_rows(backend, session, nodes)[0] for nodes in (chain[:size], chain[:1] * size))
+            company &= np.array_equal(alone, among_copies)
+    seconds = []
+    for _ in range(3):
+        started = perf_counter()
+        _rows(backend, session, chain[:least])
+        seconds.append(perf_counter() - started)
+    return Group(least, most, trees, company, min(seconds))
+
+
+def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], size: int) -> bool:
+    nodes, parents, path = comb(chain, size)
+    rows = _rows(backend, session, chain[:size])
+    return np.array_equal(_rows(backend, session, nodes, parents)[path], rows[: len(path)])
+
+
+def comb(chain: Sequence[int], size: int) -> tuple[list[int], list[int], list[int]]:
+    """A tree of `size` nodes whose path of the chain's first tokens has other nodes in between.
+
+    Returns:
+        Tokens and parents of the nodes, and the nodes on the path.
+    """
+    nodes, parents, path = list[int](), list[int](), list[int]()
+    for node in range(size):
+        above = path[-1] if path else -1
+        if node % 3 == 1:  # a sibling of what comes next, or a child of the one before
+            nodes.append(chain[-1 - node % len(chain)])
+        else:
+            nodes.append(chain[len(path)])
+            path.append(node)
+        parents.append(above)
+    return nodes, parents, path
+
+
+def tokens(backend: Backend, count: int, seed: int) -> list[int]:
+    """Token ids, any but the vocabulary's last few, which may have no row in the model."""
+    ids = np.random.default_rng(seed).integers(3, max(4, backend.vocab.size * 9 // 10), count)
+    return [int(token) for token in ids]
+
+
+def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Any:
+    """Logits [n, V] of one pass over a tree, or a chain, whose nodes are dropped again."""
+    numbers = np.arange(len(nodes), dtype=np.int32)
+    above = numbers - 1 if parents is None else np.array(parents, np.int32)
+    logits = backend.forward([Work(session, np.array(nodes, np.int32), above, numbers)])[0]
+    rows = np.stack([logits.row(node) for node in range(len(nodes))])
+    session.commit([])
+    return rows
+
+
+def check_choice(asked: str | None) -> None:
+    """Refuse what is none of `CHOICES`, before a model is loaded. Raises UsageError."""
+    if asked not in (None, *CHOICES):
+        raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
+
+
+def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | None:
+    """The class that a text is written in; None: there is none, or it was not wanted.
+
+    Args:
+        found: what `probe` found.
+        limits: of the model that writes it.
+        asked: one of `CHOICES`; None: wide if weights are streamed or if it costs nothing, else narrow.
+
+    Raises:
+        UsageError: there is no such class here.
+    """
+    check_choice(asked)
+    if asked == "off":
+        return None
+    good = usable(found)
+    if not good:
+        if asked is not None:
+            raise UsageError(f"--exact {asked}: {reason(found)}")
+        return None
+    narrow = good[0]
+    wide = narrow if narrow.most >= MANY else next((group for group in good[1:] if group.most >= MANY), None)
+    if asked == "wide" and wide is None:
+        raise UsageError(f"--exact wide: here only passes of at most {narrow.most} rows agree; use --exact narrow")
+    cheap = wide is not None and (limits.streams or wide.seconds <= SAME * narrow.seconds)
+    chosen = wide if wide and (asked == "wide" or (asked is None and cheap)) else narrow
+    name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
+    trees = _shape(chosen, found, min(limits.max_nodes, limits.max_wanted))
+    largest = next((group for group in reversed(found) if group.company), chosen)
+    prompts = trees if largest is chosen else _shape(largest, found, limits.max_nodes)
+    return Exact(name, trees, prompts)
+
+
+def usable(found: Found) -> list[Group]:
+    """Those that trees can be evaluated in."""
+    return [group for group in found if group.trees and group.company and group.most >= FEW]
+
+
+def _shape(group: Group, found: Found, most: int) -> ShapeClass:
+    """What is true of the largest passes tried is taken to be true of larger ones."""
+    return ShapeClass(group.least, most if group is found[-1] else min(group.most, most))
+
+
+def reason(found: Found) -> str:
+    """Why no class was found."""
+    if not any(group.trees for group in found if group.most >= FEW):
+        return "here a node's logits depend on what stands between its ancestors, so no passes agree to the bit"
+    return "here a row's logits depend on the other rows of its pass, so no passes agree to the bit"
+
+
+def line(found: Found, exact: Exact | None) -> str:
+    """What was found, for a person."""
+    sizes = ", ".join(_name(group, found) for group in usable(found))
+    if not sizes:
+        return reason(found)
+    used = f"; used: {exact.name}, at least {exact.trees.least}" if exact else ""
+    return f"passes of these numbers of rows agree to the bit: {sizes}{used}"
+
+
+def _name(group: Group, found: Found) -> str:
+    return f"{group.least} and more" if group is found[-1] else f"{group.least} to {group.most}"

@@ -1,0 +1,275 @@
+"""Finding shapes of passes that agree to the bit, with an engine whose switches are known."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from conftest import Run
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+from edgespec import exact
+from edgespec.backend import Capabilities, Exact, Logits, ShapeClass, Work, check_batch, most_nodes, prefill
+from edgespec.errors import UsageError
+from edgespec.exact import Group, choose, comb, line, probe, settle
+from edgespec.generate import generate_tokens
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+LIMITS = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0)
+
+
+class Shifted:
+    """Logits that are off by the same for all rows of a pass."""
+
+    def __init__(self, logits: Logits, shift: float) -> None:
+        self._logits, self._shift = logits, np.float32(shift)
+
+    def row(self, node: int) -> np.ndarray:
+        return self._logits.row(node) + self._shift
+
+
+class Switching(ReferenceBackend):
+    """Rounds by how many rows a pass has, with switches at some numbers, and otherwise as it is told."""
+
+    def __init__(self, switches: Sequence[int] = (), *, gaps_from: int = 999, copies_from: int = 999) -> None:
+        super().__init__(random_model(0), context_length=300, max_nodes=140, max_leaves=140)
+        self._switches, self._gaps_from, self._copies_from = switches, gaps_from, copies_from
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        found = super().forward(batch)
+        rows = sum(len(work.token_ids) for work in batch)
+        tokens, parents = batch[0].token_ids, batch[0].parents
+        shift = float(sum(rows >= switch for switch in self._switches))
+        if rows >= self._gaps_from and (np.diff(parents) != 1).any():
+            shift += 0.5
+        if rows >= self._copies_from and rows > 1 and (tokens == tokens[0]).all():
+            shift += 0.25
+        return [Shifted(logits, shift) for logits in found]  # type: ignore[misc]
+
+
+def groups(backend: ReferenceBackend) -> list[tuple[int, int, bool, bool]]:
+    return [(group.least, group.most, group.trees, group.company) for group in probe(backend)]
+
+
+def group(least: int, most: int, *, trees: bool = True, company: bool = True, seconds: float = 1.0) -> Group:
+    return Group(least, most, trees, company, seconds)
+
+
+def test_switches_are_found() -> None:
+    assert groups(Switching()) == [(1, 128, True, True)]
+    assert groups(Switching([2, 8, 64])) == [
+        (1, 1, True, True),
+        (2, 7, True, True),
+        (8, 63, True, True),
+        (64, 128, True, True),
+    ]
+    assert groups(Switching([64], gaps_from=64)) == [(1, 63, True, True), (64, 128, False, True)]
+    assert groups(Switching([8], copies_from=8)) == [(1, 7, True, True), (8, 128, True, False)]
+
+
+def test_where_gaps_matter_nothing_is_found() -> None:
+    found = probe(Switching([8], gaps_from=2))
+    assert found == []
+    assert choose(found, LIMITS, None) is None
+    assert "what stands between its ancestors" in line(found, None)
+    with pytest.raises(UsageError, match="--exact wide: here a node's logits depend on what stands between"):
+        choose(found, LIMITS, "wide")
+
+
+def test_a_comb_has_gaps_and_a_path() -> None:
+    nodes, parents, path = comb(range(10, 30), 8)
+    assert [nodes[node] for node in path] == list(range(10, 10 + len(path)))
+    assert [parents[node] for node in path] == [-1, *path[:-1]]
+    assert path != list(range(len(path)))
+    assert len(nodes) == len(parents) == 8
+
+
+LLAMA = [group(1, 1), group(2, 7), group(8, 63, seconds=2.0), group(64, 128, trees=False)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "streams", "name", "trees", "prompts"),
+    [
+        (None, False, "narrow", (2, 7), (64, 512)),
+        (None, True, "wide", (8, 63), (64, 512)),
+        ("narrow", True, "narrow", (2, 7), (64, 512)),
+        ("wide", False, "wide", (8, 63), (64, 512)),
+    ],
+)
+def test_the_choice(
+    asked: str | None, streams: bool, name: str, trees: tuple[int, int], prompts: tuple[int, int]
+) -> None:
+    limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=streams)
+    assert choose(LLAMA, limits, asked) == Exact(name, ShapeClass(*trees), ShapeClass(*prompts))
+    assert choose(LLAMA, limits, "off") is None
+
+
+def test_wide_costs_nothing() -> None:
+    cheap = [*LLAMA[:2], group(8, 63, seconds=1.05), LLAMA[3]]
+    found = choose(cheap, LIMITS, None)
+    assert found is not None
+    assert found.name == "wide"
+
+
+def test_any_number_of_rows() -> None:
+    """The largest passes tried stand for larger ones: as many nodes as the backend takes logits of."""
+    assert choose([group(1, 128)], LIMITS, None) == Exact("any", ShapeClass(1, 200), ShapeClass(1, 200))
+    assert choose([group(1, 7), group(8, 128)], LIMITS, "wide") == Exact("wide", ShapeClass(8, 200), ShapeClass(8, 200))
+
+
+def test_a_mixture_has_no_wide_class() -> None:
+    found = [group(1, 7), group(8, 128, company=False)]
+    assert choose(found, LIMITS, None) == Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 7))
+    with pytest.raises(UsageError, match="only passes of at most 7 rows agree"):
+        choose(found, LIMITS, "wide")
+
+
+def test_a_class_without_room_for_a_tree_is_none() -> None:
+    assert choose([group(1, 2), group(3, 128, company=False)], LIMITS, None) is None
+
+
+def test_what_is_found_is_said() -> None:
+    assert line(LLAMA, choose(LLAMA, LIMITS, None)) == (
+        "passes of these numbers of rows agree to the bit: 2 to 7, 8 to 63; used: narrow, at least 2"
+    )
+    assert "1 and more" in line([group(1, 128)], None)
+
+
+def test_a_wrong_name() -> None:
+    with pytest.raises(UsageError, match="exact is 'both', but must be one of narrow, wide, off"):
+        choose(LLAMA, LIMITS, "both")
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(exact, "_known", {})
+
+
+def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(b"1")
+    said = list[str]()
+
+    def settled(**options: bool) -> Exact | None:
+        backend = Switching([8])
+        backend.capabilities = LIMITS
+        settle(backend, str(path), {"threads": 2}, say=said.append, **options)
+        return backend.capabilities.exact
+
+    first = settled()
+    assert first is not None
+    assert first.name == "narrow"
+    assert settled() == first
+    assert len(said) == 1
+    monkeypatch.setattr(exact, "_known", {})  # another process
+    assert settled() == first
+    assert len(said) == 1
+    path.write_bytes(b"22")  # another file
+    assert settled() == first
+    assert len(said) == 2
+    monkeypatch.setattr(exact, "_known", {})
+    assert settled(keep=False) == first
+    assert len(said) == 3
+
+
+def test_engines_that_do_not_round_are_left_alone() -> None:
+    backend = ReferenceBackend(random_model(0))
+    settle(backend, "nowhere", {})
+    assert backend.capabilities.exact is None
+
+
+NARROW = Exact("narrow", ShapeClass(2, 5), ShapeClass(7, 20))
+
+
+def test_the_loop_keeps_to_the_class() -> None:
+    """Trees and prompts have at most as many rows as their class, and the text is the same."""
+    texts, sizes = [], set()
+    for found in (None, NARROW):
+        backend = ReferenceBackend(random_model(0), context_length=200)
+        if found:
+            backend.keep_to(found)
+        inner = backend.forward
+
+        def counted(batch: Sequence[Work], inner=inner, found=found) -> list[Logits]:
+            if found:
+                sizes.add((batch[0].prompt, sum(len(work.token_ids) for work in batch)))
+            return inner(batch)
+
+        backend.forward = counted  # type: ignore[method-assign]
+        text, prompt = (
+            list[int](),
+            backend.vocab.encode("a b a b a b a b a b a b a b a", add_bos=True, parse_special=False),
+        )
+        for round_ in generate_tokens(
+            backend, backend.open(), SssdPlanner(), prompt, SamplingParams(), max_tokens=40, budget=30,
+            stats=GenerationStats(), stop_ids=frozenset(),
+        ):  # fmt: skip
+            text += round_.tokens
+        texts.append(text)
+    assert texts[0] == texts[1]
+    assert max(size for prompt, size in sizes if prompt) == 20
+    assert 2 <= max(size for prompt, size in sizes if not prompt) <= 5
+
+
+def test_what_was_written_is_read_again() -> None:
+    backend = ReferenceBackend(random_model(0), sessions=2)
+    backend.keep_to(NARROW)
+    session, stats = backend.open(), GenerationStats()
+    rounds = generate_tokens(
+        backend, session, NonePlanner(), [5, 6, 7, 8], SamplingParams(), max_tokens=4, budget=1, stats=stats,
+        stop_ids=frozenset(),
+    )  # fmt: skip
+    written = [token for round_ in rounds for token in round_.tokens]
+    held = [5, 6, 7, 8, *written][:-1]
+    assert session.token_ids == held
+    assert stats.exact == "narrow"
+    assert session.kept(len(held)) == 3  # the prompt's last token was the first tree's root
+    assert session.fork().kept(len(held)) == 3
+    prefill(backend, session, [*held, 9])
+    assert session.token_ids == [*held, 9]
+    assert session.kept(len(held) + 1) == len(held) + 1
+    session.rewind(2)
+    assert session.kept(2) == 2
+
+
+def test_too_many_rows_are_refused() -> None:
+    backend = ReferenceBackend(random_model(0), sessions=2)
+    backend.keep_to(NARROW)
+    session, other = backend.open(), backend.open()
+    nodes = np.arange(6, dtype=np.int32)
+    with pytest.raises(ValueError, match="6 rows in one forward; this backend takes 5"):
+        backend.forward([Work(session, nodes, nodes - 1, nodes)])
+    backend.forward([Work(session, nodes, nodes - 1, nodes, prompt=True)])
+    session.rewind(0)
+    with pytest.raises(ValueError, match="prompts and trees in one forward"):
+        check_batch(
+            [
+                Work(session, nodes[:1], nodes[:1] - 1, nodes[:1]),
+                Work(other, nodes[:1], nodes[:1] - 1, nodes[:1], prompt=True),
+            ],
+            backend.capabilities,
+        )
+    assert most_nodes(backend.capabilities, 0) == 5
+    assert most_nodes(backend.capabilities, 3) == 2
+
+
+def test_the_command_line(run: Run, smollm2_tiny, tmp_path) -> None:
+    """Good and bad values; a bench counts what is equal."""
+    status, out, err = run("run", str(smollm2_tiny), "hi", "--exact", "never")
+    assert (status, out) == (2, "")
+    assert err == "edgespec: exact is 'never', but must be one of narrow, wide, off\n"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Count to ten."}\n')
+    options = ["--model", str(smollm2_tiny), "--planners", "sssd", "-n", "12", "--ctx", "256"]
+    status, out, err = run("bench", str(prompts), *options)
+    assert status == 0, err
+    assert "passes: any" in out
+    assert out.count("1 equal") == 2
+    assert "ties" not in out
+    status, out, err = run("run", str(smollm2_tiny), "hi", "--exact", "off", "-n", "4", "--json")
+    assert status == 0, err
+    assert '"exact": ""' in out

@@ -1,0 +1,296 @@
+"""Passes kept in one class of shapes write equal texts, bit for bit, with weights whose kernels differ by shape."""
+
+from contextlib import contextmanager
+
+import contract
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from conftest import quantised
+from edgespec.backends.llamacpp.backend import load
+
+from edgespec.backend import Exact, ShapeClass, Work, prefill
+from edgespec.errors import UsageError
+from edgespec.exact import settle
+from edgespec.generate import Generation, generate_tokens
+from edgespec.model import Model
+from edgespec.models.made_up import Shape, write_made_up
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import PacedPlanner, new_pace
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+
+# llama_ftype in llama.h. SmolLM2's rows of 576 fit no block of 256, but those of its feed-forward, 1536, do.
+KINDS = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "IQ4_XS": 30, "F16": 1, "BF16": 32}
+WINDOWS = {"sliding_window": 40}
+FAMILIES = {
+    "llama": ("llama", {}),
+    "gemma2": ("gemma2", WINDOWS),
+    "gemma3": ("gemma3", WINDOWS),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts": 8}),
+    "qwen3 moe": ("qwen3 moe", {"num_local_experts": 8, "num_experts": 8}),
+}
+MIXTURES = ("mixtral", "qwen3 moe")
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, top_p=0.9, seed=1),
+    SamplingParams(temperature=1.0, seed=2),
+]
+SHORT = "Once upon a time, a fox"
+LONG = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 34
+
+
+@contextmanager
+def loaded(path, asked=None, **options):
+    """With two threads: with one, llama.cpp does not split the cache."""
+    options = {"context_length": 1024, "threads": 2, "budget": 64, "exact": True} | options
+    backend = load(str(path), **options)
+    try:
+        settle(backend, str(path), {"threads": 2, "kv_type": options.get("kv_type")}, asked)
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.fixture(scope="module")
+def weights(smollm2, smollm2_folder):
+    """Paths of models by the kind of their weights: SmolLM2 with six layers, or made up."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            path = smollm2_folder / f"{kind}.gguf"
+            if kind == "made up":
+                write_made_up(path, Shape(2, 256, 512, 4, 2, vocab=1), smollm2, lambda done, total: None)
+            elif kind in FAMILIES:
+                family(kind, path)
+            else:
+                quantised(smollm2, path, KINDS[kind], tuple(range(6, 30)))
+            made[kind] = path
+        return made[kind]
+
+    return get
+
+
+def family(kind, path):
+    """A tiny model of this family with random weights of 4 bits."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
+    from gguf_files import VOCAB, write_gguf
+    from hf_models import tiny_model
+    from safetensors.numpy import load_file
+
+    name, changes = FAMILIES[kind]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64}
+    model = tiny_model(name, **sizes, vocab_size=VOCAB, max_position_embeddings=2048, initializer_range=0.1, **changes)
+    model.save_pretrained(path.with_suffix(""))
+    weights = load_file(path.with_suffix("") / "model.safetensors")
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    whole = write_gguf(path.with_suffix(".f32"), model.config, weights)
+    quantised(whole, path, KINDS["Q4_K_M"])
+    whole.unlink()
+
+
+@pytest.fixture(scope="module")
+def draft(smollm2_tiny):
+    backend = load(str(smollm2_tiny), context_length=1024, threads=2, budget=64, in_order=False)
+    yield backend
+    backend.close()
+
+
+def write(target, planner, prompt, sampling, count, budget=62):
+    session, output, stats = target.open(), [], GenerationStats()
+    ids = target.vocab.encode(prompt, add_bos=True, parse_special=False)
+    for round_ in generate_tokens(
+        target, session, planner, ids, sampling, max_tokens=count, budget=budget, stats=stats, stop_ids=frozenset()
+    ):
+        output += round_.tokens
+    planner.close()
+    session.close()
+    return output, stats
+
+
+def auto(draft):
+    pace = new_pace(streams=True)
+    return PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+
+
+PLANNERS = {
+    "specexec": lambda draft: SpecExecPlanner(draft, depth=8, beam=4),
+    "chain": lambda draft: ChainPlanner(draft, depth=6),
+    "sssd": lambda draft: SssdPlanner(),
+    "auto": auto,
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "made up"])
+def test_texts_are_equal(weights, draft, kind):
+    """Every class that is found, every planner, each at one of the temperatures; some weights at all of them."""
+    path, checked = weights(kind), set()
+    for asked in ("narrow", "wide"):
+        with loaded(path, asked) as target:
+            exact = target.capabilities.exact
+            if exact in checked:
+                continue
+            checked.add(exact)
+            assert target.capabilities.logit_tolerance == 0
+            for i, sampling in enumerate(SAMPLINGS):
+                plain, _ = write(target, NonePlanner(), SHORT, sampling, 16)
+                names = list(PLANNERS)
+                for name in names if kind in ("Q4_1", "made up") else [names[i], "auto"]:
+                    output, _ = write(target, PLANNERS[name](draft), SHORT, sampling, 16)
+                    assert output == plain, f"{kind}, {exact}, {name}, {sampling}"
+    assert checked
+
+
+@pytest.mark.parametrize("asked", ["narrow", "wide"])
+@pytest.mark.parametrize("kind", ["made up", "Q4_1"])
+def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked):
+    """From 512 cells on llama.cpp splits the cache among threads for one row, from 64 rows on it adds up tiles."""
+    with loaded(weights(kind), asked) as target:
+        assert len(target.vocab.encode(LONG, add_bos=True, parse_special=False)) > 600
+        plain, _ = write(target, NonePlanner(), LONG, SAMPLINGS[2], 32)
+        for name, make in PLANNERS.items():
+            output, _ = write(target, make(draft), LONG, SAMPLINGS[2], 32)
+            assert output == plain, name
+
+
+def test_without_classes_they_part(weights):
+    """What the classes are for: the same chain in passes of 1, 2, 8 and 64 rows has other logits."""
+    with loaded(weights("made up"), "off") as target:
+        assert target.capabilities.exact is None
+        assert target.capabilities.logit_tolerance > 0
+        rows = []
+        for size in (1, 2, 8, 64):
+            session = target.open()
+            prefill(target, session, list(range(100, 700)))
+            nodes = np.arange(size, dtype=np.int32)
+            rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
+            session.close()
+        for i in range(3):
+            assert not np.array_equal(rows[i], rows[i + 1])
+
+
+def test_a_wrong_class_is_noticed(weights):
+    """The checks can fail: passes of 1 to 63 rows are no class of these weights."""
+
+    def factory(**options):
+        backend = load(str(weights("made up")), threads=2, exact=True, **options)
+        shape = ShapeClass(1, 63)
+        backend.keep_to(Exact("wrong", shape, shape))
+        return backend
+
+    with pytest.raises(AssertionError, match="tolerance 0"):
+        contract.tree_equals_chains(factory)
+
+
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check, weights):
+    """Trees, forks, rewinds and company, to the bit. Prompts are read in the trees' class, so any chain tells."""
+
+    def factory(**options):
+        backend = load(str(weights("made up")), threads=2, exact=True, **options)
+        shape = ShapeClass(8, 63)
+        backend.keep_to(Exact("wide", shape, shape))
+        return backend
+
+    check(factory)
+
+
+@pytest.mark.parametrize("asked", ["narrow", "wide"])
+@pytest.mark.parametrize("kv_type", [None, "f16/q8_0"])
+def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
+    """Five turns with the cache of the turns before, and each of them read anew."""
+    with loaded(weights("made up"), asked, kv_type=kv_type, context_length=2048) as target:
+        messages, kept = list[dict[str, str]](), 0
+        with Model(target, SpecExecPlanner(draft, depth=6, beam=4), budget=62) as chat:
+            for turn in range(5):
+                messages.append({"role": "user", "content": f"{turn}. {LONG[: 200 + 150 * turn]}"})
+                stats = GenerationStats()
+                answer = chat.chat(messages, max_tokens=24, temperature=1.0, seed=turn, stats=stats)
+                kept += stats.cached_tokens
+                messages.append({"role": "assistant", "content": answer.text})
+        assert kept > 200
+        for turn in range(5):
+            with Model(target, NonePlanner()) as fresh:
+                again = fresh.chat(messages[: 2 * turn + 1], max_tokens=24, temperature=1.0, seed=turn)
+            assert again.text == messages[2 * turn + 1]["content"], turn
+
+
+@pytest.mark.parametrize("asked", ["narrow", "wide"])
+def test_company_changes_nothing(weights, asked):
+    """Six texts that begin and end at different times in one forward, and each alone."""
+    guesses = 5 if asked == "wide" else 0  # narrow passes hold seven rows
+    prompts = [f"{i}. {LONG[: 150 + 210 * i]}" for i in range(6)]
+    sampling = [SamplingParams(temperature=1.0, seed=i) for i in range(6)]
+    lengths = [30, 50, 24, 40, 35, 20]
+    with loaded(weights("made up"), asked, sessions=6, context_length=800) as target:
+        ids = [target.vocab.encode(prompt, add_bos=True, parse_special=False) for prompt in prompts]
+
+        def start(i):
+            generation = Generation(
+                target, target.open(), SssdPlanner() if guesses else NonePlanner(), ids[i], sampling[i],
+                max_tokens=lengths[i], budget=max(1, guesses), stats=GenerationStats(), stop_ids=frozenset(),
+            )  # fmt: skip
+            generation.read_prompt()
+            return generation
+
+        def step(running):
+            logits = target.forward([generation.work(generation.plan()) for generation in running])
+            for generation, rows in zip(running, logits, strict=True):
+                generation.take(rows)
+
+        alone = []
+        for i in range(6):
+            generation = start(i)
+            while not generation.finished:
+                step([generation])
+            alone.append(generation.token_ids)
+            generation.session.close()
+
+        together, running, waiting = {}, [], list(range(6))
+        while running or waiting:
+            if waiting:
+                running.append((waiting[0], start(waiting.pop(0))))
+            for _ in range(4):
+                step([generation for _, generation in running])
+                for i, generation in running:
+                    if generation.finished:
+                        together[i] = generation.token_ids
+                        generation.session.close()
+                running = [(i, generation) for i, generation in running if not generation.finished]
+                if not running:
+                    break
+        assert [together[i] for i in range(6)] == alone
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(weights, kind):
+    """Windows, soft caps, and mixtures, where it depends on the tokens how many rows an expert gets."""
+    with loaded(weights(kind), budget=32) as target:
+        exact = target.capabilities.exact
+        assert exact is not None
+        if kind in MIXTURES:
+            assert exact.trees.most < 8
+        for sampling in SAMPLINGS:
+            plain, _ = write(target, NonePlanner(), LONG[:400], sampling, 24)
+            assert write(target, SssdPlanner(), LONG[:400], sampling, 24)[0] == plain, sampling
+
+
+def test_experts_make_large_passes_no_class(weights):
+    path = weights("mixtral")
+    with pytest.raises(UsageError, match="at most 7 rows agree"), loaded(path, "wide"):
+        pass
+
+
+def test_a_class_that_is_not_there(smollm2_tiny_f32):
+    """Without flash attention a gap between a node's ancestors moves what is added up first."""
+    with pytest.raises(UsageError, match="what stands between its ancestors"), loaded(smollm2_tiny_f32, "wide"):
+        pass
+    with loaded(smollm2_tiny_f32) as target:
+        assert target.capabilities.exact is None
