@@ -313,6 +313,7 @@ class ReferenceBackend:
         self._sessions = sessions
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
+        self.computing: dict[str, str | int | None] = {}
         self.notes: list[str] = []
         self.wait_seconds = 0.0
 

@@ -7,7 +7,7 @@ once. Every backend passes `tests/contract.py`.
 import inspect
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,6 +37,7 @@ class Exact:
     name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
     trees: ShapeClass  # of passes over trees
     prompts: ShapeClass  # of passes over prompts; if another class, a prompt's part that was written is read again
+    blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ class Backend(Protocol):
     vocab: Vocab
     capabilities: Capabilities
     notes: Sequence[str]  # what a user should know about how the model was loaded, a line each
-    build: str  # engine, its version, and all else that decides how it computes: for what is remembered
+    build: str  # the engine, its version, and what it says of the processor
+    computing: Mapping[str, str | int | None]  # options that decide how it computes, as they turned out
 
     @property
     def wait_seconds(self) -> float:
@@ -208,7 +210,7 @@ def load_specimen(name: str, path: str, **options: Any) -> AbstractContextManage
     Args:
         name: as for `load_backend`.
         path: of the whole model.
-        options: those of `load_backend` that decide how it computes; others, and those not given (None), are left out.
+        options: `Backend.computing` of the whole model.
 
     Raises:
         ModelError: on entering the `with`, if it cannot be made.
@@ -216,9 +218,7 @@ def load_specimen(name: str, path: str, **options: Any) -> AbstractContextManage
     module = _backend_module(name)
     if not hasattr(module, "specimen_of"):
         return None
-    known = load_options(name)
-    kept = {option: value for option, value in options.items() if option in known and value is not None}
-    found: AbstractContextManager[Backend] = module.specimen_of(path, **kept)
+    found: AbstractContextManager[Backend] = module.specimen_of(path, **options)
     return found
 
 
@@ -288,11 +288,13 @@ def prefill(
     held = common_prefix(session.token_ids, token_ids)
     session.rewind(session.kept(min(held, len(token_ids) - 1) if want_last else held))
     last, limits = None, backend.capabilities
-    most = min(limits.max_nodes, limits.exact.prompts.most) if limits.exact else limits.max_nodes
+    exact = limits.exact
+    most = min(limits.max_nodes, exact.prompts.most) if exact else limits.max_nodes
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))
     while (start := len(session.token_ids)) < len(token_ids):
-        piece = token_ids[start : start + most - session.owed]
+        end = start + most - session.owed if exact is None or not exact.blocks else start - start % most + most
+        piece = token_ids[start:end]
         nodes = np.arange(len(piece), dtype=np.int32)
         wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
         work = Work(session, np.asarray(piece, np.int32), nodes - 1, wanted, prompt=True)
@@ -317,6 +319,8 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
     if exact := limits.exact:
         if len({work.prompt for work in batch}) > 1 and exact.prompts != exact.trees:
             raise ValueError("prompts and trees in one forward; this backend takes only one of both at a time")
+        if exact.blocks and len(batch) > 1 and any(work.prompt for work in batch):
+            raise ValueError("a prompt and other works in one forward; here rows depend on each other")
         shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
         counts.append(("rows", nodes + sum(work.session.owed for work in batch), shape.most))
     for name, count, limit in counts:
@@ -327,7 +331,10 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
 def kept_of_prompt(limits: Capabilities, read: int, length: int) -> int:
     """`Session.kept` where `read` tokens were read as a prompt: what was written was computed in another shape."""
     exact = limits.exact
-    return length if exact is None or exact.prompts == exact.trees else min(read, length)
+    if exact is None or exact.prompts == exact.trees:
+        return length
+    length = min(read, length)
+    return length - length % exact.prompts.most if exact.blocks else length
 
 
 def most_nodes(limits: Capabilities, owed: int) -> int:

@@ -17,7 +17,7 @@ here the engine's own suffice.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -32,9 +32,10 @@ from edgespec.remembered import identity, machine, recall, remember
 CHOICES = ("narrow", "wide", "off")
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
-MIDDLE = 16  # nodes of a tree that tells whether gaps matter
+SMALL = 6  # nodes of a tree that tells whether gaps matter
 FEW = 4  # rows: a class that reaches no further has no room for a tree
 MANY = 32  # rows: a class that reaches from few to so many is good for everything
+BLOCK = 512  # tokens of a prompt that are read together where rows depend on each other
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
 
 
@@ -51,13 +52,11 @@ class Group:
 
 Found = Sequence[Group]
 _known: dict[str, list[Group]] = {}  # in this process, also where nothing is remembered
-DECIDING = ("threads", "gpu_layers", "kv_type", "device", "dtype")  # options that decide how is computed
 
 
 def settle(
     backend: Backend,
     path: str,
-    options: Mapping[str, Any],
     asked: str | None = None,
     *,
     keep: bool = True,
@@ -68,7 +67,6 @@ def settle(
     Args:
         backend: no session of it is open.
         path: of the model.
-        options: it was loaded with.
         asked: as for `choose`.
         keep: remember what was found, and use what is remembered.
         say: told when passes have to be tried, which takes some seconds.
@@ -78,18 +76,16 @@ def settle(
     """
     if asked == "off" or backend.capabilities.logit_tolerance == 0:  # the latter rounds alike in all shapes
         return ()
-    found = find(backend, path, {name: options.get(name) for name in DECIDING}, keep=keep, say=say)
+    found = find(backend, path, keep=keep, say=say)
     backend.keep_to(choose(found, backend.capabilities, asked))
     return found
 
 
-def find(
-    backend: Backend, path: str, options: Mapping[str, Any], *, keep: bool, say: Callable[[str], None]
-) -> list[Group]:
+def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None]) -> list[Group]:
     """What `probe` finds of a small model like this one, or of this one, or has found before; arguments as above."""
     about = {
         "kind": "exact", "engine": backend.name, "build": backend.build, "machine": machine(),
-        "target": identity(path), "sizes": str(SIZES), **options,
+        "target": identity(path), "sizes": str(SIZES), **backend.computing,
     }  # fmt: skip
     key = json.dumps(about, sort_keys=True)
     if key not in _known and keep and (rows := recall(about)) is not None:
@@ -98,7 +94,7 @@ def find(
     if key not in _known:
         say("finding passes that agree to the bit, once for this model on this machine")
         try:
-            specimen = load_specimen(backend.name, path, **options)
+            specimen = load_specimen(backend.name, path, **backend.computing)
             if specimen is None:
                 _known[key] = probe(backend)
             else:
@@ -123,7 +119,7 @@ def probe(backend: Backend) -> list[Group]:
     try:
         prompt, chain = chains[-1]
         prefill(backend, session, prompt)
-        if not _gaps_change_nothing(backend, session, chain, min(MIDDLE, sizes[-1])):
+        if not _gaps_change_nothing(backend, session, chain, min(SMALL, sizes[-1])):
             return []
         for prompt, chain in chains:
             prefill(backend, session, prompt)
@@ -224,17 +220,18 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
         if asked is not None:
             raise UsageError(f"--exact {asked}: {reason(found)}")
         return None
-    narrow = good[0]
-    wide = narrow if narrow.most >= MANY else next((group for group in good[1:] if group.most >= MANY), None)
+    narrow, mixture = good[0], not all(group.company for group in found)
+    others = [] if mixture else [group for group in good[1:] if group.most >= MANY]
+    wide = narrow if narrow.most >= MANY else next(iter(others), None)
     if asked == "wide" and wide is None:
         raise UsageError(f"--exact wide: here only passes of at most {narrow.most} rows agree; use --exact narrow")
     cheap = wide is not None and (limits.streams or wide.seconds <= SAME * narrow.seconds)
     chosen = wide if wide and (asked == "wide" or (asked is None and cheap)) else narrow
     name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
     trees = _shape(chosen, found, min(limits.max_nodes, limits.max_wanted))
-    largest = next((group for group in reversed(found) if group.company), chosen)
-    prompts = trees if largest is chosen else _shape(largest, found, limits.max_nodes)
-    return Exact(name, trees, prompts)
+    if mixture:  # only equal blocks are read alike
+        return Exact(name, trees, ShapeClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
+    return Exact(name, trees, trees if chosen is found[-1] else _shape(found[-1], found, limits.max_nodes))
 
 
 def usable(found: Found) -> list[Group]:

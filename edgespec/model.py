@@ -377,7 +377,7 @@ def open_backends(
         "budget": budget,
         "wide": wide,
     }
-    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact != "off"}
+    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact}
     for_target |= {"progress": progress} if progress else {}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
@@ -391,7 +391,7 @@ def open_backends(
             backends.append(_load_with(names[1], paths[1], common | RESIDENT))
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
-        settle(backends[0], paths[0], options, exact, keep=remember, say=say)
+        settle(backends[0], paths[0], exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise

@@ -120,10 +120,35 @@ def test_any_number_of_rows() -> None:
 
 
 def test_a_mixture_has_no_wide_class() -> None:
-    found = [group(1, 7), group(8, 128, company=False)]
-    assert choose(found, LIMITS, None) == Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 7))
+    """And where rows depend on each other, prompts are read in equal blocks."""
+    found = [group(1, 7), group(8, 127, company=False), group(128, 128)]
+    narrow = Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 512), blocks=True)
+    assert choose(found, LIMITS, None) == narrow
     with pytest.raises(UsageError, match="only passes of at most 7 rows agree"):
         choose(found, LIMITS, "wide")
+
+
+def test_blocks_of_a_prompt() -> None:
+    """They begin at multiples of their size, whatever is kept, and are read alone."""
+    backend, seen = ReferenceBackend(random_model(0), sessions=2, context_length=200), []
+    backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 16), blocks=True))
+    inner = backend.forward
+
+    def watched(batch: Sequence[Work]) -> list[Logits]:
+        seen.append((len(batch[0].session.token_ids), len(batch[0].token_ids)))
+        return inner(batch)
+
+    backend.forward = watched  # type: ignore[method-assign]
+    session, text = backend.open(), [5 + i % 50 for i in range(40)]
+    prefill(backend, session, text)
+    assert seen == [(0, 16), (16, 16), (32, 8)]
+    assert (session.kept(40), session.kept(32), session.kept(31)) == (32, 32, 16)
+    prefill(backend, session, [*text, 5, 6])
+    assert seen[3:] == [(32, 10)]
+    one = np.zeros(1, np.int32)
+    works = [Work(backend.open(), one, one - 1, one, prompt=True), Work(session, one, one - 1, one, prompt=True)]
+    with pytest.raises(ValueError, match="a prompt and other works in one forward"):
+        backend.forward(works)
 
 
 def test_a_class_without_room_for_a_tree_is_none() -> None:
@@ -157,7 +182,7 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     def settled(**options: bool) -> Exact | None:
         backend = Switching([8])
         backend.capabilities = LIMITS
-        settle(backend, str(path), {"threads": 2}, say=said.append, **options)
+        settle(backend, str(path), say=said.append, **options)
         return backend.capabilities.exact
 
     first = settled()
@@ -178,7 +203,7 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
 
 def test_engines_that_do_not_round_are_left_alone() -> None:
     backend = ReferenceBackend(random_model(0))
-    settle(backend, "nowhere", {})
+    settle(backend, "nowhere")
     assert backend.capabilities.exact is None
 
 

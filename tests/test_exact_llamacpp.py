@@ -48,10 +48,9 @@ LONG = "The lighthouse keeper wrote down the weather every morning, and every ev
 @contextmanager
 def loaded(path, asked=None, **options):
     """With two threads: with one, llama.cpp does not split the cache."""
-    options = {"context_length": 1024, "threads": 2, "budget": 64, "exact": True} | options
-    backend = load(str(path), **options)
+    backend = load(str(path), **{"context_length": 1024, "threads": 2, "budget": 64, "exact": asked} | options)
     try:
-        settle(backend, str(path), {"threads": 2, "kv_type": options.get("kv_type")}, asked)
+        settle(backend, str(path), asked)
         yield backend
     finally:
         backend.close()
@@ -148,11 +147,11 @@ def test_texts_are_equal(weights, draft, kind):
     assert checked
 
 
-@pytest.mark.parametrize("asked", ["narrow", "wide"])
+@pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", None)])
 @pytest.mark.parametrize("kind", ["made up", "Q4_1"])
-def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked):
+def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked, kv_type):
     """From 512 cells on llama.cpp splits the cache among threads for one row, from 64 rows on it adds up tiles."""
-    with loaded(weights(kind), asked) as target:
+    with loaded(weights(kind), asked, kv_type=kv_type) as target:
         assert len(target.vocab.encode(LONG, add_bos=True, parse_special=False)) > 600
         plain, _ = write(target, NonePlanner(), LONG, SAMPLINGS[2], 32)
         for name, make in PLANNERS.items():
@@ -180,7 +179,7 @@ def test_a_wrong_class_is_noticed(weights):
     """The checks can fail: passes of 1 to 63 rows are no class of these weights."""
 
     def factory(**options):
-        backend = load(str(weights("made up")), threads=2, exact=True, **options)
+        backend = load(str(weights("made up")), threads=2, exact="wide", **options)
         shape = ShapeClass(1, 63)
         backend.keep_to(Exact("wrong", shape, shape))
         return backend
@@ -194,7 +193,7 @@ def test_contract(check, weights):
     """Trees, forks, rewinds and company, to the bit. Prompts are read in the trees' class, so any chain tells."""
 
     def factory(**options):
-        backend = load(str(weights("made up")), threads=2, exact=True, **options)
+        backend = load(str(weights("made up")), threads=2, exact="wide", **options)
         shape = ShapeClass(8, 63)
         backend.keep_to(Exact("wide", shape, shape))
         return backend
@@ -202,8 +201,9 @@ def test_contract(check, weights):
     check(factory)
 
 
-@pytest.mark.parametrize("asked", ["narrow", "wide"])
-@pytest.mark.parametrize("kv_type", [None, "f16/q8_0"])
+@pytest.mark.parametrize(
+    ("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", None), ("wide", "f16/q8_0")]
+)
 def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
     """Five turns with the cache of the turns before, and each of them read anew."""
     with loaded(weights("made up"), asked, kv_type=kv_type, context_length=2048) as target:

@@ -5,14 +5,11 @@ A model larger than memory is streamed: `memory.py`.
 """
 
 import ctypes
-import hashlib
 import os
 import sys
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, chain
 from time import monotonic
 from typing import Any, cast
@@ -40,10 +37,24 @@ from .files import (
     parts,
     without_amx,
 )
-from .memory import LLAMA_MAX_SEQ, MIN_NODES, ContextSize, LayerWatch, is_plenty, kv_types, plan_memory, start_streaming
+from .memory import (
+    KV_OF_NARROW,
+    LLAMA_MAX_SEQ,
+    MIN_NODES,
+    ContextSize,
+    LayerWatch,
+    is_plenty,
+    kv_types,
+    plan_memory,
+    start_streaming,
+    suits_narrow,
+)
 from .session import LlamaSession
 from .specimen import specimen
 from .threads import crowd, threads_for
+from .vocab import LlamaVocab, load_vocab
+
+__all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
 # for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
@@ -55,50 +66,7 @@ TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
 # SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
 CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
 TOLERANCE_OF_4_BITS = 10.0
-
-
-class LlamaVocab:
-    """See `edgespec.backend.Vocab`."""
-
-    def __init__(self, model: Any) -> None:
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        bos, eos = llama_cpp.llama_vocab_bos(self._vocab), llama_cpp.llama_vocab_eos(self._vocab)
-        self.bos_id: int | None = bos if bos >= 0 else None
-        self.eos_id: int | None = eos if eos >= 0 else None
-        self.eog_ids = frozenset(i for i in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, i))
-        template = llama_cpp.llama_model_chat_template(model, None)
-        self.chat_template: str | None = template.decode("utf-8") if template else None
-        self._pieces: dict[int, bytes] = {}
-
-    def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
-        data = text.encode("utf-8")
-        room = len(data) + 8
-        buffer = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), buffer, room, add_bos, parse_special)
-        if count < 0:
-            raise ModelError(f"the tokenizer cannot encode a text of {len(data)} bytes")
-        return buffer[:count]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            buffer = ctypes.create_string_buffer(64)
-            count = llama_cpp.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, False)
-            if count < 0:
-                buffer = ctypes.create_string_buffer(-count)
-                count = llama_cpp.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, False)
-            piece = self._pieces[token_id] = buffer.raw[:count]
-        return piece
-
-    def token_text(self, token_id: int) -> str:
-        text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token_id)
-        return text.decode("utf-8", "replace")
-
-    @cached_property
-    def fingerprint(self) -> str:
-        texts = (llama_cpp.llama_vocab_get_text(self._vocab, i) for i in range(self.size))
-        return hashlib.sha256(b"\0".join(texts)).hexdigest()
+TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
 
 
 class LlamaLogits:
@@ -167,6 +135,7 @@ class LlamaBackend:
         in_order: bool,
         watch: LayerWatch | None = None,
         yielding: int = 0,
+        computing: Mapping[str, str | int | None] | None = None,
     ) -> None:
         self.vocab = LlamaVocab(model)
         self.capabilities = capabilities
@@ -174,7 +143,10 @@ class LlamaBackend:
         self.notes: list[str] = []
         self._watch = watch
         self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
-        self.build = engine_build(context)
+        self.build = engine_build()
+        self.computing = computing or {}
+        keys, values = kv_types(str(self.computing.get("kv_type") or "f16"))
+        self.tiles = keys == values and keys in TILED_TYPES
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self._model = model
         self._context = context
@@ -333,7 +305,7 @@ def load(
     beside: Sequence[str] = (),
     resident: bool = False,
     wide: bool = False,
-    exact: bool = False,
+    exact: str | None = "off",
     progress: Progress = lambda done, total: None,
 ) -> LlamaBackend:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
@@ -359,7 +331,8 @@ def load(
             where there is memory for both, for more without: on two processors with AVX-512 (AMD EPYC; Intel, AMX left
             out) the 1.5 B of 4 bits made 54 and 6 tokens/s of 2 nodes repacked, 35 and 8 as in the file, but 178 and
             40 against 253 and 55 of 64 nodes.
-        exact: results shall not depend on a pass's shape, so weights are not repacked: those kernels take four rows.
+        exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
+            those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
@@ -373,8 +346,11 @@ def load(
     plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
+    if plan and plan.cached and exact != "off":
+        # How many rows an expert gets would decide its kernel; while its weights are waited for, the plain one will do.
+        os.environ.setdefault("GGML_CPU_TILED_MM", "0")  # read once, before the first pass of the process
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
-    repack = plenty and not wide and not exact  # repacked weights are copies outside the file's mapping
+    repack = plenty and not wide and exact == "off"  # repacked weights are copies outside the file's mapping
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -387,9 +363,13 @@ def load(
             )
         if plan:
             watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
+        streams = bool(plan and plan.streamed)
+        fits = plan is None or not (plan.streamed or plan.cached)
+        if exact in (None, "narrow") and fits and suits_narrow(model, size):
+            size = replace(size, kv_type=KV_OF_NARROW)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
-        if watch and plan and plan.streamed:
+        if watch and streams:
             params.cb_eval = watch.callback
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
@@ -404,14 +384,15 @@ def load(
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
-        logit_tolerance=tolerance(metadata(model, "general.file_type"), kv_type),
-        streams=bool(plan and plan.streamed),
+        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+        streams=streams,
     )
     # Streamed weights are waited for: it is not threads that others disturb.
     yielding = 0 if threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
-    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding)
+    computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kv_type}
+    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
     backend.notes = notes
@@ -422,7 +403,7 @@ def load(
 def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
     """A small model that computes as the one at `path`, loaded with the same options does; freed at the end."""
     with specimen(path) as copy:
-        backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact=True)
+        backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
         try:
             yield backend
         finally:
@@ -436,20 +417,11 @@ def tolerance(file_type: bytes, kv_type: str | None) -> float:
     return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])
 
 
-def engine_build(context: Any) -> str:
-    """llama.cpp's version, the processor features it uses, its switches in the environment, and threads."""
+def engine_build() -> str:
+    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
     features = llama_cpp.llama_print_system_info().decode().strip(" |")
-    threads = f"{llama_cpp.llama_n_threads(context)} threads"
-    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, threads, *switches])
-
-
-def load_vocab(path: str) -> LlamaVocab:
-    """Only the tokenizer of a GGUF file; freed with the object. Raises ModelError as `load` does."""
-    model = load_model(path, vocab_only=True)
-    vocab = LlamaVocab(model)
-    weakref.finalize(vocab, llama_cpp.llama_model_free, model)
-    return vocab
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])
 
 
 def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from edgespec.backend import Capabilities, Work
+from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
 
 from .cells import TILE, Cells
@@ -30,6 +30,7 @@ class Owner(Protocol):
     capabilities: Capabilities
     in_order: bool  # keep cells in the order of the text
     cells: Cells
+    tiles: bool  # attention over many rows adds up tiles
 
     def alone(self, session: "LlamaSession") -> bool: ...
 
@@ -224,12 +225,15 @@ class LlamaSession:
         self._forget_nodes()
 
     def kept(self, length: int) -> int:
-        exact = self._backend.capabilities.exact
-        if exact is None or exact.prompts == exact.trees:
-            return length
-        length = min(length, self._read)  # what was written, was computed in another shape
+        length = kept_of_prompt(self._backend.capabilities, self._read, length)
         # Of a tile of cells only the first tokens are there: the others must come right behind them.
-        return length if self._continues(length) else length - length % TILE
+        return length - length % TILE if self._in_tiles and not self._continues(length) else length
+
+    @property
+    def _in_tiles(self) -> bool:
+        """Whether attention over prompts adds up tiles, other than that over trees."""
+        exact = self._backend.capabilities.exact
+        return self._backend.tiles and exact is not None and exact.prompts != exact.trees
 
     def _continues(self, length: int) -> bool:
         if self._backend.alone(self):
@@ -242,8 +246,8 @@ class LlamaSession:
         Raises:
             ValueError: it begins within a tile whose other cells stand elsewhere.
         """
-        exact, length = self._backend.capabilities.exact, len(self.token_ids)
-        if not work.prompt or exact is None or exact.prompts == exact.trees or self._continues(length):
+        length = len(self.token_ids)
+        if not work.prompt or not self._in_tiles or self._continues(length):
             return 0
         if length % TILE:
             raise ValueError(f"a prompt cannot be continued at token {length}: see Session.kept")

@@ -138,6 +138,7 @@ class MlxBackend:
         self.capabilities = capabilities
         self._tolerance = capabilities.logit_tolerance  # without `exact`
         self.build = f"mlx {mx.__version__}, {mx.default_device()}"
+        self.computing: dict[str, str | int | None] = {}
         self.notes = notes
         self.wait_seconds = 0.0  # MLX does not tell how long it waits for the disk
         self._model = model

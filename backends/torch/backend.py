@@ -123,7 +123,10 @@ class TorchBackend:
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
         self._device, self._dtype = caches[0].device, caches[0].dtype
         place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
-        self.build = f"torch {torch.__version__}, {place}, {self._dtype}, {torch.get_num_threads()} threads"
+        self.build = f"torch {torch.__version__}, {place}"
+        self.computing: dict[str, str | int | None] = {
+            "dtype": str(self._dtype), "threads": torch.get_num_threads(), "device": str(self._device),
+        }  # fmt: skip
         self.streamer = streamer  # None: all weights are resident
 
     def open(self) -> TorchSession:

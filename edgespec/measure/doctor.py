@@ -155,8 +155,8 @@ def diagnose(
         say("passes")
         options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
         streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say)}
-        with closing(load_backend("llamacpp", path, **streaming, **options, exact=exact != "off")) as backend:
-            found = settle(backend, path, options, exact, say=say)
+        with closing(load_backend("llamacpp", path, **streaming, **options, exact=exact)) as backend:
+            found = settle(backend, path, exact, say=say)
             agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
             nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
             passes = time_pass(backend, 1), time_pass(backend, nodes)
