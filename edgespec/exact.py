@@ -77,8 +77,23 @@ def settle(
     if asked == "off" or backend.capabilities.logit_tolerance == 0:  # the latter rounds alike in all shapes
         return ()
     found = find(backend, path, keep=keep, say=say)
-    backend.keep_to(choose(found, backend.capabilities, asked))
+    exact = choose(found, backend.capabilities, asked)
+    backend.keep_to(exact)
+    backend.notes = [*backend.notes, *price(found, exact, backend.capabilities.streams)]
     return found
+
+
+def price(found: Found, exact: Exact | None, streams: bool) -> list[str]:
+    """What padding costs a pass over one node, for a person, where that is much."""
+    if exact is None or exact.trees.least == 1 or streams:
+        return []
+    times = next(group.seconds for group in found if group.least == exact.trees.least) / found[0].seconds
+    if times <= SAME:
+        return []
+    return [
+        f"passes are padded to {exact.trees.least} rows, so that they agree to the bit, and take {times:.1f} times as "
+        "long as one row; other values of --kv-type or --exact may do without"
+    ]
 
 
 def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None]) -> list[Group]:

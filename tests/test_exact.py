@@ -10,7 +10,7 @@ from edgespec.backends.reference import ReferenceBackend, random_model
 from edgespec import exact
 from edgespec.backend import Capabilities, Exact, Logits, ShapeClass, Work, check_batch, most_nodes, prefill
 from edgespec.errors import UsageError
-from edgespec.exact import Group, choose, comb, line, probe, settle
+from edgespec.exact import Group, choose, comb, line, price, probe, settle
 from edgespec.generate import generate_tokens
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -160,6 +160,17 @@ def test_what_is_found_is_said() -> None:
         "passes of these numbers of rows agree to the bit: 2 to 7, 8 to 63; used: narrow, at least 2"
     )
     assert "1 and more" in line([group(1, 128)], None)
+
+
+def test_padding_that_costs_is_said() -> None:
+    found = [group(1, 1, seconds=1.0), group(2, 7, seconds=1.5), group(8, 128, seconds=4.0)]
+    narrow = choose(found, LIMITS, "narrow")
+    assert (
+        "padded to 2 rows, so that they agree to the bit, and take 1.5 times as long" in price(found, narrow, False)[0]
+    )
+    assert price(found, narrow, streams=True) == []  # the disk is waited for anyway
+    assert price(found, None, streams=False) == []
+    assert price([group(1, 7), group(8, 128)], choose([group(1, 7)], LIMITS, None), streams=False) == []
 
 
 def test_a_wrong_name() -> None:

@@ -1,6 +1,7 @@
 """Passes kept in one class of shapes write equal texts, bit for bit, with weights whose kernels differ by shape."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import contract
 import numpy as np
@@ -159,6 +160,19 @@ def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked, kv_typ
             assert output == plain, name
 
 
+@pytest.mark.parametrize("asked", ["narrow", "wide"])
+def test_a_real_pair(asked):
+    """Where it is there: 1.5 B of 4 bits, whose kernels differ most, with its draft."""
+    folder = Path("~/.cache/edgespec/models").expanduser()
+    target, small = (folder / f"qwen2.5-coder-{size}-instruct-q4_k_m.gguf" for size in ("1.5b", "0.5b"))
+    if not (target.exists() and small.exists()):
+        pytest.skip("the pair is not in the cache folder")
+    with loaded(target, asked) as model, loaded(small, "off", in_order=False) as helper:
+        plain, _ = write(model, NonePlanner(), SHORT, SAMPLINGS[2], 24)
+        for name in ("specexec", "sssd"):
+            assert write(model, PLANNERS[name](helper), SHORT, SAMPLINGS[2], 24)[0] == plain, name
+
+
 def test_without_classes_they_part(weights):
     """What the classes are for: the same chain in passes of 1, 2, 8 and 64 rows has other logits."""
     with loaded(weights("made up"), "off") as target:
@@ -286,6 +300,24 @@ def test_experts_make_large_passes_no_class(weights):
     path = weights("mixtral")
     with pytest.raises(UsageError, match="at most 7 rows agree"), loaded(path, "wide"):
         pass
+
+
+def test_what_the_cache_is_kept_in(weights, smollm2_tiny_f32):
+    """8 bits for narrow passes after short texts; otherwise as ever, or as was asked for."""
+    path = weights("made up")
+    for asked, options, kv_type in [
+        (None, {}, "q8_0"),
+        ("narrow", {}, "q8_0"),
+        ("narrow", {"kv_type": "f16"}, "f16"),
+        ("narrow", {"context_length": 5000}, None),
+        ("wide", {}, None),
+        ("off", {}, None),
+    ]:
+        with loaded(path, asked, **options) as target:
+            assert target.computing["kv_type"] == kv_type, (asked, options)
+            assert ("8 bits" in " ".join(target.notes)) == (kv_type == "q8_0"), (asked, options)
+    with loaded(smollm2_tiny_f32) as target:
+        assert target.computing["kv_type"] is None
 
 
 def test_a_class_that_is_not_there(smollm2_tiny_f32):

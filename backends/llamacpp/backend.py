@@ -367,6 +367,7 @@ def load(
         fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
             size = replace(size, kv_type=KV_OF_NARROW)
+            notes.append(f"keys and values are kept in 8 bits ({KV_OF_NARROW}), so that short passes need no padding")
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
         if watch and streams:

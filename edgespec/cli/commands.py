@@ -51,9 +51,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-KV_TYPE_HELP = (
-    "llamacpp: type of keys and values in the cache: f16, q8_0, f16/q8_0, … [default: f16; f32 for f32 weights]"
-)
+KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
 MODEL_OPTIONS = _options(
     click.option(
