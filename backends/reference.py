@@ -206,6 +206,9 @@ class ReferenceLogits:
     def row(self, node: int) -> Float32Array:
         return self._rows[node].copy()
 
+    def state(self, node: int) -> Float32Array:
+        return np.zeros(0, np.float32)
+
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:

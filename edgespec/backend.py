@@ -127,6 +127,12 @@ class Logits(Protocol):
     def row(self, node: int) -> Float32Array:
         """One node's logits, shape [V], the caller's to keep."""
 
+    def state(self, node: int) -> Float32Array:
+        """What the output matrix made them from, where the backend keeps it, else of shape [0].
+
+        For `exact.py`: weights of few bits round it, so logits hide small differences.
+        """
+
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:

@@ -201,11 +201,11 @@ def tokens(backend: Backend, count: int, seed: int) -> list[int]:
 
 
 def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Any:
-    """Logits [n, V] of one pass over a tree, or a chain, whose nodes are dropped again."""
+    """Logits and states [n, V + D] of one pass over a tree, or a chain, whose nodes are dropped again."""
     numbers = np.arange(len(nodes), dtype=np.int32)
     above = numbers - 1 if parents is None else np.array(parents, np.int32)
     logits = backend.forward([Work(session, np.array(nodes, np.int32), above, numbers)])[0]
-    rows = np.stack([logits.row(node) for node in range(len(nodes))])
+    rows = np.stack([np.concatenate([logits.row(node), logits.state(node)]) for node in range(len(nodes))])
     session.commit([])
     return rows
 

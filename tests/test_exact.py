@@ -29,6 +29,9 @@ class Shifted:
     def row(self, node: int) -> np.ndarray:
         return self._logits.row(node) + self._shift
 
+    def state(self, node: int) -> np.ndarray:
+        return self._logits.state(node)
+
 
 class Switching(ReferenceBackend):
     """Rounds by how many rows a pass has, with switches at some numbers, and otherwise as it is told."""

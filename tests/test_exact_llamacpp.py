@@ -28,6 +28,8 @@ from edgespec.stats import GenerationStats
 
 # llama_ftype in llama.h. SmolLM2's rows of 576 fit no block of 256, but those of its feed-forward, 1536, do.
 KINDS = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "IQ4_XS": 30, "F16": 1, "BF16": 32}
+BOTH = ("narrow", "wide")
+CLASSES = {"Q4_1": BOTH, "made up": BOTH, "Q8_0": BOTH[:1], "Q4_0": BOTH[:1], "F16": BOTH[:1]}  # others: wide
 WINDOWS = {"sliding_window": 40}
 FAMILIES = {
     "llama": ("llama", {}),
@@ -130,13 +132,11 @@ PLANNERS = {
 
 @pytest.mark.parametrize("kind", [*KINDS, "made up"])
 def test_texts_are_equal(weights, draft, kind):
-    """Every class that is found, every planner, each at one of the temperatures; some weights at all of them."""
+    """Every planner, each at one of the temperatures; some weights in both classes, and at all temperatures."""
     path, checked = weights(kind), set()
-    for asked in ("narrow", "wide"):
+    for asked in CLASSES.get(kind, BOTH[1:]):
         with loaded(path, asked) as target:
             exact = target.capabilities.exact
-            if exact in checked:
-                continue
             checked.add(exact)
             assert target.capabilities.logit_tolerance == 0
             for i, sampling in enumerate(SAMPLINGS):
@@ -148,8 +148,10 @@ def test_texts_are_equal(weights, draft, kind):
     assert checked
 
 
-@pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", None)])
-@pytest.mark.parametrize("kind", ["made up", "Q4_1"])
+@pytest.mark.parametrize(
+    ("kind", "asked", "kv_type"),
+    [("made up", "narrow", None), ("made up", "narrow", "f16"), ("made up", "wide", None), ("Q4_1", "wide", None)],
+)
 def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked, kv_type):
     """From 512 cells on llama.cpp splits the cache among threads for one row, from 64 rows on it adds up tiles."""
     with loaded(weights(kind), asked, kv_type=kv_type) as target:
@@ -168,9 +170,8 @@ def test_a_real_pair(asked):
     if not (target.exists() and small.exists()):
         pytest.skip("the pair is not in the cache folder")
     with loaded(target, asked) as model, loaded(small, "off", in_order=False) as helper:
-        plain, _ = write(model, NonePlanner(), SHORT, SAMPLINGS[2], 24)
-        for name in ("specexec", "sssd"):
-            assert write(model, PLANNERS[name](helper), SHORT, SAMPLINGS[2], 24)[0] == plain, name
+        plain, _ = write(model, NonePlanner(), SHORT, SAMPLINGS[2], 16)
+        assert write(model, PLANNERS["specexec"](helper), SHORT, SAMPLINGS[2], 16)[0] == plain
 
 
 def test_without_classes_they_part(weights):
@@ -215,9 +216,7 @@ def test_contract(check, weights):
     check(factory)
 
 
-@pytest.mark.parametrize(
-    ("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", None), ("wide", "f16/q8_0")]
-)
+@pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", "f16")])
 def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
     """Five turns with the cache of the turns before, and each of them read anew."""
     with loaded(weights("made up"), asked, kv_type=kv_type, context_length=2048) as target:
@@ -226,13 +225,13 @@ def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
             for turn in range(5):
                 messages.append({"role": "user", "content": f"{turn}. {LONG[: 200 + 150 * turn]}"})
                 stats = GenerationStats()
-                answer = chat.chat(messages, max_tokens=24, temperature=1.0, seed=turn, stats=stats)
+                answer = chat.chat(messages, max_tokens=16, temperature=1.0, seed=turn, stats=stats)
                 kept += stats.cached_tokens
                 messages.append({"role": "assistant", "content": answer.text})
         assert kept > 200
         for turn in range(5):
             with Model(target, NonePlanner()) as fresh:
-                again = fresh.chat(messages[: 2 * turn + 1], max_tokens=24, temperature=1.0, seed=turn)
+                again = fresh.chat(messages[: 2 * turn + 1], max_tokens=16, temperature=1.0, seed=turn)
             assert again.text == messages[2 * turn + 1]["content"], turn
 
 

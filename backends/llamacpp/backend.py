@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 from time import monotonic
 from typing import Any, cast
@@ -25,7 +25,7 @@ from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.ring import Streamer
 
-from .cells import TILE, Cells
+from .cells import TILE, Cells, Rows
 from .files import (
     FILE_TYPE_BF16,
     FILE_TYPE_F16,
@@ -72,9 +72,10 @@ TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over man
 class LlamaLogits:
     """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
 
-    def __init__(self, context: Any, size: int, batch_index: dict[int, int]) -> None:
+    def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
         self._context = context
         self._size = size
+        self._width = width  # of a state; 0: none is kept
         self._batch_index = batch_index  # node -> index in the batch
 
     def _view(self, node: int) -> Float32Array:
@@ -85,40 +86,16 @@ class LlamaLogits:
     def row(self, node: int) -> Float32Array:
         return self._view(node).copy()
 
+    def state(self, node: int) -> Float32Array:
+        if self._width == 0:
+            return np.zeros(0, np.float32)
+        pointer = llama_cpp.llama_get_embeddings_ith(self._context, self._batch_index[node])
+        return np.ctypeslib.as_array(pointer, (self._width,)).copy()
+
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
         return top_of_rows(map(self._view, nodes), k, temperature, noise)
-
-
-@dataclass(slots=True)
-class Rows:
-    """What a pass evaluates, in the order of its cells."""
-
-    tokens: list[int]
-    positions: list[int]
-    ids: list[list[int]]  # of sequences
-    wanted: list[int]  # rows whose logits are needed
-    padding: int = 0
-
-    def add(self, tokens: list[int], positions: list[int], ids: list[list[int]]) -> None:
-        """So many more."""
-        self.tokens += tokens
-        self.positions += positions
-        self.ids += ids
-
-    def pad(self, count: int, seq: int) -> None:
-        """Rows of a text of their own, which no other sees."""
-        places = list(range(self.padding, self.padding + count))
-        self.add([0] * count, places, [[seq]] * count)
-        self.padding += count
-
-    def fill(self, least: int, seq: int) -> None:
-        """See that there are so many rows, and so many logits, for the head's shape is theirs, if there are any."""
-        self.pad(max(0, least - len(self.tokens)), seq)
-        if self.wanted:
-            others = sorted(set(range(len(self.tokens))) - set(self.wanted))
-            self.wanted += others[len(others) - max(0, least - len(self.wanted)) :]
 
 
 class LlamaBackend:
@@ -147,8 +124,9 @@ class LlamaBackend:
         self.computing = computing or {}
         keys, values = kv_types(str(self.computing.get("kv_type") or "f16"))
         self.tiles = keys == values and keys in TILED_TYPES
+        self.state_width = 0  # of the states that are kept of each row, where all rows are wanted; 0: none are
         self.memory: Any = llama_cpp.llama_get_memory(context)
-        self._model = model
+        self.model = model
         self._context = context
         share = capabilities.max_leaves
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
@@ -225,13 +203,15 @@ class LlamaBackend:
             owed = session.owed
             rows.add(*session.add(placement, self.cells.end))
             index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
-            logits.append(LlamaLogits(self._context, self.vocab.size, index))
+            logits.append(LlamaLogits(self._context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
             self.cells.end = first_cell + len(rows.tokens)
         between = rows.padding  # so many cells of padding stand before others, and stay
         if exact := self.capabilities.exact:
             shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
             rows.fill(shape.least, self.cells.padding_id)
+        if self.state_width:
+            llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
             self._decode(self._fill(rows))
         except BaseException:
@@ -247,7 +227,7 @@ class LlamaBackend:
             session.evaluated()
         return logits
 
-    def _fill(self, rows: "Rows") -> int:
+    def _fill(self, rows: Rows) -> int:
         """Fill llama.cpp's batch; how many rows it has."""
         total = len(rows.tokens)
         self._tokens[:total] = rows.tokens
@@ -287,8 +267,8 @@ class LlamaBackend:
             llama_cpp.llama_free(self._context)
             if self._watch:
                 self._watch.streamer.close()
-            llama_cpp.llama_model_free(self._model)
-            self._context = self._model = None
+            llama_cpp.llama_model_free(self.model)
+            self._context = self.model = None
 
 
 def load(
@@ -405,6 +385,7 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
     """A small model that computes as the one at `path`, loaded with the same options does; freed at the end."""
     with specimen(path) as copy:
         backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
+        backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
         try:
             yield backend
         finally:

@@ -16,6 +16,7 @@ also stand where they would stand alone, but for whole tiles: see `LlamaSession.
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from edgespec.errors import ContextFull, ModelError
@@ -25,6 +26,36 @@ from .files import llama_cpp
 TILE = 64  # GGML_FA_TILE_KV in ggml-cpu/common.h
 EXTRA_IDS = 2  # of sequences: one for waste, one for padding
 MUCH_WASTE = 1024  # cells; attention looks at each of them
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a pass evaluates, in the order of its cells."""
+
+    tokens: list[int]
+    positions: list[int]
+    ids: list[list[int]]  # of sequences
+    wanted: list[int]  # rows whose logits are needed
+    padding: int = 0
+
+    def add(self, tokens: list[int], positions: list[int], ids: list[list[int]]) -> None:
+        """So many more."""
+        self.tokens += tokens
+        self.positions += positions
+        self.ids += ids
+
+    def pad(self, count: int, seq: int) -> None:
+        """Rows of a text of their own, which no other sees."""
+        places = list(range(self.padding, self.padding + count))
+        self.add([0] * count, places, [[seq]] * count)
+        self.padding += count
+
+    def fill(self, least: int, seq: int) -> None:
+        """See that there are so many rows, and so many logits, for the head's shape is theirs, if there are any."""
+        self.pad(max(0, least - len(self.tokens)), seq)
+        if self.wanted:
+            others = sorted(set(range(len(self.tokens))) - set(self.wanted))
+            self.wanted += others[len(others) - max(0, least - len(self.wanted)) :]
 
 
 class Holder(Protocol):

@@ -31,6 +31,8 @@ from edgespec.weights.ring import Streamer, measure_disk, open_store, supported
 
 from .cells import EXTRA_IDS, TILE
 from .files import (
+    FILE_TYPE_BF16,
+    FILE_TYPE_F16,
     FILE_TYPE_F32,
     file_size,
     ggml_base,
@@ -122,8 +124,9 @@ def suits_narrow(model: Any, size: ContextSize) -> bool:
     heads, width = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_embd(model)
     key = metadata(model, f"{metadata(model, 'general.architecture').decode()}.attention.key_length")
     head = int(key) if key.isdigit() else width // max(1, heads)
-    float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
-    return size.kv_type is None and not float32 and head % 32 == 0 and 0 < size.context_length <= LONG
+    # Products of float weights differ between one row and more, too, so there padding is needed anyway.
+    floats = metadata(model, "general.file_type") in (FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16)
+    return size.kv_type is None and not floats and head % 32 == 0 and 0 < size.context_length <= LONG
 
 
 def plan_memory(

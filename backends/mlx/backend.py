@@ -70,6 +70,9 @@ class MlxLogits:
         row: Float32Array = self._host[self._index[node]].copy()
         return row
 
+    def state(self, node: int) -> Float32Array:
+        return np.zeros(0, np.float32)
+
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:

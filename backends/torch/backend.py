@@ -64,6 +64,9 @@ class TorchLogits:
         row: Float32Array = self._logits[self._index[node]].to(torch.float32, copy=True).cpu().numpy()
         return row
 
+    def state(self, node: int) -> Float32Array:
+        return np.zeros(0, np.float32)
+
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
