@@ -19,7 +19,7 @@ here the engine's own suffice.
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -36,6 +36,7 @@ SMALL = 6  # nodes of a tree that tells whether gaps matter
 FEW = 4  # rows: a class that reaches no further has no room for a tree
 MANY = 32  # rows: a class that reaches from few to so many is good for everything
 BLOCK = 512  # tokens of a prompt that are read together where rows depend on each other
+REPEATED = 5  # times that a pass is timed
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
 
 
@@ -47,7 +48,7 @@ class Group:
     most: int
     trees: bool  # gaps between a node's ancestors change no bit
     company: bool  # nor does it what the other rows are
-    seconds: float  # of a pass over `least` rows after a long text
+    seconds: float = 0.0  # of a pass over `least` rows after a long text
 
 
 Found = Sequence[Group]
@@ -144,30 +145,37 @@ def probe(backend: Backend) -> list[Group]:
                 agree[i] &= np.array_equal(rows[: len(before)], before)
                 before = rows
         edges = np.flatnonzero(~agree).tolist()
-        groups = []
-        for i, j in zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True):
-            groups.append(_group(backend, session, sizes[i], sizes[j], chains))
-        return groups
+        ends = zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True)
+        groups = [Group(sizes[i], sizes[j], trees=True, company=True) for i, j in ends]
+        seconds = _seconds(backend, session, chain, [group.least for group in groups])
+        for prompt, chain in reversed(chains):  # the last is still there
+            prefill(backend, session, prompt)
+            groups = [_looked_at(group, backend, session, chain) for group in groups]
+        return [replace(group, seconds=took) for group, took in zip(groups, seconds, strict=True)]
     finally:
         session.close()
 
 
-def _group(
-    backend: Backend, session: Session, least: int, most: int, chains: Sequence[tuple[list[int], list[int]]]
-) -> Group:
-    trees = company = True
-    for prompt, chain in chains:
-        prefill(backend, session, prompt)
-        for size in {least, most}:
-            trees &= _gaps_change_nothing(backend, session, chain, size)
-            alone, among_copies = (_rows(backend, session, nodes)[0] for nodes in (chain[:size], chain[:1] * size))
-            company &= np.array_equal(alone, among_copies)
-    seconds = []
-    for _ in range(3):
-        started = perf_counter()
-        _rows(backend, session, chain[:least])
-        seconds.append(perf_counter() - started)
-    return Group(least, most, trees, company, min(seconds))
+def _looked_at(group: Group, backend: Backend, session: Session, chain: list[int]) -> Group:
+    """The group, and whether trees and company change a bit after this text, too."""
+    trees, company = group.trees, group.company
+    for size in {group.least, group.most}:
+        trees &= _gaps_change_nothing(backend, session, chain, size)
+        alone, among_copies = (_rows(backend, session, nodes)[0] for nodes in (chain[:size], chain[:1] * size))
+        company &= np.array_equal(alone, among_copies)
+    return replace(group, trees=trees, company=company)
+
+
+def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Sequence[int]) -> list[float]:
+    """Of a pass of each size, the best of several: by turns, so that a busy machine slows all alike."""
+    took = [[_timed(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
+    return [min(one) for one in zip(*took, strict=True)]
+
+
+def _timed(backend: Backend, session: Session, chain: Sequence[int]) -> float:
+    started = perf_counter()
+    _rows(backend, session, chain)
+    return perf_counter() - started
 
 
 def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], size: int) -> bool:

@@ -347,7 +347,6 @@ def load(
         fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
             size = replace(size, kv_type=KV_OF_NARROW)
-            notes.append(f"keys and values are kept in 8 bits ({KV_OF_NARROW}), so that short passes need no padding")
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
         if watch and streams:
@@ -372,7 +371,8 @@ def load(
     yielding = 0 if threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
-    computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kv_type}
+    kept_in = size.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
+    computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": kept_in}
     backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")

@@ -9,14 +9,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import disk_usage
+from tempfile import TemporaryDirectory, gettempdir
 
 from edgespec.errors import ModelError
+from edgespec.weights.machine import format_size
 from edgespec.weights.residency import Tensor
 
 from .files import keep_log, last_log, llama_cpp, parts, read_tensors
 
 LEAST_LAYERS = 2
+HEADROOM = 1 << 28  # bytes of the disk that are left alone
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
@@ -33,6 +36,18 @@ def kinds(tensors: list[Tensor]) -> list[int]:
     chosen = set(first.values())
     others = sorted(layers.keys() - chosen)
     return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
+
+
+def _place(needed: int) -> str:
+    """A folder for so many bytes: the system's for such files, unless it is too small, as one in memory may be.
+
+    Raises:
+        ModelError: there is none.
+    """
+    for place in (gettempdir(), str(Path.home())):
+        if os.path.isdir(place) and disk_usage(place).free > needed + HEADROOM:
+            return place
+    raise ModelError(f"no disk has room for {format_size(needed)}")
 
 
 @contextmanager
@@ -52,7 +67,8 @@ def specimen(path: str) -> Iterator[str]:
     params.only_copy = True
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
     keep_log()
-    with TemporaryDirectory(prefix="edgespec-") as folder:
+    needed = sum(tensor.size for tensor in tensors if not tensor.name.startswith(tuple(f"blk.{i}." for i in left_out)))
+    with TemporaryDirectory(prefix="edgespec-", dir=_place(needed)) as folder:
         copy = Path(folder) / "specimen.gguf"
         if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
             raise ModelError(f"{path}: no specimen of it can be made: {last_log()}")

@@ -158,6 +158,7 @@ def diagnose(
         with closing(load_backend("llamacpp", path, **streaming, **options, exact=exact)) as backend:
             found = settle(backend, path, exact, say=say)
             agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
+            agree += f"; keys and values: {backend.computing['kv_type']}"
             nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
             passes = time_pass(backend, 1), time_pass(backend, nodes)
         for other in beside:
