@@ -77,7 +77,7 @@ def settle(
     """
     if asked == "off" or backend.capabilities.logit_tolerance == 0:  # the latter rounds alike in all shapes
         return ()
-    found = find(backend, path, keep=keep, say=say)
+    found = [] if backend.capabilities.gaps else find(backend, path, keep=keep, say=say)
     exact = choose(found, backend.capabilities, asked)
     backend.keep_to(exact)
     backend.notes = [*backend.notes, *price(found, exact, backend.capabilities.streams)]

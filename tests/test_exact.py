@@ -1,6 +1,7 @@
 """Finding shapes of passes that agree to the bit, with an engine whose switches are known."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,15 @@ def test_where_gaps_matter_nothing_is_found() -> None:
     assert "what stands between its ancestors" in line(found, None)
     with pytest.raises(UsageError, match="--exact wide: here a node's logits depend on what stands between"):
         choose(found, LIMITS, "wide")
+
+
+def test_an_engine_that_is_known_to_add_up_gaps_is_not_tried(tmp_path) -> None:
+    backend = Switching()
+    backend.capabilities = replace(LIMITS, gaps=True)
+    settle(backend, "nowhere", say=lambda what: pytest.fail(what))
+    assert backend.capabilities.exact is None
+    with pytest.raises(UsageError, match="what stands between its ancestors"):
+        settle(backend, "nowhere", "narrow")
 
 
 def test_a_comb_has_gaps_and_a_path() -> None:
