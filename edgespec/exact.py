@@ -118,7 +118,9 @@ def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None])
                     _known[key] = probe(small)
         except ModelError:  # of its file no smaller one can be made
             _known[key] = probe(backend)
-        if keep:
+        if keep and (
+            not _known[key] or _known[key][-1].most == SIZES[-1]
+        ):  # else others may ask for more than was tried
             remember(about, [asdict(group) for group in _known[key]])
     return _known[key]
 
@@ -238,7 +240,8 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     check_choice(asked)
     if asked == "off":
         return None
-    good = usable(found)
+    most = min(limits.max_nodes, limits.max_wanted)
+    good = [group for group in usable(found) if group.least + FEW <= most]
     if not good:
         if asked is not None:
             raise UsageError(f"--exact {asked}: {reason(found)}")
@@ -251,10 +254,10 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     cheap = wide is not None and (limits.streams or wide.seconds <= SAME * narrow.seconds)
     chosen = wide if wide and (asked == "wide" or (asked is None and cheap)) else narrow
     name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
-    trees = _shape(chosen, found, min(limits.max_nodes, limits.max_wanted))
+    trees = _shape(chosen, most)
     if mixture:  # only equal blocks are read alike
         return Exact(name, trees, ShapeClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
-    return Exact(name, trees, trees if chosen is found[-1] else _shape(found[-1], found, limits.max_nodes))
+    return Exact(name, trees, trees if chosen is found[-1] else _shape(found[-1], limits.max_nodes))
 
 
 def usable(found: Found) -> list[Group]:
@@ -262,9 +265,9 @@ def usable(found: Found) -> list[Group]:
     return [group for group in found if group.trees and group.company and group.most >= FEW]
 
 
-def _shape(group: Group, found: Found, most: int) -> ShapeClass:
-    """What is true of the largest passes tried is taken to be true of larger ones."""
-    return ShapeClass(group.least, most if group is found[-1] else min(group.most, most))
+def _shape(group: Group, most: int) -> ShapeClass:
+    """What is true of the largest of `SIZES` is taken to be true of larger passes."""
+    return ShapeClass(group.least, most if group.most == SIZES[-1] else min(group.most, most))
 
 
 def reason(found: Found) -> str:

@@ -194,10 +194,11 @@ class LlamaBackend:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
             self.cells.make_room(most, self._open)
         first_cell = self.cells.end
+        between = self._paddings(sessions, batch)
         logits: list[Logits] = []
         rows = Rows([], [], [], [])
-        for session, placement in zip(sessions, placements, strict=True):
-            rows.pad(session.padding_before(placement.work), self.cells.padding_id)
+        for session, placement, padding in zip(sessions, placements, between, strict=True):
+            rows.pad(padding, self.cells.padding_id)
             start = len(rows.tokens)
             self.cells.end = first_cell + start
             owed = session.owed
@@ -206,7 +207,6 @@ class LlamaBackend:
             logits.append(LlamaLogits(self._context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
             self.cells.end = first_cell + len(rows.tokens)
-        between = rows.padding  # so many cells of padding stand before others, and stay
         if exact := self.capabilities.exact:
             shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
             rows.fill(shape.least, self.cells.padding_id)
@@ -218,14 +218,24 @@ class LlamaBackend:
             for session in sessions:
                 session.give_up()
             self.cells.drop_padding(0)
-            if self.in_order:
-                self.cells.put_in_order(self._open)
+            self.cells.uncertain = True
             raise
         if rows.padding:
-            self.cells.drop_padding(between)
+            self.cells.drop_padding(sum(between))  # what stands before others stays
         for session in sessions:
             session.evaluated()
         return logits
+
+    def _paddings(self, sessions: Sequence[LlamaSession], batch: Sequence[Work]) -> list[int]:
+        """Rows of padding before each work. Raises ContextFull: a prompt cannot be continued; nothing has changed."""
+        start, found = self.cells.end, list[int]()
+        try:
+            for session, work in zip(sessions, batch, strict=True):
+                found.append(session.padding_before(work))
+                self.cells.end += found[-1] + session.owed + len(work.token_ids)
+        finally:
+            self.cells.end = start
+        return found
 
     def _fill(self, rows: Rows) -> int:
         """Fill llama.cpp's batch; how many rows it has."""
@@ -352,6 +362,11 @@ def load(
         if watch and streams:
             params.cb_eval = watch.callback
         context = llama_cpp.llama_init_from_model(model, params)
+        if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
+            size = replace(size, kv_type=kv_type)
+            types = size.params(model)
+            params.type_k, params.type_v = types.type_k, types.type_v
+            context = llama_cpp.llama_init_from_model(model, params)
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
     except BaseException:
@@ -383,6 +398,8 @@ def load(
 @contextmanager
 def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
     """A small model that computes as the one at `path`, loaded with the same options does; freed at the end."""
+    if options.get("gpu_layers") not in (0, -1):
+        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU")
     with specimen(path) as copy:
         backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
         backend.state_width = llama_cpp.llama_model_n_embd(backend.model)

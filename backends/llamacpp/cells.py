@@ -85,6 +85,7 @@ class Cells:
         """
         self.end = 0
         self.wasted = False  # some of the cells in use are waste
+        self.uncertain = False  # a pass failed: `end` may be wrong
         self.padding_id = ids
         self._waste_id = ids + 1
         self._context = context
@@ -112,23 +113,25 @@ class Cells:
         holders = [session for session in sessions if session.held or session.has_nodes]
         if not holders and self.end:
             llama_cpp.llama_memory_clear(self._memory, False)
-            self.end, self.wasted = 0, False
+            self.end, self.wasted, self.uncertain = 0, False, False
             return
         nodes, full = any(session.has_nodes for session in holders), self.end + rows > self._size
         if full and nodes:
             raise ContextFull("the cache is full, and nodes of other trees are in it")
         used = sum(session.held for session in holders)
-        if full or (self.wasted and not nodes and self.end - used > max(used, MUCH_WASTE)):
+        if full or (not nodes and (self.uncertain or (self.wasted and self.end - used > max(used, MUCH_WASTE)))):
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
         """Empty the cache, and put the texts back one after the other."""
         saved = [(session, self._save(session.first_id)) for session in holders if session.held]
         llama_cpp.llama_memory_clear(self._memory, False)
-        self.end, self.wasted = 0, False
+        self.end, self.wasted, self.uncertain = 0, False, False
         for session, data in saved:
             if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), session.first_id) == 0:
                 raise ModelError("llama.cpp could not put a text back into its cache")
+            # Cells of one sequence alone that have left a sliding window count as free.
+            self.waste([session.first_id], 0)
             session.moved(self.end)
             self.end += session.held
 

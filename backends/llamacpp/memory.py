@@ -92,7 +92,8 @@ class ContextSize:
         """llama.cpp's parameters for it."""
         length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
         params = llama_cpp.llama_context_default_params()
-        rows = self.max_nodes + (self.sessions - 1) * TILE  # prompts of several sessions are padded to tiles
+        tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
+        rows = self.max_nodes + tiles
         params.n_ctx = self.sessions * (length + self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
         params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS

@@ -82,6 +82,7 @@ class LlamaSession:
         self._tagged = 1  # how many of them carry the committed text; the rest are tagged when first needed
         self.held = 0  # how many committed tokens have a cell
         self._read = 0  # how many of these were read as a prompt, into cells that may stay where they are
+        self._aligned = True  # its tiles are those it would have alone
         self._edge = 0  # the cell behind the last of these that have one; -1: not known
         self._forget_nodes()
 
@@ -172,7 +173,7 @@ class LlamaSession:
             for seq in self._ids[: self._tagged]:
                 if seq not in self._tips:
                     llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self.held, len(self.token_ids))
-            self.held = len(self.token_ids)
+            self.held, self._edge = len(self.token_ids), self._base
 
     def give_up(self) -> None:
         """The pass failed: forget its cells and all nodes."""
@@ -197,7 +198,8 @@ class LlamaSession:
                 cells.end = self._base + kept
             elif self._backend.in_order:
                 cells.waste(self._tips, length)
-            self._edge = self._base + kept
+            if kept:
+                self._edge = self._base + kept
         for seq in self._tips:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length + kept if seq == keep else length, -1)
         if kept:
@@ -221,6 +223,7 @@ class LlamaSession:
         for seq in self._ids[: self._tagged]:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
         self.held, self._read = min(self.held, length), min(self._read, length)
+        self._aligned = self._aligned or length == 0
         del self.token_ids[length:]
         self._forget_nodes()
 
@@ -238,7 +241,9 @@ class LlamaSession:
     def _continues(self, length: int) -> bool:
         if self._backend.alone(self):
             return True
-        return length == self.held == len(self.token_ids) and self._edge == self._backend.cells.end
+        if length == 0:
+            return self._backend.cells.end % TILE == 0
+        return self._aligned and length == self.held == len(self.token_ids) and self._edge == self._backend.cells.end
 
     def padding_before(self, work: Work) -> int:
         """Cells to fill before this work's, so that a prompt's tiles are those it would have alone.
@@ -249,21 +254,21 @@ class LlamaSession:
         length = len(self.token_ids)
         if not work.prompt or not self._in_tiles or self._continues(length):
             return 0
-        if length % TILE:
-            raise ValueError(f"a prompt cannot be continued at token {length}: see Session.kept")
+        if length % TILE or (length and not self._aligned):
+            raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")
         return -self._backend.cells.end % TILE
 
     def moved(self, start: int) -> None:
         """Its text now has the cells from `start` on, and only its first id is tagged."""
-        self._tagged, self._edge = 1, start + self.held
-        if start % TILE:
+        self._tagged, self._edge, self._aligned = 1, start + self.held, start % TILE == 0
+        if not self._aligned:
             self._read = 0
 
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
         llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], other._ids[0], 0, self.held)
         other.token_ids, other.held, other._read = self.token_ids.copy(), self.held, self._read
-        other._edge = self._edge
+        other._edge, other._aligned = self._edge, self._aligned
         return other
 
     @property
