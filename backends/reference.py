@@ -326,7 +326,7 @@ class ReferenceBackend:
         self.open_sessions += 1
         return ReferenceSession(self)
 
-    def keep_to(self, exact: Exact | None) -> None:
+    def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:

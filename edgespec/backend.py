@@ -165,7 +165,7 @@ class Backend(Protocol):
             UsageError: all sessions this backend was loaded for are open.
         """
 
-    def keep_to(self, exact: Exact | None) -> None:
+    def keep_to(self, exact: Exact) -> None:
         """From now on passes have these shapes, short ones padded, and logits agree to the bit.
 
         Padding takes no part in any text. To be called before the first session is opened.
@@ -328,11 +328,34 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
             raise ValueError("prompts and trees in one forward; this backend takes only one of both at a time")
         if exact.blocks and len(batch) > 1 and any(work.prompt for work in batch):
             raise ValueError("a prompt and other works in one forward; here rows depend on each other")
-        shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
+    if shape := shape_of(limits, batch):
         counts.append(("rows", nodes + sum(work.session.owed for work in batch), shape.most))
     for name, count, limit in counts:
         if count > limit:
             raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+
+
+def shape_of(limits: Capabilities, batch: Sequence[Work]) -> ShapeClass | None:
+    """The class that a pass over these works is kept to; None: it has any shape."""
+    exact = limits.exact
+    if exact is None:
+        return None
+    return exact.prompts if any(work.prompt for work in batch) else exact.trees
+
+
+def also_wanted(wanted: Sequence[int], rows: int, least: int) -> list[int]:
+    """Further rows of a pass whose logits are computed, so that the output matrix has at least so many, if it has any.
+
+    Args:
+        wanted: rows whose logits are needed.
+        rows: of the pass, at least `least`.
+        least: of its class.
+    """
+    missing = least - len(wanted)
+    if missing <= 0 or len(wanted) == 0:
+        return []
+    needed = set(wanted)
+    return [row for row in range(rows) if row not in needed][-missing:]
 
 
 def kept_of_prompt(limits: Capabilities, read: int, length: int) -> int:

@@ -18,7 +18,7 @@ here the engine's own suffice.
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -79,7 +79,8 @@ def settle(
         return ()
     found = [] if backend.capabilities.gaps else find(backend, path, keep=keep, say=say)
     exact = choose(found, backend.capabilities, asked)
-    backend.keep_to(exact)
+    if exact:
+        backend.keep_to(exact)
     backend.notes = [*backend.notes, *price(found, exact, backend.capabilities.streams)]
     return found
 
@@ -110,17 +111,11 @@ def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None])
     if key not in _known:
         say("finding passes that agree to the bit, once for this model on this machine")
         try:
-            specimen = load_specimen(backend.name, path, **backend.computing)
-            if specimen is None:
-                _known[key] = probe(backend)
-            else:
-                with specimen as small:
-                    _known[key] = probe(small)
+            with load_specimen(backend.name, path, **backend.computing) or nullcontext(backend) as small:
+                _known[key] = probe(small)
         except ModelError:  # of its file no smaller one can be made
             _known[key] = probe(backend)
-        if keep and (
-            not _known[key] or _known[key][-1].most == SIZES[-1]
-        ):  # else others may ask for more than was tried
+        if keep and (not _known[key] or _open_ended(_known[key][-1])):  # else others may ask for more than was tried
             remember(about, [asdict(group) for group in _known[key]])
     return _known[key]
 
@@ -137,7 +132,7 @@ def probe(backend: Backend) -> list[Group]:
     try:
         prompt, chain = chains[-1]
         prefill(backend, session, prompt)
-        if not _gaps_change_nothing(backend, session, chain, min(SMALL, sizes[-1])):
+        if not _gaps_change_nothing(backend, session, chain, _rows(backend, session, chain[: min(SMALL, sizes[-1])])):
             return []
         for prompt, chain in chains:
             prefill(backend, session, prompt)
@@ -162,9 +157,10 @@ def _looked_at(group: Group, backend: Backend, session: Session, chain: list[int
     """The group, and whether trees and company change a bit after this text, too."""
     trees, company = group.trees, group.company
     for size in {group.least, group.most}:
-        trees &= _gaps_change_nothing(backend, session, chain, size)
-        alone, among_copies = (_rows(backend, session, nodes)[0] for nodes in (chain[:size], chain[:1] * size))
-        company &= np.array_equal(alone, among_copies)
+        rows = _rows(backend, session, chain[:size])
+        trees &= _gaps_change_nothing(backend, session, chain, rows)
+        among_copies = _rows(backend, session, chain[:1] * size)
+        company &= np.array_equal(rows[0], among_copies[0])
     return replace(group, trees=trees, company=company)
 
 
@@ -180,9 +176,9 @@ def _timed(backend: Backend, session: Session, chain: Sequence[int]) -> float:
     return perf_counter() - started
 
 
-def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], size: int) -> bool:
-    nodes, parents, path = comb(chain, size)
-    rows = _rows(backend, session, chain[:size])
+def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], rows: Any) -> bool:
+    """Whether a tree of as many nodes, with the chain as a path, has the chain's `rows` there."""
+    nodes, parents, path = comb(chain, len(rows))
     return np.array_equal(_rows(backend, session, nodes, parents)[path], rows[: len(path)])
 
 
@@ -267,7 +263,11 @@ def usable(found: Found) -> list[Group]:
 
 def _shape(group: Group, most: int) -> ShapeClass:
     """What is true of the largest of `SIZES` is taken to be true of larger passes."""
-    return ShapeClass(group.least, most if group.most == SIZES[-1] else min(group.most, most))
+    return ShapeClass(group.least, most if _open_ended(group) else min(group.most, most))
+
+
+def _open_ended(group: Group) -> bool:
+    return group.most == SIZES[-1]
 
 
 def reason(found: Found) -> str:
@@ -279,12 +279,12 @@ def reason(found: Found) -> str:
 
 def line(found: Found, exact: Exact | None) -> str:
     """What was found, for a person."""
-    sizes = ", ".join(_name(group, found) for group in usable(found))
+    sizes = ", ".join(map(_name, usable(found)))
     if not sizes:
         return reason(found)
     used = f"; used: {exact.name}, at least {exact.trees.least}" if exact else ""
     return f"passes of these numbers of rows agree to the bit: {sizes}{used}"
 
 
-def _name(group: Group, found: Found) -> str:
-    return f"{group.least} and more" if group is found[-1] else f"{group.least} to {group.most}"
+def _name(group: Group) -> str:
+    return f"{group.least} and more" if _open_ended(group) else f"{group.least} to {group.most}"

@@ -79,7 +79,7 @@ class Generation:
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
-        self._budget = min(budget, most_nodes(limits, 0) - 1)
+        self._budget = budget
         stats.planner, stats.backend = planner.name, target.name
         stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)

@@ -259,7 +259,6 @@ def load(
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
-    check_choice(exact)
     entry = find_model(target, models_file)
     defaults = entry.defaults
     planner = planner or defaults.planner or "auto"
@@ -368,6 +367,7 @@ def open_backends(
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
+    check_choice(exact)
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
     names = [backend or choose_backend(is_folder(source)) for source in sources]
     check_engine_options(names, options)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.linux import mappings
@@ -112,7 +112,8 @@ class LlamaBackend:
         in_order: bool,
         watch: LayerWatch | None = None,
         yielding: int = 0,
-        computing: Mapping[str, str | int | None] | None = None,
+        *,
+        computing: Mapping[str, str | int | None],
     ) -> None:
         self.vocab = LlamaVocab(model)
         self.capabilities = capabilities
@@ -121,8 +122,8 @@ class LlamaBackend:
         self._watch = watch
         self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
         self.build = engine_build()
-        self.computing = computing or {}
-        keys, values = kv_types(str(self.computing.get("kv_type") or "f16"))
+        self.computing = computing
+        keys, values = kv_types(str(computing["kv_type"]))
         self.tiles = keys == values and keys in TILED_TYPES
         self.state_width = 0  # of the states that are kept of each row, where all rows are wanted; 0: none are
         self.memory: Any = llama_cpp.llama_get_memory(context)
@@ -132,7 +133,6 @@ class LlamaBackend:
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
         self.cells = Cells(context, share * sessions)
         self._open: list[LlamaSession] = []
-        self._tolerance = capabilities.logit_tolerance  # without `exact`
         self._most_cells = 0  # that were in use at once since all were free
         # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
         nodes = llama_cpp.llama_n_batch(context)
@@ -175,9 +175,8 @@ class LlamaBackend:
     def wait_seconds(self) -> float:
         return self._watch.streamer.wait_seconds if self._watch else 0.0
 
-    def keep_to(self, exact: Exact | None) -> None:
-        found = self._tolerance if exact is None else 0.0
-        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=found)
+    def keep_to(self, exact: Exact) -> None:
+        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def alone(self, session: LlamaSession) -> bool:
         """Whether its cells are all that is in the cache."""
@@ -193,22 +192,18 @@ class LlamaBackend:
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
             self.cells.make_room(most, self._open)
-        first_cell = self.cells.end
         between = self._paddings(sessions, batch)
         logits: list[Logits] = []
         rows = Rows([], [], [], [])
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
-            start = len(rows.tokens)
-            self.cells.end = first_cell + start
-            owed = session.owed
-            rows.add(*session.add(placement, self.cells.end))
+            start, owed = len(rows.tokens), session.owed
+            rows.add(*session.add(placement, self.cells.end + start))
             index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
             logits.append(LlamaLogits(self._context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
-            self.cells.end = first_cell + len(rows.tokens)
-        if exact := self.capabilities.exact:
-            shape = exact.prompts if any(work.prompt for work in batch) else exact.trees
+        self.cells.end += len(rows.tokens)
+        if shape := shape_of(self.capabilities, batch):
             rows.fill(shape.least, self.cells.padding_id)
         if self.state_width:
             llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
@@ -228,13 +223,10 @@ class LlamaBackend:
 
     def _paddings(self, sessions: Sequence[LlamaSession], batch: Sequence[Work]) -> list[int]:
         """Rows of padding before each work. Raises ContextFull: a prompt cannot be continued; nothing has changed."""
-        start, found = self.cells.end, list[int]()
-        try:
-            for session, work in zip(sessions, batch, strict=True):
-                found.append(session.padding_before(work))
-                self.cells.end += found[-1] + session.owed + len(work.token_ids)
-        finally:
-            self.cells.end = start
+        end, found = self.cells.end, list[int]()
+        for session, work in zip(sessions, batch, strict=True):
+            found.append(session.padding_before(work, end))
+            end += found[-1] + session.owed + len(work.token_ids)
         return found
 
     def _fill(self, rows: Rows) -> int:
@@ -386,9 +378,8 @@ def load(
     yielding = 0 if threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
-    kept_in = size.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
-    computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": kept_in}
-    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing)
+    computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
+    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing=computing)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
     backend.notes = notes

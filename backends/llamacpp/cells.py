@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from edgespec.backend import also_wanted
 from edgespec.errors import ContextFull, ModelError
 
 from .files import llama_cpp
@@ -53,15 +54,12 @@ class Rows:
     def fill(self, least: int, seq: int) -> None:
         """See that there are so many rows, and so many logits, for the head's shape is theirs, if there are any."""
         self.pad(max(0, least - len(self.tokens)), seq)
-        if self.wanted:
-            others = sorted(set(range(len(self.tokens))) - set(self.wanted))
-            self.wanted += others[len(others) - max(0, least - len(self.wanted)) :]
+        self.wanted += also_wanted(self.wanted, len(self.tokens), least)
 
 
 class Holder(Protocol):
     """What of a session is put back when the cache is put in order."""
 
-    token_ids: list[int]
     held: int  # committed tokens that have a cell
 
     @property
@@ -112,9 +110,7 @@ class Cells:
         """
         holders = [session for session in sessions if session.held or session.has_nodes]
         if not holders and self.end:
-            llama_cpp.llama_memory_clear(self._memory, False)
-            self.end, self.wasted, self.uncertain = 0, False, False
-            return
+            self.put_in_order([])
         nodes, full = any(session.has_nodes for session in holders), self.end + rows > self._size
         if full and nodes:
             raise ContextFull("the cache is full, and nodes of other trees are in it")

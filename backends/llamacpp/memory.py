@@ -26,7 +26,7 @@ from edgespec.weights.machine import (
     private_memory,
 )
 from edgespec.weights.pin import Progress
-from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, count_layers, make_plan
 from edgespec.weights.ring import Streamer, measure_disk, open_store, supported
 
 from .cells import EXTRA_IDS, TILE
@@ -88,6 +88,10 @@ class ContextSize:
     def max_leaves(self) -> int:
         return min(max(self.budget, 32), (LLAMA_MAX_SEQ - EXTRA_IDS) // self.sessions)
 
+    def kept_in(self, model: Any) -> str:
+        """The type of keys and values, or both, as in "f16/q8_0"."""
+        return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
+
     def params(self, model: Any) -> Any:
         """llama.cpp's parameters for it."""
         length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
@@ -102,7 +106,7 @@ class ContextSize:
         params.swa_full = True  # a sliding window that forgets could not be rewound
         params.no_perf = True
         float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
-        types = kv_types(self.kv_type or ("f32" if float32 else "f16"))
+        types = kv_types(self.kept_in(model))
         params.type_k, params.type_v = (KV_TYPES[name] for name in types)
         if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
             # Who keeps weights in float32 wants float32 arithmetic: flash attention rounds keys, values and scores to
@@ -143,7 +147,7 @@ def plan_memory(
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
     tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
-    count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
+    count = count_layers(tensors)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}

@@ -216,10 +216,11 @@ class LlamaSession:
         cells = self._backend.cells
         if length < self.held or self._tokens:
             if self._backend.alone(self):
-                cells.end = min(length, self.held)
-            elif self._backend.in_order:
-                cells.waste(self._ids[: self._tagged], length)
-            self._edge = cells.end if self._backend.alone(self) else -1
+                self._edge = cells.end = min(length, self.held)
+            else:
+                self._edge = -1
+                if self._backend.in_order:
+                    cells.waste(self._ids[: self._tagged], length)
         for seq in self._ids[: self._tagged]:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
         self.held, self._read = min(self.held, length), min(self._read, length)
@@ -230,7 +231,9 @@ class LlamaSession:
     def kept(self, length: int) -> int:
         length = kept_of_prompt(self._backend.capabilities, self._read, length)
         # Of a tile of cells only the first tokens are there: the others must come right behind them.
-        return length - length % TILE if self._in_tiles and not self._continues(length) else length
+        if self._in_tiles and not self._continues(length, self._backend.cells.end):
+            return length - length % TILE
+        return length
 
     @property
     def _in_tiles(self) -> bool:
@@ -238,25 +241,26 @@ class LlamaSession:
         exact = self._backend.capabilities.exact
         return self._backend.tiles and exact is not None and exact.prompts != exact.trees
 
-    def _continues(self, length: int) -> bool:
+    def _continues(self, length: int, end: int) -> bool:
+        """Whether tokens behind `length`, in cells from `end` on, have the tiles they would have alone."""
         if self._backend.alone(self):
             return True
         if length == 0:
-            return self._backend.cells.end % TILE == 0
-        return self._aligned and length == self.held == len(self.token_ids) and self._edge == self._backend.cells.end
+            return end % TILE == 0
+        return self._aligned and length == self.held == len(self.token_ids) and self._edge == end
 
-    def padding_before(self, work: Work) -> int:
-        """Cells to fill before this work's, so that a prompt's tiles are those it would have alone.
+    def padding_before(self, work: Work, end: int) -> int:
+        """Cells to fill from `end` on, before this work's, so that a prompt's tiles are those it would have alone.
 
         Raises:
-            ValueError: it begins within a tile whose other cells stand elsewhere.
+            ContextFull: it begins within a tile whose other cells stand elsewhere.
         """
         length = len(self.token_ids)
-        if not work.prompt or not self._in_tiles or self._continues(length):
+        if not work.prompt or not self._in_tiles or self._continues(length, end):
             return 0
         if length % TILE or (length and not self._aligned):
             raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")
-        return -self._backend.cells.end % TILE
+        return -end % TILE
 
     def moved(self, start: int) -> None:
         """Its text now has the cells from `start` on, and only its first id is tagged."""

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory, gettempdir
 
 from edgespec.errors import ModelError
 from edgespec.weights.machine import format_size
-from edgespec.weights.residency import Tensor
+from edgespec.weights.residency import Tensor, count_layers, layer_of
 
 from .files import keep_log, last_log, llama_cpp, parts, read_tensors
 
@@ -26,10 +26,8 @@ def kinds(tensors: list[Tensor]) -> list[int]:
     """One layer of each kind, by the names and sizes of its tensors; at least `LEAST_LAYERS`, if there are so many."""
     layers: dict[int, list[tuple[str, int]]] = {}
     for tensor in tensors:
-        block, _, rest = tensor.name.partition(".")
-        if block == "blk":
-            number, _, name = rest.partition(".")
-            layers.setdefault(int(number), []).append((name, tensor.size))
+        if (layer := layer_of(tensor)) >= 0:
+            layers.setdefault(layer, []).append((tensor.name.split(".", 2)[2], tensor.size))
     first: dict[tuple[tuple[str, int], ...], int] = {}
     for index, found in sorted(layers.items()):
         first.setdefault(tuple(sorted(found)), index)
@@ -58,8 +56,7 @@ def specimen(path: str) -> Iterator[str]:
         ModelError: it cannot be made.
     """
     tensors = [tensor for part in parts(path) for tensor in read_tensors(part)]
-    count = 1 + max((int(t.name.split(".")[1]) for t in tensors if t.name.startswith("blk.")), default=-1)
-    left_out = sorted(set(range(count)) - set(kinds(tensors)))
+    left_out = sorted(set(range(count_layers(tensors))) - set(kinds(tensors)))
     if not left_out:
         yield path
         return
@@ -67,7 +64,7 @@ def specimen(path: str) -> Iterator[str]:
     params.only_copy = True
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
     keep_log()
-    needed = sum(tensor.size for tensor in tensors if not tensor.name.startswith(tuple(f"blk.{i}." for i in left_out)))
+    needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
     with TemporaryDirectory(prefix="edgespec-", dir=_place(needed)) as folder:
         copy = Path(folder) / "specimen.gguf"
         if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:

@@ -31,7 +31,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Work, also_wanted, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 
@@ -139,7 +139,6 @@ class MlxBackend:
     ) -> None:
         self.vocab = vocab
         self.capabilities = capabilities
-        self._tolerance = capabilities.logit_tolerance  # without `exact`
         self.build = f"mlx {mx.__version__}, {mx.default_device()}"
         self.computing: dict[str, str | int | None] = {}
         self.notes = notes
@@ -162,9 +161,8 @@ class MlxBackend:
         """A session was closed."""
         self._sessions = [other for other in self._sessions if other is not session]
 
-    def keep_to(self, exact: Exact | None) -> None:
-        tolerance = self._tolerance if exact is None else 0.0
-        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=tolerance)
+    def keep_to(self, exact: Exact) -> None:
+        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
@@ -180,8 +178,8 @@ class MlxBackend:
 
     def _evaluate(self, session: MlxSession, work: Work) -> Any:
         """The graph of one work: logits float32 [wanted and perhaps more, V], or None if nothing is wanted."""
-        if exact := self.capabilities.exact:
-            work = padded(work, session.nodes, (exact.prompts if work.prompt else exact.trees).least)
+        if shape := shape_of(self.capabilities, [work]):
+            work = padded(work, session.nodes, shape.least)
         session.place(work)
         wanted = mx.array(work.wanted - session.nodes)
         self._rows = wanted if len(work.wanted) else None
@@ -204,10 +202,8 @@ def padded(work: Work, first: int, least: int) -> Work:
     """
     more = max(0, least - len(work.token_ids))
     count = len(work.token_ids) + more
-    wanted = work.wanted
-    if len(wanted):
-        others = np.setdiff1d(np.arange(first, first + count), wanted)
-        wanted = np.concatenate([wanted, others[len(others) - max(0, least - len(wanted)) :]]).astype(np.int32)
+    extra = also_wanted((work.wanted - first).tolist(), count, least)
+    wanted = np.concatenate([work.wanted, first + np.array(extra, np.int32)])
     tokens = np.concatenate([work.token_ids, np.zeros(more, np.int32)])
     parents = np.concatenate([work.parents, np.full(more, -1, np.int32)])
     return replace(work, token_ids=tokens, parents=parents, wanted=wanted)

@@ -79,8 +79,8 @@ def tree_attention(
     """
     if isinstance(tree, Probe):
         return _probe(module, query, key, value, tree, sliding_window, options)
-    # [1, n, heads, d]; rows of padding belong to no part, and see nothing
-    out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]
+    out[:, tree.parts[-1].rows.stop :] = 0  # rows of padding belong to no part, and see nothing
     layer = module.layer_idx
     for part in tree.parts:
         keys, values = part.cells[layer]

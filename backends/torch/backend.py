@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, check_batch
+from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_wanted, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.machine import format_size, parse_size
@@ -119,7 +119,6 @@ class TorchBackend:
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
-        self._tolerance = capabilities.logit_tolerance  # without `exact`
         self.notes = notes
         self._model = model
         self._windows = windows  # by layer
@@ -145,9 +144,8 @@ class TorchBackend:
     def wait_seconds(self) -> float:
         return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
-    def keep_to(self, exact: Exact | None) -> None:
-        tolerance = self._tolerance if exact is None else 0.0
-        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=tolerance)
+    def keep_to(self, exact: Exact) -> None:
+        self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
@@ -160,12 +158,10 @@ class TorchBackend:
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
             parts.append(self._part(session, placement, slice(start, len(tokens))))
-        if exact := self.capabilities.exact:
-            least = (exact.prompts if any(work.prompt for work in batch) else exact.trees).least
-            more = max(0, least - len(tokens))
+        if shape := shape_of(self.capabilities, batch):
+            more = max(0, shape.least - len(tokens))
             tokens, positions = tokens + [0] * more, positions + [0] * more
-            others = sorted(set(range(len(tokens))) - set(wanted))
-            wanted += others[len(others) - max(0, least - len(wanted)) :] if wanted else []
+            wanted += also_wanted(wanted, len(tokens), shape.least)
         with torch.inference_mode(), _out_of_memory("a pass"):
             logits = run(self._model, tokens, positions, wanted, Tree(tuple(parts), self._windows), self._device)
         found = list[Logits]()

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from edgespec.backend import Backend
 from edgespec.errors import UsageError
-from edgespec.exact import check_choice
 from edgespec.measure.lossless import explain
 from edgespec.model import WIDE, Model, choose_budget, close_all, open_backends
 from edgespec.models.registry import find_model
@@ -115,7 +114,6 @@ def run_bench(
     Returns:
         A report that `table` shows and JSON holds. `unexplained` counts divergences that are not ties.
     """
-    check_choice(exact)
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]

@@ -163,9 +163,8 @@ def make_plan(
     Raises:
         UsageError: not even the smallest plan fits; says how much it needs.
     """
-    layer_of = {tensor: _layer(tensor) for tensor in tensors}
-    count = max(layer_of.values(), default=-1) + 1
-    host = [tensor for tensor, layer in layer_of.items() if layer < count - on_device]
+    count = count_layers(tensors)
+    host = [tensor for tensor in tensors if layer_of(tensor) < count - on_device]
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     pages = _whole_pages(tensors, page)
@@ -278,9 +277,15 @@ def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
-def _layer(tensor: Tensor) -> int:
+def layer_of(tensor: Tensor) -> int:
+    """The number of a tensor's layer; -1: it belongs to none."""
     match = re.match(r"blk\.(\d+)\.", tensor.name)
     return int(match[1]) if match else -1
+
+
+def count_layers(tensors: Iterable[Tensor]) -> int:
+    """How many layers a model has."""
+    return 1 + max(map(layer_of, tensors), default=-1)
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int) -> dict[tuple[int, str], list[Extent]]:
@@ -292,7 +297,7 @@ def _whole_pages(tensors: Sequence[Tensor], page: int) -> dict[tuple[int, str], 
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
         rows = has_output and tensor.name == "token_embd.weight"
-        owner = _layer(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
+        owner = layer_of(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
         stop = tensor.start + tensor.size
         if runs:
             before, last = runs[-1]
