@@ -9,6 +9,9 @@ probability p that they are right, and the n best of them kept:
 A disk that streams the weights makes `pass` flat, and wide trees win; a model that a weak processor computes from
 memory makes it steep, and a few sure guesses win. Costs steer only how the tree grows, never what is written.
 `planners/paced.py` decides by them.
+
+Where a pass reads the experts of a mixture that its nodes have chosen, its time goes with how many different ones there
+are: each further node adds fewer, until all are there (MoESD, arXiv 2505.19645, counts them so, too).
 """
 
 from collections import deque
@@ -28,19 +31,39 @@ RECALLED = 2  # passes that a remembered cost counts for: a few new ones outvote
 TILED = 64  # nodes from which on llama.cpp's attention has another kernel: after a long text 64 may cost less than 40
 NEAR = 3  # sizes closer than this ratio do not show how cost grows
 STEEP, FLAT = 0.5, 0.01  # of a plain pass, what each more node costs until that is seen; FLAT: weights are streamed
+NOVELTY = (
+    0.75  # of a node's choices of experts, those made as if by itself: 0.78 follows from two nodes of GLM-4.7-Flash
+)
+WIDE = 64  # nodes of a tree that is called wide
+
+
+def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
+    """Different experts that a pass over so many nodes is expected to choose in a layer.
+
+    Args:
+        nodes: at least 1.
+        experts: of a layer.
+        used: by a token.
+    """
+    further = np.asarray(nodes, np.float64) - 1
+    return np.asarray(experts * (1 - (1 - used / experts) ** (1 + further * NOVELTY)))
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a pass by its number of nodes: straight lines between the sizes seen, and on beyond them."""
+    """Seconds of a pass by its number of nodes: straight lines between the sizes seen, and on beyond them.
+
+    With `experts` the lines are straight over the weights of a pass, not over its nodes: `weight`.
+    """
 
     sizes: FloatArray  # [k], rising
     took: FloatArray  # [k] seconds; falling at `TILED` nodes if anywhere
-    slope: float  # seconds of each node beyond the largest size
+    slope: float  # seconds of each node, or weight, beyond the largest size
+    experts: tuple[int, int] | None = None  # of a layer, and used by a token, if passes read those used
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
         """What passes over `nodes` nodes will take; the shape of `nodes`."""
-        wanted, (size, took) = np.asarray(nodes, np.float64), (self.sizes, self.took)
+        wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: down the same slope, but never as if all of a pass were its nodes.
         below = np.maximum(took[0] - self.slope * (size[0] - wanted), took[0] * wanted / size[0])
         found = np.where(wanted < size[0], below, np.interp(wanted, size, took))
@@ -55,8 +78,8 @@ class Curve:
     def least(self) -> float:
         """Of a plain pass, what a node of the tree whose nodes are cheapest costs: a guess less likely cannot pay."""
         far = self.sizes > 1
-        each = [self.slope, *((self.took[far] - self.plain) / (self.sizes[far] - 1))]
-        return float(min(each) / self.plain)
+        on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
+        return float(min([on, *((self.took[far] - self.plain) / (self.sizes[far] - 1))]) / self.plain)
 
     @property
     def plain_was_seen(self) -> bool:
@@ -64,12 +87,23 @@ class Curve:
         return bool(self.sizes[0] == 1)
 
 
+def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
+    """How much passes over so many nodes have to do, in passes over one node; the shape of `nodes`."""
+    wanted = np.asarray(nodes, np.float64)
+    return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
+
+
 class PassCost:
     """Seconds that passes take, by number of nodes and by the length of the text before them."""
 
-    def __init__(self, slope: float = STEEP) -> None:
-        """`slope`: what a further node is expected to cost, as a part of a plain pass, until sizes apart were seen."""
+    def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:
+        """
+        Args:
+            slope: what a further node is expected to cost, as a part of a plain pass, until sizes apart were seen.
+            experts: as for `Curve`.
+        """
         self.slope = slope
+        self.experts = experts
         # Length class -> bits of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # the same -> (mean nodes, median seconds)
@@ -101,11 +135,12 @@ class PassCost:
         took = [seconds for _, seconds in seen]
         took = [*accumulate(took[:narrow], max), *accumulate(took[narrow:], max)]
         far = [i for i, nodes in enumerate(size) if nodes * NEAR <= size[-1]]
+        heavy = weight(size, self.experts)
         if far:  # on beyond with the slope of the last sizes that are far enough apart to tell
-            slope = (took[-1] - took[far[-1]]) / (size[-1] - size[far[-1]])
+            slope = (took[-1] - took[far[-1]]) / float(heavy[-1] - heavy[far[-1]])
         else:
-            slope = self.slope * took[0] / (1 + self.slope * (size[0] - 1))
-        return Curve(np.array(size), np.array(took), slope)
+            slope = self.slope * took[0] / (1 + self.slope * float(heavy[0] - 1))
+        return Curve(np.array(size), np.array(took), slope, self.experts)
 
     def as_list(self) -> list[list[float]]:
         """For JSON: [length class, nodes, seconds] for each size."""

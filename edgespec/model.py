@@ -278,7 +278,8 @@ def load(
         remember=remember, progress=progress, say=say, **engine,
     )  # fmt: skip
     try:
-        pace = None if fixed else new_pace(backends[0].capabilities.streams)
+        limits = backends[0].capabilities
+        pace = None if fixed else new_pace(limits.streams, limits.experts)
         made = make_planner(planner, backends, datastore, pace, **planner_options)
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
         model = Model(backends[0], made, budget=budget, sampling=sampling)
@@ -309,6 +310,7 @@ def recall_pace(
         "target": identity(local_path(sources[0], fetch=False)),
         "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
         "exact": target.capabilities.exact.name if target.capabilities.exact else "",
+        "experts": str(target.capabilities.experts),
         **options,
     }  # fmt: skip
     try:

@@ -6,7 +6,6 @@ A model larger than memory is streamed: `memory.py`.
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -42,17 +41,18 @@ from .memory import (
     LLAMA_MAX_SEQ,
     MIN_NODES,
     ContextSize,
-    LayerWatch,
     is_plenty,
     kv_types,
     plan_memory,
     start_streaming,
     suits_narrow,
 )
+from .mixture import open_mixture
 from .session import LlamaSession
 from .specimen import specimen
-from .threads import crowd, threads_for
+from .threads import compute_cores, crowd, threads_for
 from .vocab import LlamaVocab, load_vocab
+from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
@@ -173,7 +173,7 @@ class LlamaBackend:
 
     @property
     def wait_seconds(self) -> float:
-        return self._watch.streamer.wait_seconds if self._watch else 0.0
+        return self._watch.wait_seconds if self._watch else 0.0
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
@@ -203,11 +203,14 @@ class LlamaBackend:
             logits.append(LlamaLogits(self._context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
         self.cells.end += len(rows.tokens)
+        count = len(rows.tokens)
         if shape := shape_of(self.capabilities, batch):
             rows.fill(shape.least, self.cells.padding_id)
         if self.state_width:
             llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
+            if self._watch:
+                self._watch.begin(prompt=batch[0].prompt, rows=len(rows.tokens), padding=len(rows.tokens) - count)
             self._decode(self._fill(rows))
         except BaseException:
             for session in sessions:
@@ -246,8 +249,6 @@ class LlamaBackend:
 
     def _decode(self, total: int) -> None:
         watch = self._watch
-        if watch:
-            watch.begin()
         if self._yielding:
             self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
             others = crowd().others(monotonic())
@@ -257,7 +258,7 @@ class LlamaBackend:
             status = llama_cpp.llama_decode(self._context, self._batch)
             llama_cpp.llama_synchronize(self._context)
             if watch:
-                watch.streamer.finish()
+                watch.finish()
         if watch and watch.error is not None:
             raise watch.error
         if status != 0:
@@ -268,7 +269,7 @@ class LlamaBackend:
             self.memory = None
             llama_cpp.llama_free(self._context)
             if self._watch:
-                self._watch.streamer.close()
+                self._watch.close()
             llama_cpp.llama_model_free(self.model)
             self._context = self.model = None
 
@@ -328,9 +329,6 @@ def load(
     plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
-    if plan and plan.cached and exact != "off":
-        # How many rows an expert gets would decide its kernel; while its weights are waited for, the plain one will do.
-        os.environ.setdefault("GGML_CPU_TILED_MM", "0")  # read once, before the first pass of the process
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
     repack = plenty and not wide and exact == "off"  # repacked weights are copies outside the file's mapping
     options: dict[str, Any] = {"use_extra_bufts": repack}
@@ -351,7 +349,8 @@ def load(
             size = replace(size, kv_type=KV_OF_NARROW)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
-        if watch and streams:
+        chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
+        if watch and (streams or chosen):
             params.cb_eval = watch.callback
         context = llama_cpp.llama_init_from_model(model, params)
         if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
@@ -361,9 +360,11 @@ def load(
             context = llama_cpp.llama_init_from_model(model, params)
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
+        if watch and plan and chosen:
+            watch.mixture = open_mixture(path, plan, watch.nodes(context), notes, progress)
     except BaseException:
         if watch:
-            watch.streamer.close()
+            watch.close()
         llama_cpp.llama_model_free(model)
         raise
     capabilities = Capabilities(
@@ -373,6 +374,7 @@ def load(
         max_leaves=size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
+        experts=watch.mixture.shape if watch and watch.mixture else None,
     )
     # Streamed weights are waited for: it is not threads that others disturb.
     yielding = 0 if threads or capabilities.streams else params.n_threads
@@ -423,15 +425,3 @@ def _check_options(context_length: int, budget: int, sessions: int, threads: int
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-
-
-def compute_cores() -> int:
-    """Cores worth a compute thread: those this process may use; on a Mac the performance cores."""
-    if sys.platform == "darwin":
-        size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
-        libc = ctypes.CDLL(None)
-        if libc.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
-            return count.value
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

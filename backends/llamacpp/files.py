@@ -155,6 +155,9 @@ def ggml_base() -> Any:
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
     for name, result, arguments in [
         ("ggml_get_name", text, [pointer]),
+        ("ggml_get_data", pointer, [pointer]),
+        ("ggml_nelements", number, [pointer]),
+        ("ggml_op_desc", text, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
         ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),

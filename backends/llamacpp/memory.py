@@ -1,21 +1,21 @@
 """llama.cpp models larger than memory: what their contexts take, what of the weights stays, and moving the rest.
 
 `plan_memory` has llama.cpp rehearse a context to learn the size of its buffers, and leaves the choice to
-`residency.py`. `start_streaming` has `ring.py` move the weights that do not stay, and `LayerWatch` keeps the
-movement in step with a pass: llama.cpp tells it which node it is about to compute, and it waits for that node's layer.
+`residency.py`. `start_streaming` has `ring.py` move the weights that do not stay, and `watch.py` keeps the movement in
+step with a pass.
 """
 
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.models.gguf_header import header_values
+from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
     COMPRESSING_FILE_SYSTEMS,
@@ -27,7 +27,7 @@ from edgespec.weights.machine import (
 )
 from edgespec.weights.pin import Progress
 from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, count_layers, make_plan
-from edgespec.weights.ring import Streamer, measure_disk, open_store, supported
+from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
 
 from .cells import EXTRA_IDS, TILE
 from .files import (
@@ -35,7 +35,6 @@ from .files import (
     FILE_TYPE_F16,
     FILE_TYPE_F32,
     file_size,
-    ggml_base,
     last_log,
     llama_cpp,
     load_model,
@@ -146,8 +145,9 @@ def plan_memory(
     if not supported():
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
-    tensors = [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+    tensors = all_tensors(path)
     count = count_layers(tensors)
+    layers = find_layers(path, tensors) if gpu_layers == 0 else []
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
@@ -155,10 +155,10 @@ def plan_memory(
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
     needs = [beside_it + needed for needed in _rehearse(path, sizes)]
-    plans = _plans(tensors, room, needs, gpu)
-    # Every chunk of a prompt reads what is streamed, so large ones pay, unless their buffers make that much more.
-    most = _streamed_bytes(plans[0]) * (1 + CHUNK_SHARE)
-    best = max(i for i, plan in enumerate(plans) if _streamed_bytes(plan) <= most)
+    plans = _plans(tensors, room, needs, gpu, layers)
+    # Every chunk of a prompt reads what does not stay, so large ones pay, unless their buffers make that much more.
+    most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)
+    best = max(i for i, plan in enumerate(plans) if _bytes_read(plan) <= most)
     if not most:
         best = min(best, sizes.index(size))
     plan = plans[best]
@@ -175,17 +175,49 @@ def plan_memory(
     return plan, sizes[best], notes
 
 
-def _plans(tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, int]) -> list[Plan | None]:
+def all_tensors(path: str) -> list[Tensor]:
+    """Of all files of a model."""
+    return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+
+
+def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
+    """The layers of a mixture whose experts can be read as they are chosen; none where that does not work."""
+    if not moves_memory():
+        return []
+    family = header_values(path, "general.architecture").get("general.architecture", "")
+    return find_experts(tensors, int(header_values(path, f"{family}.expert_count").get(f"{family}.expert_count", 0)))
+
+
+def _plans(
+    tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, int], layers: Sequence[ExpertLayer]
+) -> list[Plan | None]:
     """A plan for each of these needs, which grow, as far as there is one. Raises UsageError: not even the first."""
-    plans = [make_plan(tensors, room, needs[0], **gpu)]
+    plans = [_plan(tensors, room, needs[0], gpu, layers)]
     with suppress(UsageError):
         for needed in needs[1:]:
-            plans.append(make_plan(tensors, room, needed, **gpu))
+            plans.append(_plan(tensors, room, needed, gpu, layers))
     return plans
 
 
-def _streamed_bytes(plan: Plan | None) -> int:
-    return plan.streamed_bytes if plan else 0
+def _plan(
+    tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, int], layers: Sequence[ExpertLayer]
+) -> Plan | None:
+    """A plan with what experts get of the memory that others leave."""
+    least = memory_of(layers, 0) if layers else 0
+    plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
+    if plan is None or not layers:
+        return plan
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes
+    slots = max(0, most_slots(layers, left))
+    return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
+
+
+def _bytes_read(plan: Plan | None) -> int:
+    """By a pass over a prompt."""
+    if plan is None:
+        return 0
+    missing = 1 - plan.slots_of_experts / plan.experts if plan.slots_of_experts >= 0 else 0
+    return plan.streamed_bytes + int(missing * plan.cached_bytes)
 
 
 def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
@@ -261,6 +293,8 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
         store = open_store(files, mapped, plan)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
+            if plan.slots_of_experts >= 0:
+                store.drop(plan.cached)
             store.look_up(plan.looked_up)
             store.pin(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
@@ -272,92 +306,3 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
             raise
     except OSError as error:
         raise ModelError(f"{path}: cannot be streamed: {error}") from error
-
-
-class LayerWatch:
-    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
-
-    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
-    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
-    everything before is computed. The first pass has every node reported and so learns the last node before each
-    layer that is streamed; later passes stop only there.
-    """
-
-    def __init__(self, streamer: Streamer) -> None:
-        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
-        self.streamer = streamer
-        self._streamed = {layer.index for layer in streamer.plan.streamed}
-        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
-        self._name_of = ggml_base().ggml_get_name
-        self._last_nodes: set[bytes] = set()  # before a streamed layer
-        self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
-        self._handlers: dict[int, Any] = {}
-        self._learning, self._layer, self._name, self._reported = True, -1, b"", True
-
-    def begin(self) -> None:
-        """A pass starts. Raises ModelError: the weights cannot be read any more."""
-        self.streamer.begin()
-        self.error = None
-        self._learning = not self._last_nodes
-        self._layer, self._name, self._reported = -1, b"", True
-
-    @contextmanager
-    def signals_held(self) -> Iterator[None]:
-        """Within, Ctrl-C is noted, and obeyed at the next node or at the end.
-
-        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
-        lost, and llama.cpp takes the pass for finished.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-        try:
-            for number in self._handlers:
-                signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
-            yield
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._obey()
-
-    def _obey(self) -> None:
-        while self._signals:
-            number, frame = self._signals.pop()
-            self._handlers[number](number, frame)
-
-    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
-        if not ask:
-            return self.error is None  # False ends the pass
-        if self.error is not None:
-            return True
-        try:
-            self._obey()
-            return self._asked(self._name_of(tensor))
-        except BaseException as error:
-            self.error = error
-            return True
-
-    def _asked(self, name: bytes) -> bool:
-        layer = self._layer_of.get(name)
-        if layer is None:
-            digits = name.rpartition(b"-")[2]
-            layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
-        if layer < 0:
-            layer = self._layer
-        if layer == 0 < self._layer:  # the pass was too large for one graph: here is the next one
-            self.streamer.finish()
-            self._layer = -1
-        new = layer > self._layer and layer in self._streamed
-        if new:
-            self._last_nodes.add(self._name)
-        if new and self._reported:
-            self.streamer.enter(layer)
-        if not new or self._reported:
-            self._layer = max(layer, self._layer)
-        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
-        self._reported = self._learning or name in self._last_nodes or self._layer < layer
-        self._name = name
-        return self._reported

@@ -146,3 +146,15 @@ def _hold_team(start_team: Any, done: threading.Event) -> None:
 def crowd() -> Crowd:
     """This machine's other programs: one for all models of the process."""
     return Crowd(usage_now, ShortWaits().switch)
+
+
+def compute_cores() -> int:
+    """Cores worth a compute thread: those this process may use; on a Mac the performance cores."""
+    if sys.platform == "darwin":
+        size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
+        libc = ctypes.CDLL(None)
+        if libc.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
+            return count.value
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -132,7 +132,8 @@ def run_bench(
     try:
         ready()
         tallies = {name: Tally() for name in names}
-        paces = {name: None if fixed else new_pace(backends[0].capabilities.streams) for name in names}
+        limits = backends[0].capabilities
+        paces = {name: None if fixed else new_pace(limits.streams, limits.experts) for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             for i, prompt in enumerate(bar.track(prompts, description="measuring")):
                 params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})

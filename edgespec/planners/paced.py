@@ -35,6 +35,7 @@ GAIN = 1.1  # by which a draft must be foretold to beat what writes fastest with
 EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of this text
 MOST_EARLIER = 64  # … and no more than so many count
 LEAST_TRUST = 0.05
+HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
 RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
 
 
@@ -96,9 +97,14 @@ class Pace:
         return [("copies", self.copies), ("agreement", self.agreement), ("worth", self.worth)]
 
 
-def new_pace(streams: bool) -> Pace:
-    """Nothing is known but whether every pass reads weights from a disk or over a bus, so that nodes are cheap."""
-    return Pace(PassCost(FLAT if streams else STEEP))
+def new_pace(streams: bool, experts: tuple[int, int] | None = None) -> Pace:
+    """Nothing is known but what passes read from a disk or over a bus.
+
+    Args:
+        streams: all of them the same weights, so that nodes are cheap.
+        experts: those that their nodes choose: as for `cost.Curve`.
+    """
+    return Pace(PassCost(HEAVY if experts else FLAT if streams else STEEP, experts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ class PacedPlanner:
         length, pace = len(context.token_ids), self._pace
         known = pace.target.at(length)
         # Before the first pass of all only proportions are known: enough for copies.
-        cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope)
+        cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope, pace.target.experts)
         tree, rate = root_only(context.token_ids[-1]), 1 / cost.plain
         planned = _Planned(length, 1)
         if self._copies:

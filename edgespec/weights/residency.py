@@ -6,7 +6,8 @@ does what is planned here.
 
     pinned      output, norms, and what fits of the layers: in memory for good
     streamed    a part of each layer, or of some layers, in the order of their computation: read once per pass
-    cached      experts of a mixture-of-experts model: few are used per token, so the page cache does better than a plan
+    cached      experts of a mixture: few are used per token. As many of each layer as fit have slots in memory, and the
+                others are read when they are wanted (`experts.py`); where that does not work, the page cache keeps them
     looked up   the embedding, where it is not the output as well: a token needs one row of it
     slots       memory for the streamed parts being read ahead or computed
 
@@ -37,7 +38,7 @@ SAFETY = 0.05  # of the memory found free is left alone, unless the user names t
 SLOW = 0.5  # tokens per second below which a user is warned
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
-EXPERTS = re.compile(r"_(?:ch)?exps\.")
+EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,13 @@ class Plan:
     needed: int  # by all but these weights: draft, caches, buffers, the program
     pinned: tuple[Extent, ...]
     streamed: tuple[Layer, ...]  # in the order of their computation
-    cached: tuple[Extent, ...]  # left to the page cache
+    cached: tuple[Extent, ...]  # of experts
     slots: int  # layers in memory at once, of the streamed
     layers: int  # of the model
     looked_up: tuple[Extent, ...] = ()  # read row by row
+    experts: int = 0  # of a layer
+    slots_of_experts: int = -1  # of each layer, in memory; -1: as many as the page cache keeps
+    pool_bytes: int = 0  # memory of these slots, and of what moves behind them
 
     @property
     def pinned_bytes(self) -> int:
@@ -128,7 +132,12 @@ class Plan:
             if bandwidth:
                 seconds = self.streamed_bytes / bandwidth
                 text += f", about {two_digits(seconds)} s at {two_digits(bandwidth / 1e9)} GB/s"
-        if self.cached:
+        if self.cached and self.slots_of_experts >= 0:
+            text += (
+                f", {self.slots_of_experts} of {self.experts} experts of each layer in {format_size(self.pool_bytes)}, "
+                f"the others, of {format_size(self.cached_bytes)}, are read when they are wanted"
+            )
+        elif self.cached:
             text += f", {format_size(self.cached_bytes)} of experts as the page cache keeps them"
         if self.looked_up:
             text += f", {format_size(self.looked_up_bytes)} of embeddings row by row"
@@ -148,7 +157,14 @@ def two_digits(number: float) -> str:
 
 
 def make_plan(
-    tensors: Sequence[Tensor], memory: int, needed: int, *, on_device: int = 0, kept: int = 0, page: int = PAGESIZE
+    tensors: Sequence[Tensor],
+    memory: int,
+    needed: int,
+    *,
+    on_device: int = 0,
+    kept: int = 0,
+    experts_at_once: int = 0,
+    page: int = PAGESIZE,
 ) -> Plan | None:
     """Decide what is pinned and what is streamed; None if everything fits and nothing has to be done.
 
@@ -158,6 +174,7 @@ def make_plan(
         needed: bytes that are not these weights: draft model, key-value caches, buffers, the program itself.
         on_device: that many of the last layers lie in a GPU's own memory; they are no concern of this plan.
         kept: that many of the last layers must stay: a GPU that shares this memory works with them.
+        experts_at_once: bytes of memory without which no layer's experts can be computed, if they do not stay.
         page: bytes of a page of memory.
 
     Raises:
@@ -167,6 +184,7 @@ def make_plan(
     host = [tensor for tensor in tensors if layer_of(tensor) < count - on_device]
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
+    others_need, needed = needed, needed + experts_at_once
     pages = _whole_pages(tensors, page)
     experts = [extent for index in range(count - on_device) for extent in pages.get((index, "experts"), ())]
     movable = range(count - on_device - kept)
@@ -193,12 +211,13 @@ def make_plan(
             f"{format_size(memory)} of memory are too little for this model: it needs at least "
             f"{format_size(least, up=True)} ({format_size(always)} for the output and small weights, "
             f"{format_size(least - always - needed)} for layers, "
-            f"{format_size(needed)} for the program, caches and the draft)"
+            + f"{format_size(experts_at_once)} for the experts of one layer, " * bool(experts_at_once)
+            + f"{format_size(others_need)} for the program, caches and the draft)"
         )
     moving = [extent for layer in streamed for extent in layer.extents]
     return Plan(
         memory=memory,
-        needed=needed,
+        needed=others_need,
         pinned=tuple(_without(everything, moving + others)),
         streamed=tuple(streamed),
         cached=tuple(experts),

@@ -233,6 +233,11 @@ def supported() -> bool:
     return sys.platform in ("linux", "darwin")
 
 
+def moves_memory() -> bool:
+    """Whether memory can be moved on this system, as experts need it. Raises OSError."""
+    return sys.platform == "linux" and moves_pages(libc())
+
+
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan) -> Store:
     """The store of this system. Raises OSError."""
     library = libc()

@@ -11,6 +11,8 @@ from typing import Any
 
 READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
 READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
+BLOCK = 4096  # bytes; direct reads begin and end at multiples of a disk's block, which is no larger
+SECTOR = 512  # … and memory for them begins at a multiple of this
 HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
 MAP_FAILED = (1 << 64) - 1
 
@@ -56,6 +58,34 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
         if done <= 0:
             raise OSError(f"the file ends at byte {start}; it must have shrunk")
         start, address = start + done, address + done
+
+
+def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None:
+    """As `read_fully`, of at most READ_SIZE bytes between multiples of READ_SIZE, for a file open for direct reads.
+
+    Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where memory lies otherwise
+    within its blocks than the file's bytes do, all of it is read elsewhere first.
+    """
+    if not hasattr(_own, "buffer"):
+        _own.buffer = read_buffer()
+    low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
+    inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
+    if inner >= end or (address + inner - start) % SECTOR:
+        done = os.preadv(descriptor, [_own.buffer[: high - low]], low)
+        copies = [(0, start, min(stop, low + done))]
+    else:
+        head, tail = _own.buffer[: inner - low], _own.buffer[BLOCK : BLOCK + high - end]
+        middle = (ctypes.c_char * (end - inner)).from_address(address + inner - start)
+        done = os.preadv(descriptor, [buffer for buffer in (head, middle, tail) if len(buffer)], low)
+        copies = [(0, start, min(inner, low + done)), (BLOCK, end, min(stop, low + done))]
+    if low + done <= start:
+        raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
+    for at, first, last in copies:
+        if first < last:
+            source = at + first % BLOCK
+            ctypes.memmove(address + first - start, bytes(_own.buffer[source : source + last - first]), last - first)
+    if low + done < stop:
+        read_unaligned(descriptor, address + low + done - start, low + done, stop)
 
 
 def touch(descriptor: int, start: int, stop: int) -> None:

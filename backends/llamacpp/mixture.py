@@ -1,0 +1,288 @@
+"""A mixture of experts in llama.cpp: what its router chose is read, and llama.cpp is told where it lies.
+
+llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor that holds a layer's experts one behind the
+other. Before a layer's experts are computed, `data` of its tensors is set to the slots of `expert_memory.py`, and the
+numbers of the chosen experts to those of their slots. Both are undone, or written anew, in every pass; a pass in which
+that is missed finds the experts in the mapped file: slow, never wrong.
+
+The nodes of a layer, by their names in llama-graph.cpp:
+
+    ffn_moe_topk            the chosen experts [used, rows], the first columns of a sorted matrix
+    ffn_moe_weights…        how much they count: the last to need the experts' own numbers
+    ffn_moe_gate, …_up      the first weights
+    ffn_moe_down            the last
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelError
+from edgespec.models.gguf_header import header_values
+from edgespec.remembered import identity, recall, remember
+from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.pin import Progress
+from edgespec.weights.residency import Plan
+
+from .files import ggml_base, parts
+from .memory import all_tensors, find_layers
+
+NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
+FREE = b"ADD_ID"  # adds a row of a small matrix by the expert's number
+
+
+class GgmlTensor(ctypes.Structure):
+    """struct ggml_tensor of ggml.h, as far as it is used here."""
+
+    _fields_ = (
+        ("type", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int32),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the graph."""
+
+    name: bytes
+    op: bytes
+    sources: tuple[int, ...]  # addresses of tensors; 0: none
+    names: tuple[bytes, ...]  # of these
+
+
+def node_at(address: int) -> Node:
+    """What is known of a node before it is computed."""
+    tensor = GgmlTensor.from_address(address)
+    sources = tuple(source or 0 for source in tensor.src)
+    names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
+    return Node(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
+
+
+def is_known(address: int) -> bool:
+    """Whether this build's tensors are laid out as `GgmlTensor`."""
+    base, tensor = ggml_base(), GgmlTensor.from_address(address)
+    same = base.ggml_get_name(address) == tensor.name and (base.ggml_get_data(address) or 0) == (tensor.data or 0)
+    return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer's experts in the graph."""
+
+    weights: list[tuple[int, int, int]] = field(default_factory=list)  # tensor, its own data, data of slot 0
+    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # small: tensor, data, bytes a row, a copy
+
+    def tell_slots(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """From now on llama.cpp finds slots."""
+        for tensor, _, there in self.weights:
+            GgmlTensor.from_address(tensor).data = there
+        for tensor, data, size, copy in self.rows:
+            for expert, slot in zip(experts, slots, strict=True):
+                ctypes.memmove(ctypes.addressof(copy) + slot * size, data + expert * size, size)
+            GgmlTensor.from_address(tensor).data = ctypes.addressof(copy)
+
+    def tell_experts(self) -> None:
+        """From now on llama.cpp finds experts in the mapped file."""
+        for tensor, data, *_ in (*self.weights, *self.rows):
+            GgmlTensor.from_address(tensor).data = data
+
+
+class Mixture:
+    """Keeps an `ExpertMemory` in step with a pass. `LayerWatch` tells it every node."""
+
+    def __init__(self, memory: ExpertMemory, used: int) -> None:
+        """`used`: experts that a token uses."""
+        self.memory = memory
+        self.shape = memory.layers[0].count, used
+        self._layers: list[Layer] = []
+        self._users: dict[bytes, tuple[int, int]] = {}  # node -> number of the layer, of the weight that it needs
+        self._first: set[bytes] = set()  # those of them that come first in their layer
+        self._before: set[bytes] = set()  # the nodes before users: a pass stops behind them
+        self.about: dict[str, Any] = {}  # under which it is remembered what was used
+        self._told: list[Layer] = []  # where llama.cpp finds slots
+        self._chosen = -1  # number of the layer whose experts are known
+        self._used: list[int] = []  # its weights whose nodes have come
+        self._nearly_all = False  # of its experts are wanted
+        self._prompt, self._rows, self._padding = False, 0, 0
+
+    def learn(self, addresses: Sequence[int]) -> str:
+        """Find the experts' nodes among all nodes of a pass.
+
+        Returns:
+            Why the experts cannot be read as they are chosen, or "".
+        """
+        if not addresses or not is_known(addresses[0]):
+            return "this build of llama.cpp has another layout of tensors"
+        nodes = [node_at(address) for address in addresses]
+        numbers = {layer.index: number for number, layer in enumerate(self.memory.layers)}
+        places = {
+            tensor.name.encode(): (number, i)
+            for number, layer in enumerate(self.memory.layers)
+            for i, tensor in enumerate(layer.tensors)
+        }
+        self._layers = [Layer() for _ in numbers]
+        chosen: dict[int, int] = {}  # address of the chosen experts' numbers -> number of the layer
+        for i, node in enumerate(nodes):
+            if node.op == b"MUL_MAT_ID" and node.names[0] in places:
+                number, weight = self._users[node.name] = places[node.names[0]]
+                if not self._layers[number].weights:
+                    self._first.add(node.name)
+                self._before.add(nodes[i - 1].name)
+                chosen[node.sources[2]] = number
+                data = GgmlTensor.from_address(node.sources[0]).data
+                self._layers[number].weights.append((node.sources[0], data, self.memory.base(number, weight)))
+            elif node.op == FREE and node.sources[2] in chosen:
+                self._add_rows(self._layers[chosen[node.sources[2]]], node.sources[1])
+            elif chosen.keys() & set(node.sources):
+                return f"{node.name.decode()} needs the experts' numbers when they are gone"
+        for number, layer in enumerate(self.memory.layers):
+            if len(self._layers[number].weights) != len(layer.tensors):
+                return f"the graph has other experts in layer {layer.index} than the file"
+        return ""
+
+    def _add_rows(self, layer: Layer, address: int) -> None:
+        tensor = GgmlTensor.from_address(address)
+        layer.rows.append((address, tensor.data, tensor.nb[1], (ctypes.c_char * (tensor.nb[1] * tensor.ne[1]))()))
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        """A pass starts.
+
+        Args:
+            prompt: it is over a prompt, which uses nearly all experts.
+            rows: of it.
+            padding: so many of the last of these are not looked at.
+
+        Raises:
+            ModelError: the model cannot be read any more.
+        """
+        self.memory.begin()
+        self._prompt, self._rows, self._padding = prompt, rows, padding
+        self._chosen = -1
+
+    def asked(self, name: bytes, tensor: int, reported: bool) -> bool:
+        """This node comes next.
+
+        Args:
+            name: of the node.
+            tensor: its address.
+            reported: everything before it is computed.
+
+        Returns:
+            Whether the pass is to stop behind it.
+
+        Raises:
+            ModelError: the disk failed.
+            OSError: memory cannot be moved.
+        """
+        if user := self._users.get(name):
+            number, weight = user
+            if name in self._first and reported:
+                self._choose(number, tensor)
+            if number == self._chosen:
+                self._go_on(weight, reported)
+        return name in self._before
+
+    def _go_on(self, weight: int, reported: bool) -> None:
+        """This weight of the layer comes next; those before, if that is reported, are done with."""
+        if reported and self._nearly_all and self._chosen + 1 < len(self._layers):
+            for used in self._used:
+                self.memory.expect_all(self._chosen + 1, used)
+            self._used = []
+        self._used.append(weight)
+        self.memory.wait(self._chosen, weight)
+
+    def _choose(self, number: int, tensor: int) -> None:
+        """The router has chosen."""
+        self._forget_slots()
+        self._chosen = -1
+        chosen = self._chosen_by_row(GgmlTensor.from_address(tensor).src[2])
+        experts: list[int] = np.unique(chosen).tolist()
+        if not experts:
+            return  # of the last layer only rows whose logits are wanted are computed: none of a prompt's
+        slots = self.memory.want(number, experts, count=not self._prompt)
+        chosen[...] = slots[chosen]
+        layer = self._layers[number]
+        layer.tell_slots(experts, slots[experts].tolist())
+        self._told.append(layer)
+        self._chosen, self._used = number, []
+        self._nearly_all = len(experts) >= NEARLY_ALL * len(slots)
+
+    def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
+        """The chosen experts [rows, used], where llama.cpp has them; those of padding are made the first row's."""
+        tensor = GgmlTensor.from_address(address)
+        used, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1] // 4
+        if rows == 0:
+            return np.zeros((0, used), np.int32)
+        numbers = (ctypes.c_int32 * (stride * (rows - 1) + used)).from_address(tensor.data)
+        found = np.lib.stride_tricks.as_strided(np.frombuffer(numbers, np.int32), (rows, used), (4 * stride, 4))
+        if self._padding and rows == self._rows and not self._prompt:
+            found[rows - self._padding :] = found[0]
+        return found
+
+    def _forget_slots(self) -> None:
+        for layer in self._told:
+            layer.tell_experts()
+        self._told = []
+
+    def finish(self) -> None:
+        """The pass is over, or was given up."""
+        self._forget_slots()
+        self.memory.finish()
+
+    def close(self) -> None:
+        """Stop reading, give memory back, and remember which experts were used."""
+        if self.memory.wanted:
+            remember(self.about, [residents.scores.round(3).tolist() for residents in self.memory.residents])
+        self.memory.close()
+
+
+def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress) -> Mixture | None:
+    """Make ready to read a model's experts as they are chosen; None: the page cache has to keep them.
+
+    Args:
+        path: of the model; for a split one its first file.
+        plan: that gives experts slots.
+        nodes: of a pass: `LayerWatch.nodes`.
+        notes: what a person should know is added.
+        progress: told how much of what is read first has been read.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    layers = find_layers(path, all_tensors(path))
+    family = header_values(path, "general.architecture")["general.architecture"]
+    key = f"{family}.expert_used_count"
+    try:
+        mixture = Mixture(
+            ExpertMemory(parts(path), layers, plan.slots_of_experts), int(header_values(path, key).get(key, 1))
+        )
+    except OSError as error:
+        raise ModelError(f"{path}: experts cannot be read: {error}") from error
+    try:
+        if why := mixture.learn(nodes):
+            notes.append(f"experts are left to the page cache, which is slow: {why}")
+            mixture.memory.close()
+            return None
+        mixture.about = {"kind": "experts", "target": identity(path)}
+        known = recall(mixture.about)
+        shape = (len(layers), layers[0].count)
+        scores = np.array(known) if known is not None and np.shape(known) == shape else np.zeros(shape)
+        mixture.memory.fill(scores.tolist(), progress)
+    except BaseException:
+        mixture.memory.close()
+        raise
+    return mixture

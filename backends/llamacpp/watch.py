@@ -1,0 +1,141 @@
+"""In step with a pass: llama.cpp tells which node it computes next, and waits until that node's weights are there."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from edgespec.weights.ring import Streamer
+
+from .files import ggml_base, llama_cpp
+from .mixture import Mixture
+
+
+class LayerWatch:
+    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
+
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
+    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
+    everything before is computed. The first pass has every node reported and so learns the last node before each
+    layer that is streamed; later passes stop only there.
+    """
+
+    def __init__(self, streamer: Streamer, mixture: Mixture | None = None) -> None:
+        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self.streamer = streamer
+        self.mixture = mixture  # whose experts are read as they are chosen
+        self._streamed = {layer.index for layer in streamer.plan.streamed}
+        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
+        self._name_of = ggml_base().ggml_get_name
+        self._last_nodes: set[bytes] = set()  # before a streamed layer
+        self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
+        self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
+        self._handlers: dict[int, Any] = {}
+        self._learning, self._layer, self._name, self._reported = True, -1, b"", True
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        """A pass starts; arguments as for `Mixture.begin`. Raises ModelError: the weights cannot be read any more."""
+        self.streamer.begin()
+        if self.mixture:
+            self.mixture.begin(prompt=prompt, rows=rows, padding=padding)
+        self.error = None
+        self._learning = bool(self._streamed) and not self._last_nodes
+        self._layer, self._name, self._reported = -1, b"", True
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that passes have waited for weights."""
+        return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
+
+    def nodes(self, context: Any) -> list[int]:
+        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed."""
+        stop = llama_cpp.ggml_abort_callback(lambda data: True)
+        self._seen = found = list[int]()
+        try:
+            llama_cpp.llama_set_abort_callback(context, stop, None)
+            token = (llama_cpp.llama_token * 1)(0)
+            llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
+        finally:
+            llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+            self._seen = None
+        return found
+
+    def close(self) -> None:
+        """Give all memory back."""
+        if self.mixture:
+            self.mixture.close()
+        self.streamer.close()
+
+    @contextmanager
+    def signals_held(self) -> Iterator[None]:
+        """Within, Ctrl-C is noted, and obeyed at the next node or at the end.
+
+        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
+        lost, and llama.cpp takes the pass for finished.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        try:
+            for number in self._handlers:
+                signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
+            yield
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._obey()
+
+    def _obey(self) -> None:
+        while self._signals:
+            number, frame = self._signals.pop()
+            self._handlers[number](number, frame)
+
+    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
+        if self._seen is not None:
+            if ask:
+                self._seen.append(tensor)
+            return False
+        if not ask:
+            return self.error is None  # False ends the pass
+        if self.error is not None:
+            return True
+        try:
+            self._obey()
+            return self._asked(self._name_of(tensor), tensor)
+        except BaseException as error:
+            self.error = error
+            return True
+
+    def finish(self) -> None:
+        """The pass is over, or was given up."""
+        self.streamer.finish()
+        if self.mixture:
+            self.mixture.finish()
+
+    def _asked(self, name: bytes, tensor: int) -> bool:
+        layer = self._layer_of.get(name)
+        if layer is None:
+            digits = name.rpartition(b"-")[2]
+            layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
+        if layer < 0:
+            layer = self._layer
+        if layer == 0 < self._layer:  # the pass was too large for one graph: here is the next one
+            self.streamer.finish()
+            self._layer = -1
+        new = layer > self._layer and layer in self._streamed
+        if new:
+            self._last_nodes.add(self._name)
+        if new and self._reported:
+            self.streamer.enter(layer)
+        if not new or self._reported:
+            self._layer = max(layer, self._layer)
+        stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
+        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
+        self._reported = stop or self._learning or name in self._last_nodes or self._layer < layer
+        self._name = name
+        return self._reported

@@ -1,0 +1,305 @@
+"""Experts read from disk into memory of their own, while a model computes (Linux).
+
+For every layer and weight there is a range of addresses with room for all experts, of which the first `slots` have
+memory for good. What passes beyond that want goes to the overflow: for every weight one block of memory, which is moved
+(mremap) behind the pool of the layer that needs it. Experts are read past the page cache, by several threads, in large
+pieces, straight into their slots. See `experts.py` for the words.
+
+Each weight of a layer (gate, up, down) has its own block of overflow. While one is computed, the next are read, and, if
+nearly all experts will be wanted, those of the next layer whose blocks are not in use any more.
+
+The engine's own mapping of the file stays as it is: an engine that is not told of slots finds its experts there.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import close
+from time import perf_counter
+from typing import Any
+
+from edgespec.errors import ModelError
+from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
+from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
+from edgespec.weights.pin import Progress
+from edgespec.weights.system import (
+    HUGE,
+    READ_SIZE,
+    READ_THREADS,
+    check_result,
+    check_sizes,
+    file_sizes,
+    libc,
+    new_memory,
+    open_direct,
+    read_unaligned,
+)
+
+Load = tuple[int, int]  # number of the layer, of the weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of one weight of one expert."""
+
+    load: Load
+    file: int
+    start: int  # in the file
+    stop: int
+    address: int
+
+
+class ExpertMemory:
+    """See the module. Layers are numbered as in `layers`; all methods are for the thread that computes."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        layers: Sequence[ExpertLayer],
+        slots: int,
+        library: Any = None,
+        threads: int = READ_THREADS,
+    ) -> None:
+        """
+        Args:
+            paths: of the model's files.
+            layers: those whose experts are read; at least one.
+            slots: of every layer's pool.
+            library: the C library; for tests.
+            threads: that read.
+
+        Raises:
+            OSError: a file cannot be opened, or there is no memory.
+        """
+        self.layers = layers
+        self.residents = [Residents(layer.count, slots) for layer in layers]
+        self.wait_seconds = 0.0  # that computation has waited for the disk
+        self.bytes_read = 0
+        self.wanted = self.hits = 0  # experts that passes have used, and those of them that were in a pool
+        self._libc = library or libc()
+        self._paths = paths
+        self._changed = threading.Condition()
+        self._queue: deque[_Piece] = deque()
+        self._left: dict[Load, int] = {}  # pieces that are still to be read
+        self._loading: dict[Load, list[int]] = {}  # the experts they belong to
+        self._reading = 0  # threads that are reading a piece
+        self._error: ModelError | None = None
+        self._closed = False
+        self._overflowing: set[int] = set()  # layers with experts in overflow slots
+        self._ahead_of = -1  # a layer of which everything is read before it is known what is wanted; -1: none
+        self._ahead: list[tuple[int, int]] = []  # (expert, slot) that are read of it
+        self._begun: set[int] = set()  # its weights that are being read
+        self._files: list[int] = []
+        self._ranges: list[tuple[int, int]] = []  # what to unmap
+        self._threads: list[threading.Thread] = []
+        try:
+            self._files.extend(open_direct(path)[0] for path in paths)
+            self._sizes = file_sizes(self._files)
+            self._block_sizes = overflows(layers, slots)
+            self._blocks = [self._reserve(size) for size in self._block_sizes]  # where each is now
+            self._starts = [
+                [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
+                for layer in layers
+            ]
+        except BaseException:
+            self.close()
+            raise
+        self._threads = [
+            threading.Thread(target=self._work, name=f"edgespec-experts-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _reserve(self, size: int) -> int:
+        """The address of so many bytes that have no memory yet, at a huge page's border."""
+        address = new_memory(self._libc, size + HUGE)
+        self._ranges.append((address, size + HUGE))
+        self._libc.madvise(address, size + HUGE, MADV_HUGEPAGE)  # a wish
+        return -(-address // HUGE) * HUGE
+
+    def base(self, number: int, tensor: int) -> int:
+        """The address of slot 0 of a layer's weight."""
+        return self._starts[number][tensor] + skew(self.layers[number], tensor)
+
+    def begin(self) -> None:
+        """A pass starts; what has failed is tried again. Raises ModelError: a file has shrunk."""
+        try:
+            check_sizes(self._paths, self._files, self._sizes)
+        except OSError as error:
+            raise ModelError(f"the model cannot be read any more: {error}") from error
+        self._error = None
+
+    def fill(self, scores: Sequence[Sequence[float]], progress: Progress) -> None:
+        """Read experts into all slots, before the first pass.
+
+        Args:
+            scores: of each layer's experts; the best are read, and the scores count from now on.
+            progress: told bytes done, and bytes in all.
+
+        Raises:
+            ModelError: they cannot be read.
+        """
+        done, total = 0, sum(layer.bytes_each for layer in self.layers) * self.residents[0].slots
+        for number, residents in enumerate(self.residents):
+            residents.scores[:] = scores[number]
+            best = sorted(range(len(residents.scores)), key=lambda expert: -residents.scores[expert])
+            reads = residents.place(best[: residents.slots], count=False)
+            self._start(number, reads)
+            self.wait(number)
+            done += self.layers[number].bytes_each * residents.slots
+            progress(done, total)
+
+    def want(self, number: int, experts: Sequence[int], *, count: bool = True) -> SlotArray:
+        """All layers before are computed, and this one's router has chosen: start to read what is not in memory.
+
+        Args:
+            number: of the layer.
+            experts: those chosen, each once.
+            count: whether they are the likelier to stay for it; prompts use nearly all, which tells nothing.
+
+        Returns:
+            [experts of the layer] slots; -1: not in memory.
+
+        Raises:
+            OSError: memory cannot be moved.
+        """
+        residents = self.residents[number]
+        for other in self._overflowing - {number}:
+            self.residents[other].leave_overflow()
+        if count:
+            self.wanted += len(experts)
+            self.hits += sum(0 <= slot < residents.slots for slot in residents.slots_of(experts).tolist())
+        reads = residents.place(experts, count=count)
+        self._overflowing = {number} if residents.overflowing else set()
+        wanted, weights = set(experts), range(len(self._block_sizes))
+        if residents.overflowing:
+            for weight in weights:
+                self._move(number, weight)
+        for expert, _ in self._ahead:
+            if expert not in wanted:
+                residents.forget(expert)  # not all of its weights will be read
+        also = [read for read in self._ahead if read[0] in wanted]
+        for weight in weights:
+            self._start(number, reads if weight in self._begun else [*also, *reads], [weight])
+        self._ahead_of, self._ahead, self._begun = -1, [], set()
+        return residents.slots_of(range(len(residents.scores)))
+
+    def expect_all(self, number: int, weight: int) -> None:
+        """This weight of the layer before is computed, and this layer will want nearly all experts: read them.
+
+        Raises:
+            OSError: memory cannot be moved.
+        """
+        residents = self.residents[number]
+        if not self._begun:
+            self._ahead_of, self._ahead = number, residents.place(range(len(residents.scores)), count=False)
+            self._overflowing.add(number)
+        self._begun.add(weight)
+        self._move(number, weight)
+        self._start(number, self._ahead, [weight])
+
+    def wait(self, number: int, weight: int | None = None) -> None:
+        """Return when what was wanted of a layer, or of one of its weights, is in memory.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        started = perf_counter()
+        loads = [(number, one) for one in (range(len(self._block_sizes)) if weight is None else [weight])]
+        with self._changed:
+            while any(load in self._left for load in loads) and self._error is None:
+                self._changed.wait()
+        self.wait_seconds += perf_counter() - started
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """A pass is over, or was given up: what has not been read yet is forgotten."""
+        with self._changed:
+            self._queue.clear()
+            while self._reading:
+                self._changed.wait()
+            unread = {(number, expert) for (number, _), experts in self._loading.items() for expert in experts}
+            self._left.clear()
+            self._loading.clear()
+        unread |= {(self._ahead_of, expert) for expert, _ in self._ahead}
+        for number in self._overflowing:
+            self.residents[number].leave_overflow()
+        for number, expert in unread:
+            self.residents[number].forget(expert)
+        self._overflowing, self._ahead_of, self._ahead, self._begun = set(), -1, [], set()
+
+    def close(self) -> None:
+        """Stop reading and give all memory back. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for address, size in self._ranges:
+            self._libc.munmap(address, size)
+        for descriptor in self._files:
+            close(descriptor)
+        self._threads, self._ranges, self._files = [], [], []
+
+    def _move(self, number: int, weight: int) -> None:
+        """Bring the overflow of a weight behind the pool of this layer."""
+        here, size = self._blocks[weight], self._block_sizes[weight]
+        there = self._starts[number][weight] + pool_size(self.layers[number], weight, self.residents[number].slots)
+        if size and here != there:
+            check_result(self._libc.mremap(here, size, size, MOVE, there), "mremap")
+            self._blocks[weight] = there
+
+    def _start(self, number: int, reads: Sequence[tuple[int, int]], weights: Iterable[int] | None = None) -> None:
+        """Have weights, or all of them, of these experts read into these slots."""
+        if not reads:
+            return
+        for weight in range(len(self._block_sizes)) if weights is None else weights:
+            load, pieces = (number, weight), self._pieces(number, weight, reads)
+            with self._changed:
+                self._left[load] = self._left.get(load, 0) + len(pieces)
+                self._loading.setdefault(load, []).extend(expert for expert, _ in reads)
+                self._queue.extend(pieces)
+                self._changed.notify_all()
+
+    def _pieces(self, number: int, weight: int, reads: Sequence[tuple[int, int]]) -> list[_Piece]:
+        """One weight of these experts, cut at multiples of READ_SIZE of the file."""
+        layer, found = self.layers[number], list[_Piece]()
+        tensor, size = layer.tensors[weight], layer.expert_size(weight)
+        for expert, slot in reads:
+            start = tensor.start + expert * size
+            shift = self.base(number, weight) + slot * size - start
+            cuts = [start, *range(start // READ_SIZE * READ_SIZE + READ_SIZE, start + size, READ_SIZE)]
+            for first, last in zip(cuts, [*cuts[1:], start + size], strict=True):
+                found.append(_Piece((number, weight), tensor.file, first, last, first + shift))
+        return found
+
+    def _work(self) -> None:
+        while (piece := self._take()) is not None:
+            error = None
+            try:
+                read_unaligned(self._files[piece.file], piece.address, piece.start, piece.stop)
+            except Exception as found:  # whatever it is, `wait` must not wait for this thread
+                error = found
+            with self._changed:
+                self._reading -= 1
+                self.bytes_read += piece.stop - piece.start
+                if error is not None:
+                    index = self.layers[piece.load[0]].index
+                    self._error = ModelError(f"experts of layer {index} cannot be read: {error}")
+                else:
+                    self._left[piece.load] -= 1
+                    if not self._left[piece.load]:
+                        del self._left[piece.load], self._loading[piece.load]
+                self._changed.notify_all()
+
+    def _take(self) -> _Piece | None:
+        """The next piece to read; None at the end."""
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            self._reading += 1
+            return self._queue.popleft()

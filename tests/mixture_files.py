@@ -1,0 +1,87 @@
+"""Tiny mixtures of experts as GGUF files, with random weights of 8 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import VOCAB, byte_level_vocab, gguf
+
+WIDTH, HEADS, HEAD, LAYERS, EXPERTS = 128, 4, 32, 3, 8
+KINDS = {  # architecture, experts used, width of an expert
+    "mixtral": ("llama", 2, 224),
+    "qwen3 moe": ("qwen3moe", 3, 96),
+    "gpt-oss": ("gpt-oss", 2, 160),
+}
+
+
+def write_mixture(path: Path, kind: str, seed: int = 0) -> Path:
+    """A model that llama.cpp loads."""
+    architecture, used, inner = KINDS[kind]
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(inner)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_rope_dimension_count(HEAD)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(used)
+    writer.add_vocab_size(VOCAB)
+    writer.add_file_type(7)
+    if kind == "gpt-oss":
+        writer.add_sliding_window(128)
+    byte_level_vocab(writer)
+
+    def matrix(name: str, *sizes: int) -> None:
+        values = (rng.normal(size=sizes) / np.sqrt(sizes[-1])).astype(np.float32)
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+    def floats(name: str, *sizes: int, around: float = 0.0) -> None:
+        writer.add_tensor(name, (around + 0.3 * rng.normal(size=sizes)).astype(np.float32))
+
+    matrix("token_embd.weight", VOCAB, WIDTH)
+    matrix("output.weight", VOCAB, WIDTH)
+    floats("output_norm.weight", WIDTH, around=1)
+    for layer in range(LAYERS):
+        for part in ("q", "k", "v"):
+            matrix(f"blk.{layer}.attn_{part}.weight", HEADS * HEAD, WIDTH)
+        matrix(f"blk.{layer}.attn_output.weight", WIDTH, HEADS * HEAD)
+        floats(f"blk.{layer}.attn_norm.weight", WIDTH, around=1)
+        floats(f"blk.{layer}.ffn_gate_inp.weight", EXPERTS, WIDTH)
+        matrix(f"blk.{layer}.ffn_down_exps.weight", EXPERTS, WIDTH, inner)
+        matrix(f"blk.{layer}.ffn_gate_exps.weight", EXPERTS, inner, WIDTH)
+        matrix(f"blk.{layer}.ffn_up_exps.weight", EXPERTS, inner, WIDTH)
+        if kind == "qwen3 moe":
+            floats(f"blk.{layer}.attn_q_norm.weight", HEAD, around=1)
+            floats(f"blk.{layer}.attn_k_norm.weight", HEAD, around=1)
+        if kind == "gpt-oss":
+            floats(f"blk.{layer}.post_attention_norm.weight", WIDTH, around=1)
+            floats(f"blk.{layer}.attn_sinks.weight", HEADS)
+            floats(f"blk.{layer}.ffn_gate_inp.bias", EXPERTS)
+            for part, size in (("down", WIDTH), ("gate", inner), ("up", inner)):
+                floats(f"blk.{layer}.ffn_{part}_exps.bias", EXPERTS, size)
+            for part in ("q", "k", "v", "output"):
+                floats(f"blk.{layer}.attn_{part}.bias", WIDTH)
+        else:
+            floats(f"blk.{layer}.ffn_norm.weight", WIDTH, around=1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Paths by kind."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {kind: write_mixture(folder / f"{kind}.gguf", kind) for kind in KINDS}

@@ -1,0 +1,223 @@
+"""Mixtures of experts larger than memory, on llama.cpp: the same numbers as from memory, to the bit."""
+
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+
+import llama_cpp
+from edgespec.backends.llamacpp import memory as llamacpp_memory
+from edgespec.backends.llamacpp import mixture as llamacpp_mixture
+from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp.mixture import GgmlTensor
+from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
+
+from edgespec.backend import Work, prefill
+from edgespec.errors import ModelError, UsageError
+from edgespec.exact import settle
+from edgespec.generate import generate_tokens
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.weights import expert_memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
+__all__ = ["mixtures"]
+
+OPTIONS: dict[str, Any] = {"context_length": 512, "threads": 2, "budget": 32}
+TEXT = "the theory of the one and the many, the one and the two; " * 3
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3),
+    SamplingParams(temperature=1, seed=4),
+]
+
+
+@pytest.fixture(autouse=True)
+def _steady_memory(monkeypatch):
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+
+
+@pytest.fixture
+def from_disk(monkeypatch, mixtures):
+    """Loads a mixture with so many slots a layer; plans count in huge pages, which are larger than these models."""
+    made = []
+
+    def get(kind: str, slots: int) -> LlamaBackend:
+        path = str(mixtures[kind])
+        least = llamacpp_memory.ContextSize(512, 32, 1, llamacpp_memory.CHUNKS[0], "f16")
+        memory = llamacpp_memory.memory_needs(path, least) + llamacpp_memory.file_size(path) - (300 << 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(llamacpp_memory, "most_slots", lambda layers, room: slots)
+            patch.setattr(llamacpp_memory, "memory_of", lambda layers, slots: 0)
+            backend = load(path, memory=memory, **OPTIONS, kv_type="f16")
+        made.append(backend)
+        assert backend._watch is not None
+        return backend
+
+    yield get
+    for backend in made:
+        backend.close()
+
+
+def logits_of(backend: LlamaBackend) -> list[Any]:
+    """Of a prompt, a tree, another, and what comes after one of its paths."""
+    session, found = backend.open(), []
+    ids = backend.vocab.encode(TEXT, add_bos=False, parse_special=False)
+    last = prefill(backend, session, ids, want_last=True)
+    found.append(last[0].row(last[1]))
+    for parents in ([-1, 0, 0, 1], [-1], [-1, 0, 1, 2, 1, 0]):
+        tokens = np.array([5 * i + len(parents) for i in range(len(parents))], np.int32)
+        nodes = np.arange(len(parents), dtype=np.int32)
+        logits = backend.forward([Work(session, tokens, np.array(parents, np.int32), nodes)])[0]
+        found += [logits.row(node) for node in nodes.tolist()]
+        session.commit([0])
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("slots", [0, 3, EXPERTS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, mixtures, from_disk):
+    there = load(str(mixtures[kind]), kv_type="f16", wide=True, **OPTIONS)
+    expected = logits_of(there)
+    there.close()
+    backend = from_disk(kind, slots)
+    memory = backend._watch.mixture.memory
+    assert backend.capabilities.experts == (EXPERTS, KINDS[kind][1])
+    for _ in range(2):  # with pools as they were filled, and as they were left
+        for row, right in zip(logits_of(backend), expected, strict=True):
+            assert np.array_equal(row, right)
+    assert memory.wanted > 0
+    if slots == EXPERTS:
+        assert memory.hits == memory.wanted
+    if slots == 0:
+        assert memory.hits == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_equal(kind, mixtures, from_disk):
+    """With and without drafting, streamed and in memory, at several temperatures."""
+    target = from_disk(kind, 3)
+    settle(target, str(mixtures[kind]), keep=False)
+    draft = load(str(mixtures[kind]), in_order=False, **OPTIONS)
+    ids = target.vocab.encode(TEXT, add_bos=False, parse_special=False)
+    for sampling in SAMPLINGS:
+        texts = []
+        for planner in (NonePlanner(), SpecExecPlanner(draft, depth=4, beam=3), SssdPlanner()):
+            session = target.open()
+            rounds = generate_tokens(
+                target, session, planner, ids, sampling, max_tokens=24, budget=6, stats=GenerationStats()
+            )
+            texts.append([token for round_ in rounds for token in round_.tokens])
+            session.close()
+            planner.close()
+        assert texts[1] == texts[0]
+        assert texts[2] == texts[0]
+    draft.close()
+
+
+def test_a_disk_error_in_the_middle(monkeypatch, from_disk):
+    backend = from_disk("mixtral", 2)
+    right = logits_of(backend)
+    real, left = expert_memory.read_unaligned, 7
+
+    def read(*arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError("the disk is on fire")
+        real(*arguments)
+
+    monkeypatch.setattr(expert_memory, "read_unaligned", read)
+    session = backend.open()
+    with pytest.raises(ModelError, match=r"experts of layer \d cannot be read: the disk is on fire"):
+        prefill(backend, session, [1, 2, 3, 4, 5, 6, 7, 8], want_last=True)
+    session.close()
+    monkeypatch.setattr(expert_memory, "read_unaligned", real)
+    assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+
+
+def test_llama_cpp_finds_its_own_weights_after_every_pass(from_disk):
+    """Whoever is not told of slots finds experts, and nothing changes what they are."""
+    backend = from_disk("gpt-oss", 3)
+    mixture = backend._watch.mixture
+    before = [
+        (tensor, GgmlTensor.from_address(tensor).data) for layer in mixture._layers for tensor, *_ in layer.weights
+    ]
+    logits_of(backend)
+    assert [(tensor, GgmlTensor.from_address(tensor).data) for tensor, _ in before] == before
+    for layer in mixture._layers:
+        assert len(layer.weights) == 3
+        assert len(layer.rows) == 3
+        for tensor, data, *_ in layer.rows:
+            assert GgmlTensor.from_address(tensor).data == data
+
+
+def test_a_pass_that_is_not_watched_is_right(from_disk):
+    """As if llama.cpp had changed its graph: experts come from the mapped file then."""
+    backend = from_disk("qwen3 moe", 2)
+    right = logits_of(backend)
+    backend._watch.mixture._before.clear()
+    assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+
+
+def test_a_graph_that_is_not_known(monkeypatch, from_disk):
+    monkeypatch.setattr(llamacpp_mixture, "FREE", b"nothing")
+    backend = from_disk("gpt-oss", 2)  # whose biases are then users of experts' numbers that nobody knows
+    assert backend._watch.mixture is None
+    assert backend.capabilities.experts is None
+    assert any("left to the page cache" in note and "needs the experts' numbers" in note for note in backend.notes)
+    assert np.isfinite(logits_of(backend)[0]).all()
+
+
+def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):
+    monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first = from_disk("mixtral", 2)
+    logits_of(first)
+    scores = [residents.scores for residents in first._watch.mixture.memory.residents]
+    first.close()
+    second = from_disk("mixtral", 2)
+    for residents, before in zip(second._watch.mixture.memory.residents, scores, strict=True):
+        assert residents.scores == pytest.approx(before, abs=1e-3)
+        assert set(residents.held()) == set(np.argsort(-before, kind="stable")[:2].tolist())
+
+
+def test_padding_reads_nothing(from_disk, mixtures):
+    backend = from_disk("mixtral", 2)
+    settle(backend, str(mixtures["mixtral"]), keep=False)
+    assert backend.capabilities.exact is not None
+    assert backend.capabilities.exact.trees.least == 2
+    session, memory = backend.open(), backend._watch.mixture.memory
+    prefill(backend, session, [1, 2, 3])
+    before = memory.wanted
+    backend.forward([Work(session, np.array([9], np.int32), np.array([-1], np.int32), np.array([0], np.int32))])
+    assert memory.wanted - before <= 2 * (LAYERS - 1) + 4  # of the last layer both rows are computed for the output
+
+
+def test_too_little_memory_says_how_much_is_needed(mixtures):
+    with pytest.raises(UsageError, match=r"needs at least .* for the experts of one layer"):
+        load(str(mixtures["mixtral"]), memory=1 << 20, **OPTIONS)
+
+
+def test_experts_that_are_cut_short(tmp_path, mixtures):
+    whole = mixtures["mixtral"].read_bytes()
+    path = tmp_path / "short.gguf"
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(ModelError, match=r"short\.gguf"):
+        load(str(path), **OPTIONS)
+
+
+def test_the_layout_of_tensors_is_known():
+    """`GgmlTensor` is the struct of this build."""
+    assert GgmlTensor.name.offset - GgmlTensor.data.offset == ctypes.sizeof(ctypes.c_void_p)
+    assert llama_cpp.__version__
