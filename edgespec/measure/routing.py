@@ -1,5 +1,7 @@
-"""What a mixture's router chooses, recorded while it writes: how many hits rules of replacement would have, and how well
-the choice of a layer is foretold by its router applied to the state before the layer above it.
+"""What a mixture's routers choose, recorded while it writes.
+
+How many hits would rules of replacement have? And how often does a router, shown the state of the layer before, choose
+what it will choose?
 """
 
 import ctypes
@@ -52,7 +54,8 @@ def record(model: Model, questions: Sequence[Any], max_tokens: int, progress: Ca
     mixture = getattr(watch, "mixture", None)
     if mixture is None:
         raise UsageError("experts are not read from disk here: name a mixture, and less --memory than it has bytes")
-    routing = Routing(*mixture.shape, layers=[[] for _ in mixture.memory.layers])
+    experts, used = mixture.shape
+    routing = Routing(experts, used, [[] for _ in mixture.memory.layers])
     listener = _Listener(mixture, routing)
     mixture.asked = listener.asked
     try:
