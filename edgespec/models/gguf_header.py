@@ -4,6 +4,7 @@ The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, how many 
 key its name, the type of its value, and the value. Lists, such as the vocabulary, are skipped.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
@@ -23,6 +24,15 @@ SCALARS = {
     if code
 }
 VERSIONS = (2, 3)
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of a split GGUF, by that of any of them; else the name alone."""
+    match = SPLIT_NAME.fullmatch(name)
+    if not match:
+        return [name]
+    return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
 
 
 def header_values(path: str, prefix: str) -> dict[str, Value]:
