@@ -12,6 +12,7 @@ import click
 from edgespec import __version__, remembered
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
+from edgespec.cli.pairs import pair
 from edgespec.cli.terminal import LoadingBar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
@@ -299,6 +300,7 @@ def doctor(
 
 cli.add_command(models)
 cli.add_command(pull)
+cli.add_command(pair)
 
 
 @cli.command(

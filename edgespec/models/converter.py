@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.models.folder_from_gguf import Progress
-from edgespec.remembered import folder as cache_folder
+from edgespec.remembered import cache_folder
 
 ENGINE = "llama-cpp-python"
 SCRIPT = "convert_hf_to_gguf.py"
@@ -42,7 +42,7 @@ def find_converter(path: str | None, report: Progress) -> Path:
         name = f"converter-{version(ENGINE)}"
     except PackageNotFoundError as error:
         raise MissingPackage(ENGINE, "", "converting a folder") from error
-    place = cache_folder() or Path(tempfile.gettempdir()) / "edgespec"
+    place = cache_folder()
     if not (place / name / SCRIPT).is_file():
         report("fetching llama.cpp's converter", 0, 0)
         place.mkdir(parents=True, exist_ok=True)
