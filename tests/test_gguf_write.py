@@ -7,7 +7,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec
 import gguf
 from edgespec.backends.llamacpp import imatrix as imatrix_module
 from edgespec.backends.llamacpp.quantise import read_imatrix
-from gguf_files import VOCAB, write_gguf
+from gguf_files import small_llama
 
 from edgespec.backend import load_vocab
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
@@ -29,33 +28,12 @@ from edgespec.models.folder_from_gguf import read_gguf
 from edgespec.models.gguf_write import PURPOSES, Recipe, merge, parse_layers, quantise
 
 CONVERT = Path(__file__).parent.parent / "scripts" / "convert"
-WIDTH = 256  # llama.cpp's K types come in blocks of so many weights
 
 
 @pytest.fixture(scope="module")
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers in float32, made up."""
-    config = SimpleNamespace(
-        model_type="llama", hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5, head_dim=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    shapes = {
-        "model.embed_tokens.weight": (VOCAB, WIDTH),
-        "lm_head.weight": (VOCAB, WIDTH),
-        "model.norm.weight": (WIDTH,),
-    }
-    for layer in range(4):
-        heads = {"q": WIDTH, "k": WIDTH // 2, "v": WIDTH // 2, "o": WIDTH}
-        mine = {f"self_attn.{name}_proj": (rows, WIDTH) for name, rows in heads.items()}
-        mine |= {f"mlp.{name}_proj": (2 * WIDTH, WIDTH) for name in ("gate", "up")} | {
-            "mlp.down_proj": (WIDTH, 2 * WIDTH)
-        }
-        mine |= {"input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}  # type: ignore[dict-item]
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in mine.items()}
-    generator = np.random.default_rng(0)
-    weights = {name: generator.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
-    return write_gguf(tmp_path_factory.mktemp("floats") / "f32.gguf", config, weights)
+    return small_llama(tmp_path_factory.mktemp("floats") / "f32.gguf")
 
 
 @pytest.fixture(autouse=True)
