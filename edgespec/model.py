@@ -373,7 +373,7 @@ def open_backends(
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
     names = [backend or choose_backend(is_folder(source)) for source in sources]
     check_engine_options(names, options)
-    paths = [local_path(source) for source in sources]
+    paths = [local_path(source, say=say) for source in sources]
     common = {name: value for name, value in options.items() if value is not None and name not in FOR_TARGET}
     common |= {
         "context_length": context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT,

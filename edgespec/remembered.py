@@ -24,15 +24,18 @@ About = Mapping[str, str | int | float | bool | None]
 
 def folder() -> Path | None:
     """Where measurements are kept; None where they shall not be."""
-    if os.environ.get(OFF):
-        return None
+    return None if os.environ.get(OFF) else cache_folder() / "measured"
+
+
+def cache_folder() -> Path:
+    """Where this program keeps what can be made again."""
     if sys.platform == "darwin":
         base = Path("~/Library/Caches").expanduser()
     elif sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home())
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return base / "edgespec" / "measured"
+    return base / "edgespec"
 
 
 def recall(about: About) -> Any:

@@ -73,10 +73,28 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
 
 
 def render_chat(vocab: Vocab, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, by the model's own chat template, ready for the assistant's answer.
+    """Token ids of a conversation, ready for the assistant's answer; raises as `chat_text` does."""
+    text = chat_text(vocab, messages, answer=True)
+    return vocab.encode(text, add_bos=not _starts_with_bos(vocab, text), parse_special=True)
+
+
+def _starts_with_bos(vocab: Vocab, text: str) -> bool:
+    return vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
+
+
+def chat_text(
+    vocab: Vocab, messages: Sequence[Message], *, answer: bool = False, tools: Sequence[Message] | None = None
+) -> str:
+    """A conversation as a text, by the model's own chat template.
 
     The template is a program from a downloaded file, so it runs in Jinja's sandbox, with the globals
     that Hugging Face's `apply_chat_template` gives it.
+
+    Args:
+        vocab: the model's tokenizer.
+        messages: who says what.
+        answer: end with the beginning of the assistant's answer.
+        tools: functions that the assistant may call, as JSON schemas.
 
     Raises:
         UsageError: the model has no chat template, or the template refuses the messages.
@@ -101,7 +119,12 @@ def render_chat(vocab: Vocab, messages: Sequence[Message]) -> list[int]:
     environment.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
         template = environment.from_string(vocab.chat_template)
-        text = template.render(messages=messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
+        return template.render(
+            messages=messages,
+            add_generation_prompt=answer,
+            bos_token=bos,
+            eos_token=eos,
+            **({"tools": tools} if tools else {}),
+        )
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
-    return vocab.encode(text, add_bos=not (bos and text.startswith(bos)), parse_special=True)

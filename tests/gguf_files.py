@@ -5,6 +5,7 @@ Names come from gguf's own map and layouts are spelled out again here, so nothin
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,37 @@ def write_gguf(path: Path, config: Any, weights: dict[str, Array], split: int = 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: int = 256) -> Path:
+    """A made-up Llama in float32, wide enough for llama.cpp's K types.
+
+    Args:
+        path: where to.
+        layers: how many.
+        idle: layers that add nothing.
+        width: of a state.
+    """
+    config = SimpleNamespace(
+        model_type="llama", hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    rows = {"self_attn.q": width, "self_attn.k": width // 2, "self_attn.v": width // 2, "self_attn.o": width}
+    rows |= {"mlp.gate": 2 * width, "mlp.up": 2 * width, "mlp.down": width}
+    shapes: dict[str, tuple[int, ...]] = {f"model.{name}.weight": (VOCAB, width) for name in ("embed_tokens",)}
+    shapes |= {"lm_head.weight": (VOCAB, width), "model.norm.weight": (width,)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
+        for part, count in rows.items():
+            shapes[f"{name}.{part}_proj.weight"] = (count, 2 * width if part == "mlp.down" else width)
+    generator = np.random.default_rng(0)
+    weights = {name: generator.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    for layer in idle:
+        for part in ("self_attn.o", "mlp.down"):
+            weights[f"model.layers.{layer}.{part}_proj.weight"][:] = 0
+    return write_gguf(path, config, weights)
 
 
 def _write_header(writer: Any, config: Any) -> None:

@@ -1,14 +1,7 @@
 """models.yaml: what is read, what is refused and where the message points."""
 
-import hashlib
-import http.server
-import json
 import sys
-import threading
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -84,101 +77,6 @@ def test_a_missing_package_names_the_pip_command() -> None:
         local_path("package:no_such_package/a.gguf")
 
 
-class FakeHub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for one file of one repository."""
-
-    content = b"GGUF" + b"\0" * 100
-    folder: ClassVar = {"config.json": b"{}", "model.safetensors": b"weights", "consolidated.safetensors": b"again"}
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
-        commit = "0" * 40
-        found = {
-            "/owner/repo/resolve/main/folder/model.gguf": self.content,
-            "/api/models/owner/folder/revision/main": json.dumps({"id": "owner/folder", "sha": commit}).encode(),
-            f"/api/models/owner/folder/tree/{commit}": json.dumps(
-                [{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in self.folder.items()]
-            ).encode(),
-        }
-        found |= {f"/owner/folder/resolve/{commit}/{name}": data for name, data in self.folder.items()}
-        content = found.get(self.path.partition("?")[0])
-        if content is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound" if "/api/" in self.path else "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", commit)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-
-@pytest.fixture
-def fake_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    options = {"endpoint": f"http://127.0.0.1:{server.server_port}", "cache_dir": tmp_path / "cache"}
-    for name in ("hf_hub_download", "snapshot_download"):
-        monkeypatch.setattr(huggingface_hub, name, partial(getattr(huggingface_hub, name), **options))
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.mark.usefixtures("fake_hub")
-def test_a_hub_file_is_fetched_into_the_cache() -> None:
-    path = Path(local_path("hf:owner/repo/folder/model.gguf"))
-    assert path.read_bytes() == FakeHub.content
-
-
-@pytest.mark.usefixtures("fake_hub")
-def test_a_hub_file_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(ModelError, match=r"hf:owner/repo/other\.gguf: cannot be fetched") as caught:
-        local_path("hf:owner/repo/other.gguf")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("fake_hub")
-def test_a_hub_nameis_fetched_without_what_no_engine_reads() -> None:
-    tokenizer_only = Path(local_path("hf:owner/folder", weights=False))
-    assert {file.name for file in tokenizer_only.iterdir()} == {"config.json"}
-    folder = Path(local_path(find_model("owner/folder").target))
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
-        name: data for name, data in FakeHub.folder.items() if name != "consolidated.safetensors"
-    }
-
-
-@pytest.mark.usefixtures("fake_hub")
-def test_a_hub_namethat_is_not_there_is_one_line() -> None:
-    with pytest.raises(ModelError, match="hf:owner/other: neither a folder here nor a repository") as caught:
-        local_path("hf:owner/other")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
-    options = {"endpoint": "http://127.0.0.1:9", "cache_dir": tmp_path}  # the port of "discard": nobody is there
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", partial(huggingface_hub.snapshot_download, **options))
-    with pytest.raises(ModelError, match="hf:owner/other: no such folder here, and it cannot be fetched") as caught:
-        local_path("hf:owner/other")
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("source", ["hf:owner", "hf:owner/", "hf:/repository", "hf:owner/file.gguf"])
 def test_a_hub_source_has_two_or_more_parts(source: str) -> None:
     with pytest.raises(UsageError, match="OWNER/REPOSITORY/FILE"):
@@ -192,6 +90,9 @@ def test_a_hub_source_has_two_or_more_parts(source: str) -> None:
         ("hf:owner/repo", "hf:owner/repo", True),
         ("hf:owner/repo/file.gguf", "hf:owner/repo/file.gguf", False),
         ("owner/file.gguf", "file:owner/file.gguf", False),
+        ("owner/repo:Q4_K_M", "hf:owner/repo:Q4_K_M", False),
+        ("owner/repo@v1:q8_0", "hf:owner/repo@v1:q8_0", False),
+        ("owner/repo-GGUF", "hf:owner/repo-GGUF", False),
         ("here/folder", "file:here/folder", True),  # what is here comes before what is on the hub
         ("here/file", "file:here/file", False),
         ("here", "file:here", True),

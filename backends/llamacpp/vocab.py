@@ -49,6 +49,10 @@ class LlamaVocab:
         text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token_id)
         return text.decode("utf-8", "replace")
 
+    def kind(self, token_id: int) -> int:
+        """What sort of token it is: llama_token_attr in llama.h (normal, control, user-defined, …)."""
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token_id))
+
     @cached_property
     def fingerprint(self) -> str:
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, i) for i in range(self.size))

@@ -10,11 +10,14 @@ from typing import Any
 import click
 
 from edgespec import __version__, remembered
+from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
+from edgespec.cli.pairs import pair
 from edgespec.cli.terminal import LoadingBar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
-from edgespec.planners.choice import PLANNERS
+from edgespec.models.registry import find_model
+from edgespec.planners.choice import PLANNERS, USE_DRAFT
 from edgespec.text import user_messages
 
 
@@ -112,6 +115,7 @@ Examples:
   edgespec run big.gguf --draft small.gguf            chat; /help shows the commands
   edgespec run ~/models/qwen3-32b --gpu-memory 10G "Why is the sky blue?"
   edgespec run mlx-community/Qwen3-0.6B-4bit          a repository on the hub
+  edgespec run bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M --yes
   cat question.txt | edgespec run big.gguf - --json
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
@@ -130,13 +134,14 @@ Examples:
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
+@click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 @click.option(
     "--show-drafts",
     is_flag=True,
     help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore.",
 )
 def run(
-    model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, show_drafts: bool,
+    model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, yes: bool, show_drafts: bool,
     max_tokens: int, stop: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT with MODEL: a name from `edgespec models`, a GGUF file, a model folder, or one of the hub.
@@ -158,6 +163,7 @@ def run(
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
+    _pull(model, options, yes)
     with _load(model, options) as loaded:
         for note in loaded.notes:
             click.echo(click.style(note, dim=True), err=True)
@@ -223,6 +229,14 @@ def planner_options(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
+def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
+    """Fetch what a run needs and is not here."""
+    entry, draft = find_model(model, options["models_file"]), options["draft"]
+    drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
+    needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
+    pull_what_is_missing([*needed, *([find_model(draft, options["models_file"])] if draft else [])], yes)
+
+
 def _load(model: str, options: dict[str, Any]) -> Model:
     extra = planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
@@ -284,32 +298,9 @@ def doctor(
         sys.exit(1)
 
 
-@cli.command()
-@click.argument("model", required=False, shell_complete=complete_model)
-@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list; with MODEL, one JSON object.")
-def models(model: str | None, models_file: str | None, as_json: bool) -> None:
-    """List the models that have a name.
-
-    With MODEL, a name or a path like that of `edgespec run`: what holds for it where the command line says nothing,
-    and where that comes from. Weights are not loaded, and nothing is fetched.
-    """
-    from edgespec.cli.model_card import card_text, model_card
-    from edgespec.models.registry import all_models, find_model
-
-    if model:
-        card = model_card(find_model(model, models_file))
-        click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
-        return
-    entries = all_models(models_file)
-    if as_json:
-        click.echo(json.dumps([entry.model_dump() for entry in entries], ensure_ascii=False))
-        return
-    for entry in entries:
-        click.echo(f"{click.style(entry.name, bold=True)}  {entry.description}")
-        click.echo(f"    target  {entry.target}")
-        if entry.draft:
-            click.echo(f"    draft   {entry.draft}")
+cli.add_command(models)
+cli.add_command(pull)
+cli.add_command(pair)
 
 
 @cli.command(
@@ -383,7 +374,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     from rich.progress import Progress
 
     from edgespec.backend import choose_backend, load_vocab
-    from edgespec.models.registry import find_model, is_folder, local_path
+    from edgespec.models.registry import is_folder, local_path
     from edgespec.planners.datastore import build, read_texts
 
     source = find_model(model, models_file).target

@@ -39,7 +39,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
 def card_text(card: dict[str, Any]) -> str:
     """The same for a person."""
     lines = [card["description"]] if card["description"] else []
-    lines += [f"{name:20}{card[name]}" for name in ("target", "draft") if card[name]]
+    lines += [f"{name:20}{card[name]}" for name in ("target", "draft", "license") if card[name]]
     for name, setting in card["settings"].items():
         value = UNSAID[name] if setting["value"] is None else str(setting["value"])
         lines.append(f"{name:20}{value:36}{setting['from']}")

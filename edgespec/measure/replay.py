@@ -86,7 +86,9 @@ def measure(planner: Planner, recordings: Iterable[Recording], budget: int) -> t
     return float(np.mean(lengths)), float(np.median([seconds for each in replays for seconds in each.plan_seconds]))
 
 
-def replay(planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int) -> Replay:
+def replay(
+    planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
+) -> Replay:
     """Let the planner guess a recorded output, as `generate.generate_tokens` would.
 
     Args:
@@ -94,8 +96,9 @@ def replay(planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int
         prompt_ids: at least one token.
         output_ids: what the target wrote.
         budget: most nodes per tree.
+        vocab_size: of the target; a draft model guesses no token beyond it.
     """
-    sampling, noise = SamplingParams(), Noise(0, 1)
+    sampling, noise = SamplingParams(), Noise(0, vocab_size)
     token_ids, end = list(prompt_ids), len(prompt_ids) + len(output_ids)
     lengths, plan_seconds, accept_seconds = list[int](), list[float](), list[float]()
     started = perf_counter()

@@ -6,7 +6,6 @@ after the other, so memory stays near one output file and the largest tensor.
 
 import json
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from edgespec.backend import load_vocab
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.models.gguf_header import part_names
 from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
@@ -38,7 +38,6 @@ DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
 CHUNK = 2**22  # weights dequantised at once
-SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +146,9 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def _parts(path: Path) -> list[Path]:
-    match = SPLIT_NAME.fullmatch(path.name)
-    if not match:
-        return [path]
-    stem, count = match[1], int(match[3])
-    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
-    if missing := [part for part in parts if not part.is_file()]:
-        raise ModelError(f"{missing[0]}: there is no such file; a split GGUF needs all its {count} parts")
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    if len(parts) > 1 and (missing := [part for part in parts if not part.is_file()]):
+        raise ModelError(f"{missing[0]}: there is no such file; a split GGUF needs all its {len(parts)} parts")
     return parts
 
 

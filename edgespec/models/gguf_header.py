@@ -4,6 +4,7 @@ The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, how many 
 key its name, the type of its value, and the value. Lists, such as the vocabulary, are skipped.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
@@ -23,6 +24,15 @@ SCALARS = {
     if code
 }
 VERSIONS = (2, 3)
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of a split GGUF, by that of any of them; else the name alone."""
+    match = SPLIT_NAME.fullmatch(name)
+    if not match:
+        return [name]
+    return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
 
 
 def header_values(path: str, prefix: str) -> dict[str, Value]:
@@ -31,15 +41,25 @@ def header_values(path: str, prefix: str) -> dict[str, Value]:
     Raises:
         ModelError: the file is missing, not a GGUF, or damaged.
     """
+    return {key: value for key, value, length in _read(path, prefix) if length is None}
+
+
+def list_lengths(path: str, prefix: str) -> dict[str, int]:
+    """How long the lists are whose keys start with `prefix`; raises as `header_values` does."""
+    return {key: length for key, _, length in _read(path, prefix) if length is not None}
+
+
+def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
     check_magic(path)
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
         try:
-            return dict(_values(view, prefix.encode()))
+            return list(_values(view, prefix.encode()))
         except (struct.error, KeyError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version") from error
 
 
-def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value]]:
+def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:
+    """Keys with their values; of lists, the length instead."""
     (version,) = NUMBER.unpack_from(view, 4)
     if version not in VERSIONS:
         raise KeyError(version)
@@ -51,8 +71,9 @@ def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value]]:
         (kind,) = NUMBER.unpack_from(view, at)
         at += NUMBER.size
         end = _after(view, at, kind)
-        if kind != LIST and key.startswith(prefix):
-            yield key.decode(), _value(view, at, end, kind)
+        if key.startswith(prefix):
+            length = int(LENGTH.unpack_from(view, at + NUMBER.size)[0]) if kind == LIST else None
+            yield key.decode(), 0 if kind == LIST else _value(view, at, end, kind), length
         at = end
 
 

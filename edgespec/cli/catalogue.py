@@ -1,0 +1,179 @@
+"""The commands about models by name: which there are, what fits, and fetching them."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.completion import complete_model
+from edgespec.errors import EdgespecError, UsageError
+from edgespec.models import hub
+from edgespec.models.registry import Entry, all_models, find_model
+
+MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  edgespec models --fit                        what this machine can run, the best first
+  edgespec models --fit --memory 16G           and one with so much memory
+  edgespec models qwen3-32b                    what holds for one"""
+)
+@click.argument("model", required=False, shell_complete=complete_model)
+@MODELS_OPTION
+@click.option("--fit", "by_fit", is_flag=True, help="Sort by how well a model fits this machine.")
+@click.option("--memory", metavar="SIZE", help="Judge by so much memory, such as 16G. [default: what is free]")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list; with MODEL, one JSON object.")
+def models(model: str | None, models_file: str | None, by_fit: bool, memory: str | None, as_json: bool) -> None:
+    """List the models that have a name: size, licence, and how they would run on this machine.
+
+    With MODEL, a name or a path like that of `edgespec run`: what holds for it where the command line says nothing,
+    and where that comes from. Weights are not loaded, and nothing is fetched.
+    """
+    from edgespec.cli.model_card import card_text, model_card
+    from edgespec.models.fit import fit
+    from edgespec.weights.machine import available_memory, parse_size
+    from edgespec.weights.residency import SAFETY
+
+    if model:
+        card = model_card(find_model(model, models_file))
+        click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
+        return
+    room = parse_size(memory) if memory else int(available_memory() * (1 - SAFETY))
+    disk = shutil.disk_usage(next(place for place in (_cache(), *_cache().parents) if place.exists())).free
+    fits = [fit(entry, room, disk) for entry in all_models(models_file)]
+    if by_fit:
+        fits.sort(key=lambda one: one.order)
+    if as_json:
+        facts = ("missing", "streamed", "verdict")
+        sizes = [{"bytes": {"target": one.target, "draft": one.draft}} for one in fits]
+        rows = [{name: getattr(one, name) for name in facts} | size for one, size in zip(fits, sizes, strict=True)]
+        click.echo(json.dumps([one.entry.model_dump() | row for one, row in zip(fits, rows, strict=True)]))
+        return
+    for one in fits:
+        entry = one.entry
+        size = f"{one.target / 1e9:.1f} GB" + (f" + {one.draft / 1e9:.1f}" if one.draft else "")
+        here = "" if one.missing else "; is here"
+        what = ", ".join(filter(None, [entry.description, entry.license]))
+        click.echo(f"{click.style(entry.name, bold=True)}  {what}")
+        click.echo(f"    {size if one.target else ''}{', ' if one.target else ''}{one.verdict}{here}")
+        click.echo(f"    target  {entry.target}")
+        if entry.draft:
+            click.echo(f"    draft   {entry.draft}")
+    click.echo(f"judged by {room / 1e9:.1f} GB of memory and {disk / 1e9:.0f} GB of disk", err=True)
+
+
+def _cache() -> Path:
+    """Where what is fetched is kept."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return Path.home()
+    return Path(constants.HF_HUB_CACHE)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  edgespec pull qwen3-32b                                         target and draft
+  edgespec pull bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M       one file of a repository, by its type
+  edgespec pull hf:OWNER/REPOSITORY/big-00001-of-00003.gguf       all parts
+  edgespec pull qwen3-32b --dry-run                               what it would fetch"""
+)
+@click.argument("names", metavar="NAME|SOURCE…", nargs=-1, required=True, shell_complete=complete_model)
+@click.option("--draft/--no-draft", default=True, help="Fetch the draft of a NAME, too. [default: draft]")
+@click.option("--dry-run", is_flag=True, help="Only say what would be fetched, with sizes.")
+@MODELS_OPTION
+def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | None) -> None:
+    """Fetch models from the hub into its cache, or bring them up to date.
+
+    Ctrl-C keeps what is there; the same command goes on from there. Checksums are compared with the hub's, and with
+    those in models.yaml.
+    """
+    entries = [find_model(name, models_file) for name in names]
+    for name, entry in zip(names, entries, strict=True):
+        if entry.target.startswith("file:"):
+            raise UsageError(f"{name}: is a path on this machine; there is nothing to fetch")
+    listings = ask(sources_of(entries, draft), entries)
+    for file, size, here in hub.sizes_by_file(listings):
+        click.echo(f"{size / 1e9:8.2f} GB  {'is here ' if here else 'to fetch'}  {file}")
+    hub.check_space(list(listings.values()))
+    missing = sum(file.size for listing in listings.values() for file in listing.missing)
+    if dry_run:
+        click.echo(f"{missing / 1e9:8.2f} GB  in all")
+        return
+    fetch_all(listings)
+
+
+def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:
+    """What the entries need of the hub."""
+    sources = [source for entry in entries for source in (entry.target, entry.draft if draft else None) if source]
+    return [source for source in dict.fromkeys(sources) if source.startswith("hf:")]
+
+
+def ask(sources: Sequence[str], entries: Sequence[Entry]) -> dict[str, hub.Listing]:
+    """What the hub has of these sources, compared with models.yaml. Raises ModelError."""
+    listings = {}
+    for source in sources:
+        listings[source] = listing = hub.ask(hub.parse(source.removeprefix("hf:")))
+        for facts in filter(None, (entry.files.get(source) for entry in entries)):
+            hub.check_listing(listing, facts.bytes, facts.sha256)
+    return listings
+
+
+def fetch_all(listings: dict[str, hub.Listing], err: bool = False) -> None:
+    """Fetch what is missing, with a bar for each file that shows speed and time left; then say where each source is.
+
+    Args:
+        listings: by source.
+        err: say so on standard error.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+    ) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total, completed=done)
+            bar.update(tasks[what], completed=done)
+
+        for listing in listings.values():
+            try:
+                path = hub.fetch(listing, show, lambda text: click.echo(text, err=True))
+            except KeyboardInterrupt:
+                click.echo("stopped; what is there is kept, and the same command goes on from there", err=True)
+                raise
+            click.echo(path, err=err)
+
+
+def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
+    """Before a run: say how much is missing, ask, and fetch it.
+
+    Args:
+        entries: what is needed, without drafts that are not.
+        yes: do not ask.
+
+    Raises:
+        EdgespecError: something is missing, and there is nobody to ask.
+    """
+    missing = [source for source in sources_of(entries, draft=True) if not hub.cached(hub.parse(source[3:]))]
+    if not missing:
+        return
+    listings = ask(missing, entries)
+    size = sum(file.size for listing in listings.values() for file in listing.missing)
+    what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB are not here yet"
+    if size and not yes:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise EdgespecError(f"{what}; say --yes, or fetch them first: edgespec pull {entries[0].name}")
+        click.confirm(f"{what}. Fetch them?", default=True, abort=True, err=True)
+    fetch_all(listings, err=True)

@@ -1,0 +1,183 @@
+"""The command that judges a pair."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.completion import complete_model
+from edgespec.errors import UsageError
+from edgespec.models.registry import Entry, find_model, is_folder, local_path
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  edgespec pair big.gguf small.gguf
+  edgespec pair big.gguf small.gguf --memory 12G --tasks code --write my-pair
+  edgespec pair big.gguf --find                every draft on this disk with the same vocabulary
+  edgespec pair big.gguf small.gguf --quick    one pass of each: how often they agree"""
+)
+@click.argument("target", shell_complete=complete_model)
+@click.argument("draft", required=False, shell_complete=complete_model)
+@click.option("--find", is_flag=True, help="Try every GGUF here with the same vocabulary.")
+@click.option("--quick", is_flag=True, help="Only an estimate, from one pass of each model.")
+@click.option("--tasks", default="prose,code,chat", show_default=True, help="Kinds of questions, with commas.")
+@click.option("--questions", "count", type=int, default=3, show_default=True, help="Of each kind, at most 5.")
+@click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Of an answer.")
+@click.option("--budget", type=int, default=64, show_default=True, help="Most guesses per pass that are tried.")
+@click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
+@click.option("--ctx", type=int, default=2048, show_default=True, help="Context in tokens.")
+@click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
+@click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
+@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def pair(
+    target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int, ctx: int,
+    png: str | None, write: str | None, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Check whether DRAFT suits TARGET, and measure what it gains here; without DRAFT the one of models.yaml, if any.
+
+    TARGET's greedy answers to a few questions are recorded once and kept; every way of guessing is then replayed
+    against them, and passes are timed. The result may be that no draft is the best.
+    """
+    from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
+    from edgespec.measure.pair_report import (
+        append_entry,
+        check_writable,
+        figures,
+        picture,
+        ranking,
+        recommendation,
+        table,
+    )
+    from edgespec.measure.recording import questions
+
+    asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
+    for name, value in (("max tokens", max_tokens), ("budget", budget)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}, but must be at least 1")
+    if find and (draft or quick or write):
+        raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick and --write")
+    own = check_writable(write) if write else None
+    entry = find_model(target, options["models_file"])
+    draft = None if find else draft or entry.draft
+    path = _file(entry)
+    if quick and not draft:
+        raise UsageError("--quick compares two models: name a draft")
+    candidates = drafts_here(path, options["models_file"]) if find else [draft] if draft else []
+    good = [one for one in candidates if _suits(path, one, ctx, find, as_json, **options)]
+    if find:
+        click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
+    elif draft and not good:
+        sys.exit(1)
+    with _Bar() as bar:
+        if quick and draft:
+            found = agreement(entry, draft, **options, say=bar.say)
+            bar.stop()
+            _tell_agreement(found, expected_tokens(found[1]), as_json)
+            return
+        shared = {"max_tokens": max_tokens, "budget": budget, "context_length": ctx, **options}
+        drafts: list[str | None] = [*good] or [None]
+        measured = [
+            (str(one), measure_pair(entry, one, asked, progress=bar.update, say=bar.say, **shared)) for one in drafts
+        ]
+    for _, one in measured:
+        click.echo(json.dumps(_as_json(one)) if as_json else f"{table(one)}\n{recommendation(one)}")
+    if find and good and not as_json:
+        click.echo(ranking(measured))
+    if png:
+        picture(measured[0][1], Path(png))
+    if write and own:
+        sources = {"target": entry.target, "draft": find_model(draft, options["models_file"]).target if draft else None}
+        append_entry(own, _entry(write, sources, figures(measured[0][1], options["memory"])))
+        click.echo(f"{own}: {write} is added", err=True)
+
+
+def _file(entry: Entry) -> str:
+    if is_folder(entry.target):
+        raise UsageError(f"{entry.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
+    return local_path(entry.target)
+
+
+def _suits(
+    path: str, draft: str, ctx: int, quietly: bool, as_json: bool, *, memory: str | None, models_file: str | None
+) -> bool:
+    """Print what is said against a draft; whether it can be used."""
+    from edgespec.measure.pair_checks import check_pair
+    from edgespec.weights.machine import available_memory, parse_size
+
+    other = _file(find_model(draft, models_file))
+    verdict = check_pair(path, other, context_length=ctx, memory=parse_size(memory) if memory else available_memory())
+    if not quietly:
+        for line in verdict.refusals:
+            click.echo(f"edgespec: {line}", err=True)
+        for line in verdict.warnings:
+            click.echo(f"note: {line}", err=True)
+    return not verdict.refusals
+
+
+def _tell_agreement(found: dict[int, float], tokens: float, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"agreement": found, "expected_tokens_per_pass": tokens}))
+        return
+    shares = ", ".join(f"{100 * share:.0f} % among the {rank} best" for rank, share in list(found.items())[1:])
+    click.echo(f"the draft's best token is the target's in {100 * found[1]:.0f} % of places; {shares}")
+    click.echo(f"an estimate from one pass: about {tokens:.1f} tokens per pass with 8 guesses in a row")
+
+
+def _as_json(found: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    rows = [{**asdict(row), "tokens_per_second": row.tokens_per_second} for row in found.rows]
+    best = {"planner": found.best.planner, "budget": found.best.budget}
+    return {**asdict(found), "rows": rows, "recommended": best}
+
+
+def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) -> dict[str, Any]:
+    """For models.yaml; paths become absolute, for the file lies elsewhere."""
+    absolute = {
+        role: f"file:{Path(source[5:]).absolute()}" if source.startswith("file:") else source
+        for role, source in sources.items()
+        if source
+    }
+    defaults = (
+        {"planner": measured["planner"]} if measured["planner"] != "specexec" else {}
+    )  # else auto, with the draft
+    defaults |= {"budget": measured["budget"]} if measured["budget"] else {}
+    return {"name": name, **absolute, "defaults": defaults, "measured": [measured]}
+
+
+class _Bar:
+    """Progress on standard error, where somebody looks."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+        self._tasks: dict[str, Any] = {}
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """So far."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total)
+        self._bar.update(self._tasks[what], completed=done, total=total)
+
+    def say(self, text: str) -> None:
+        """What is done now."""
+        if text not in self._tasks:
+            self._tasks[text] = self._bar.add_task(text, total=None)
+
+    def stop(self) -> None:
+        """Take it away."""
+        self._bar.stop()
+
+    def __enter__(self) -> "_Bar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,209 @@
+"""What a draft gains a target on this machine: recorded answers replayed with every budget, passes timed.
+
+At temperature 0 a text does not depend on how it was guessed, so the target is not needed to count the tokens that a
+pass would gain; its passes are timed once for each number of nodes. tokens/s = tokens / (drafting + passes); while
+weights are streamed, reading goes on during drafting, so what is foretold then is a little too low.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.backend import Backend, Work, most_nodes
+from edgespec.errors import EdgespecError
+from edgespec.measure.doctor import time_pass
+from edgespec.measure.recording import record, recording_file
+from edgespec.measure.replay import Recording, replay
+from edgespec.model import DEFAULT_BUDGET, close_all, open_backends
+from edgespec.models.calibration import calibration_text
+from edgespec.models.registry import Entry, all_models, local_path
+from edgespec.planners.choice import make_planner
+
+BUDGETS = (2, 4, 6, 8, 16, 32, 64, 128, 256)
+WORTH = 1.05  # times plain decoding's speed: less is within what is measured wrongly
+TEACHER = 512  # tokens of the quick look
+RANKS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of guessing."""
+
+    planner: str
+    budget: int  # most guesses of a pass; 0: none
+    tokens_per_pass: float
+    draft_seconds: float  # per pass
+    pass_seconds: float
+    by_task: dict[str, float]  # tokens per pass
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of greedy text."""
+        return self.tokens_per_pass / (self.draft_seconds + self.pass_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All of one pair."""
+
+    target: str
+    draft: str  # "": none
+    rows: list[Row]  # plain decoding first
+    streams: bool
+    exact: str
+    notes: list[str]
+
+    @property
+    def plain(self) -> Row:
+        """Without guesses."""
+        return self.rows[0]
+
+    @property
+    def best(self) -> Row:
+        """What to use: plain decoding unless something is clearly quicker."""
+        best = max(self.rows, key=lambda row: row.tokens_per_second)
+        return best if best.tokens_per_second >= WORTH * self.plain.tokens_per_second else self.plain
+
+    @property
+    def best_draft(self) -> Row | None:
+        """The best of the rows that use the draft."""
+        rows = [row for row in self.rows if row.planner == "specexec"]
+        return max(rows, key=lambda row: row.tokens_per_second, default=None)
+
+
+def budgets(most: int) -> list[int]:
+    """Those that are tried where a pass may have so many guesses."""
+    return sorted({budget for budget in BUDGETS if budget <= most} | {most}) if most > 0 else []
+
+
+def measure_pair(
+    entry: Entry,
+    draft: str | None,
+    asked: Sequence[tuple[str, str]],
+    *,
+    max_tokens: int,
+    budget: int = DEFAULT_BUDGET,
+    memory: str | None = None,
+    context_length: int = 2048,
+    models_file: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Measured:
+    """Record, replay and time.
+
+    Args:
+        entry: the target.
+        draft: a name, path or source; None: only what needs no draft.
+        asked: (task, question).
+        max_tokens: of an answer.
+        budget: most guesses that are tried.
+        memory: what the program may take, as for `edgespec.load`.
+        context_length: tokens of text.
+        models_file: a models.yaml besides the built-in one.
+        progress: called with what is done, how far and of how much.
+        say: told what takes some seconds.
+    """
+    options: dict[str, Any] = {"memory": memory, "context_length": context_length, "budget": budget, "say": say}
+    backends = open_backends(entry, draft, models_file, **options)
+    try:
+        target = backends[0]
+        path = local_path(entry.target, fetch=False)
+        answers = record(
+            target, asked, recording_file(path, max_tokens), max_tokens,
+            lambda done, total: progress("recording answers", done, total),
+        )  # fmt: skip
+        tried = budgets(min(budget, most_nodes(target.capabilities, 0) - 1))
+        seconds = {}
+        for number, nodes in enumerate([1, *(one + 1 for one in tried)]):
+            progress("timing passes", number, len(tried) + 1)
+            seconds[nodes] = time_pass(target, nodes).seconds
+        rows = [Row("none", 0, 1.0, 0.0, seconds[1], dict.fromkeys((task for task, _ in asked), 1.0))]
+        names = ["sssd", *(["specexec"] if draft else [])]
+        for i, name in enumerate(names):
+            for j, one in enumerate(tried):
+                progress("replaying answers", i * len(tried) + j, len(names) * len(tried))
+                rows.append(_row(name, one, backends, answers, seconds[one + 1]))
+        exact = target.capabilities.exact
+        notes = list(target.notes)
+        return Measured(path, draft or "", rows, target.capabilities.streams, exact.name if exact else "", notes)
+    finally:
+        close_all(backends)
+
+
+def _row(name: str, budget: int, backends: Sequence[Backend], answers: Sequence[Recording], seconds: float) -> Row:
+    planner = make_planner(name, backends)
+    try:
+        lengths, plan_seconds = list[int](), list[float]()
+        by_task: dict[str, list[int]] = {}
+        for answer in answers:
+            found = replay(planner, answer.prompt_ids, answer.output_ids, budget, backends[0].vocab.size)
+            lengths += found.acceptance_lengths
+            plan_seconds += found.plan_seconds
+            by_task.setdefault(answer.category, []).extend(found.acceptance_lengths)
+    finally:
+        planner.close()
+    tasks = {task: float(np.mean(each)) for task, each in by_task.items()}
+    return Row(name, budget, float(np.mean(lengths)), float(np.mean(plan_seconds)), seconds, tasks)
+
+
+def agreement(
+    entry: Entry, draft: str, *, memory: str | None, models_file: str | None = None, say: Callable[[str], None]
+) -> dict[int, float]:
+    """How often the draft has the target's next token among its k best, k of `RANKS`: one pass of each over one text.
+
+    Args:
+        entry: the target.
+        draft: a name, path or source.
+        memory: as for `edgespec.load`.
+        models_file: a models.yaml besides the built-in one.
+        say: told what takes some seconds.
+    """
+    backends = open_backends(
+        entry, draft, models_file, memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True,
+        exact="off", say=say,
+    )  # fmt: skip
+    try:
+        text = calibration_text(local_path(entry.target, fetch=False))
+        token_ids = backends[0].vocab.encode(text, add_bos=True, parse_special=True)[:TEACHER]
+        say("one pass of each")
+        wanted, best = _choices(backends[0], token_ids, 1), _choices(backends[1], token_ids, max(RANKS))
+    finally:
+        close_all(backends)
+    return {rank: float((best[:, :rank] == wanted).any(1).mean()) for rank in RANKS}
+
+
+def _choices(backend: Backend, token_ids: Sequence[int], count: int) -> Any:
+    """The best next tokens after each token, [n, count]."""
+    session = backend.open()
+    nodes = np.arange(len(token_ids), dtype=np.int32)
+    logits = backend.forward([Work(session, np.asarray(token_ids, np.int32), nodes - 1, nodes)])[0]
+    ids, _ = logits.top(nodes.tolist(), count, 1.0, [None] * len(nodes))
+    session.close()
+    return np.stack(ids)
+
+
+def expected_tokens(right: float, depth: int = 8) -> float:
+    """Tokens per pass of one guessed sequence, if each token is right with this chance."""
+    return sum(right**i for i in range(depth + 1))
+
+
+def drafts_here(target: str, models_file: str | None) -> list[str]:
+    """GGUF files that might draft for a target: those with a name, in the hub's cache, and beside the target."""
+    places = [Path(target).absolute().parent]
+    with suppress(ImportError):
+        from huggingface_hub import constants
+
+        places.append(Path(constants.HF_HUB_CACHE))
+    found = [file for place in places if place.is_dir() for file in place.rglob("*.gguf")]
+    for entry in all_models(models_file):
+        for source in filter(None, (entry.target, entry.draft)):
+            with suppress(EdgespecError):
+                found.append(Path(local_path(source, fetch=False)))
+    size = Path(target).stat().st_size
+    unique = {file.resolve(): str(file) for file in found if file.is_file() and file.suffix == ".gguf"}
+    unique.pop(Path(target).resolve(), None)
+    return [name for file, name in sorted(unique.items()) if file.stat().st_size < size]

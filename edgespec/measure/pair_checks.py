@@ -1,0 +1,155 @@
+"""Whether two GGUF files make a pair: what forbids it, and what a person should know."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.backend import check_same_vocab
+from edgespec.backends.llamacpp.files import llama_cpp, load_model, parts, read_tensors
+from edgespec.backends.llamacpp.vocab import load_vocab
+from edgespec.errors import EdgespecError, VocabMismatch
+from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_model import check_magic
+from edgespec.text import chat_text
+from edgespec.weights.machine import format_size
+
+LARGEST_SHARE = 1 / 8  # of the target's bytes: a larger draft seldom pays
+LARGEST_OF_MEMORY = 1 / 4
+TOKENIZER = "tokenizer.ggml."
+IDS = tuple(f"{TOKENIZER}{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding"))
+ADDED = tuple(f"{TOKENIZER}add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
+TALK = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4."},
+    {"role": "user", "content": "And the weather in Vienna?"},
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a town.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line each."""
+
+    refusals: list[str]
+    warnings: list[str]
+
+
+def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> Verdict:
+    """Look at the headers of two files.
+
+    Args:
+        target: a GGUF; of a split one, the first part.
+        draft: the same.
+        context_length: tokens of text that are wanted.
+        memory: bytes that may be used.
+    """
+    refusals = [why for path in (target, draft) if (why := unusable(path))]
+    if refusals:
+        return Verdict(refusals, [])
+    vocabs = load_vocab(target), load_vocab(draft)
+    try:
+        check_same_vocab(*vocabs)
+    except VocabMismatch as error:
+        return Verdict([str(error)], [])
+    headers = header_values(target, ""), header_values(draft, "")
+    warnings = [*_tokenizer(*headers), *_kinds(*vocabs), *_templates(*vocabs)]
+    warnings += [*_positions(target, draft, *headers, context_length), *_sizes(target, draft, memory)]
+    return Verdict([], warnings)
+
+
+def unusable(path: str) -> str:
+    """Why a file can be neither target nor draft of trees; "" if it can."""
+    try:
+        for part in parts(path):
+            check_magic(part)
+            last = max((tensor.start + tensor.size for tensor in read_tensors(part)), default=0)
+            if (size := Path(part).stat().st_size) < last:
+                return f"{part}: is cut off: {size} of {last} bytes are there"
+        model = load_model(path, vocab_only=True)
+    except EdgespecError as error:
+        return str(error)
+    try:
+        if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+            return f"{path}: has recurrent layers, whose state cannot branch into a tree"
+    finally:
+        llama_cpp.llama_model_free(model)
+    return ""
+
+
+def _tokenizer(target: dict[str, Any], draft: dict[str, Any]) -> list[str]:
+    found = []
+    for key in (f"{TOKENIZER}model", f"{TOKENIZER}pre", *IDS, *ADDED):
+        left, right = target.get(key), draft.get(key)
+        if left != right:
+            harmless = key in (f"{TOKENIZER}model", f"{TOKENIZER}pre", *ADDED)
+            tail = (
+                "; harmless, for texts are split by the target's" if harmless else ", so they may end texts differently"
+            )
+            name = key.removeprefix(TOKENIZER)
+            found.append(f"{name} is {_said(left)} in the target and {_said(right)} in the draft{tail}")
+    return found
+
+
+def _said(value: Any) -> str:
+    return "not given" if value is None else repr(value)
+
+
+def _kinds(target: Any, draft: Any) -> list[str]:
+    common = min(target.size, draft.size)
+    other = [token for token in range(common) if target.kind(token) != draft.kind(token)]
+    if not other:
+        return []
+    names = ", ".join(repr(target.token_text(token)) for token in other[:3])
+    return [f"{len(other)} tokens are of another kind (control, normal, …) in the draft, such as {names}"]
+
+
+def _templates(target: Any, draft: Any) -> list[str]:
+    if target.chat_template == draft.chat_template:
+        return []
+    differ = []
+    for name, tools in (("a talk with a system message", None), ("a talk with tools", [TOOL])):
+        texts = []
+        for vocab in (target, draft):
+            try:
+                texts.append(chat_text(vocab, TALK, answer=True, tools=tools))
+            except EdgespecError as error:
+                texts.append(f"{type(error).__name__}")
+        if texts[0] != texts[1]:
+            differ.append(name)
+    if not differ:
+        return []
+    return [f"the chat templates write {' and '.join(differ)} differently: was the draft tuned for other texts?"]
+
+
+def _positions(target: str, draft: str, left: dict[str, Any], right: dict[str, Any], context_length: int) -> list[str]:
+    found = []
+    arch, of_draft = (str(header.get("general.architecture", "")) for header in (left, right))
+    trained = int(right.get(f"{of_draft}.context_length", 0))
+    if trained and trained < context_length:
+        found.append(f"the draft was trained for {trained} tokens, not {context_length}: beyond them it guesses badly")
+    names = [{tensor.name for part in parts(path) for tensor in read_tensors(part)} for path in (target, draft)]
+    if arch == of_draft and "rope_freqs.weight" in names[0] - names[1]:
+        found.append(
+            "the draft's file lacks the factors for long texts (rope_freqs) that the target's has: an old file?"
+        )
+    return found
+
+
+def _sizes(target: str, draft: str, memory: int) -> list[str]:
+    found = []
+    large, small = (sum(Path(part).stat().st_size for part in parts(path)) for path in (target, draft))
+    if small > large * LARGEST_SHARE:
+        found.append(
+            f"the draft has {small / large:.2f} of the target's bytes; above {LARGEST_SHARE:.3f} it seldom pays"
+        )
+    if small > memory * LARGEST_OF_MEMORY:
+        found.append(f"the draft takes {format_size(small)} of {format_size(memory)} of memory, and stays there")
+    return found

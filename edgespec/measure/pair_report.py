@@ -1,0 +1,195 @@
+"""What was measured of a pair, for a person, as a picture, and as an entry of models.yaml."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from datetime import date
+from io import StringIO
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from edgespec import __version__
+from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
+from edgespec.measure.pair import Measured, Row
+from edgespec.models.registry import OWN, read_models
+from edgespec.remembered import machine
+
+
+def table(found: Measured) -> str:
+    """All rows."""
+    tasks = list(found.plain.by_task)
+    how = "streamed" if found.streams else "in memory"
+    title = f"{Path(found.target).name}, {how}" + (f", passes: {found.exact}" if found.exact else "")
+    view = Table(title=title, title_justify="left")
+    view.add_column("planner")
+    for heading in ("budget", "tokens per pass", *tasks, "draft ms", "pass ms", "tokens/s", "x plain"):
+        view.add_column(heading, justify="right")
+    for row in found.rows:
+        view.add_row(
+            row.planner, str(row.budget), f"{row.tokens_per_pass:.2f}", *(f"{row.by_task[task]:.2f}" for task in tasks),
+            f"{1000 * row.draft_seconds:.0f}", f"{1000 * row.pass_seconds:.0f}", f"{row.tokens_per_second:.2f}",
+            f"{row.tokens_per_second / found.plain.tokens_per_second:.2f}", style="bold" if row == found.best else "",
+        )  # fmt: skip
+    text = StringIO()
+    Console(file=text, width=110).print(view)
+    return text.getvalue().rstrip()
+
+
+def recommendation(found: Measured) -> str:
+    """In a line."""
+    best, plain = found.best, found.plain.tokens_per_second
+    if best == found.plain:
+        quickest = max(found.rows[1:], key=lambda row: row.tokens_per_second, default=None)
+        told = f"; the best guesses ({_name(quickest)}) make {_times(quickest, plain)}" if quickest else ""
+        return f"recommended: no draft, plain decoding{told}"
+    use = f"{best.tokens_per_second:.2f} tokens/s, {_times(best, plain)} plain decoding"
+    if best.planner == "sssd":
+        drafted = found.best_draft
+        told = f"; with the draft {_times(drafted, plain)}" if drafted else ""
+        return f"recommended: no draft, --planner sssd --budget {best.budget}: {use}{told}"
+    return f"recommended: this draft, --planner specexec --budget {best.budget}: {use}"
+
+
+def _name(row: Row) -> str:
+    return f"{row.planner}, budget {row.budget}"
+
+
+def _times(row: Row, plain: float) -> str:
+    return f"{row.tokens_per_second / plain:.2f} ×"
+
+
+def picture(found: Measured, out: Path) -> None:
+    """Tokens per pass and per second by budget. Raises MissingPackage, or EdgespecError: it cannot be written."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackage("matplotlib", "bench", "the picture") from error
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in dict.fromkeys(row.planner for row in found.rows[1:]):
+        rows = [row for row in found.rows if row.planner == name]
+        places = [row.budget for row in rows]
+        left.plot(places, [row.tokens_per_pass for row in rows], "o-", label=name)
+        right.plot(places, [row.tokens_per_second for row in rows], "o-", label=name)
+    left.axhline(1, color="grey", linestyle="--", label="plain")
+    right.axhline(found.plain.tokens_per_second, color="grey", linestyle="--", label="plain")
+    for axes, what in ((left, "tokens per pass"), (right, "tokens/s")):
+        axes.set(xlabel="guesses per pass", ylabel=what, xscale="log")
+        axes.set_xticks(places := [row.budget for row in found.rows if row.budget], [str(place) for place in places])
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def figures(found: Measured, memory: str | None) -> dict[str, Any]:
+    """For `measured` in models.yaml."""
+    best = found.best
+    return {
+        "machine": machine(),
+        "memory": memory or "what is free",
+        "streamed": found.streams,
+        "planner": best.planner,
+        "budget": best.budget,
+        "tokens_per_pass": round(best.tokens_per_pass, 2),
+        "by_task": {task: round(value, 2) for task, value in best.by_task.items()},
+        "tokens_per_second": round(best.tokens_per_second, 2),
+        "plain_tokens_per_second": round(found.plain.tokens_per_second, 2),
+        "draft_ms": round(1000 * best.draft_seconds),
+        "pass_ms": {1: round(1000 * found.plain.pass_seconds), best.budget + 1: round(1000 * best.pass_seconds)},
+        "edgespec": __version__,
+        "date": date.today().isoformat(),
+    }
+
+
+def check_writable(name: str, path: Path | None = None) -> Path:
+    """The user's models.yaml, after a look at whether an entry can be added.
+
+    Raises:
+        UsageError: there is a model of this name in it.
+        RegistryError: the file is broken.
+        EdgespecError: it cannot be written.
+    """
+    path = (path or OWN.expanduser()).resolve()
+    if path.exists() and any(entry.name == name for entry in read_models(path)):
+        raise UsageError(f"{path}: has a model named {name!r} already; choose another name")
+    place = next(folder for folder in (path if path.exists() else path.parent, *path.parents) if folder.exists())
+    if not os.access(place, os.W_OK) or not os.access(path.parent if path.parent.exists() else place, os.W_OK):
+        raise EdgespecError(f"{path}: cannot be written: you may not write to {place}")
+    return path
+
+
+def append_entry(path: Path, entry: dict[str, Any]) -> None:
+    """Add a model at the end of a models.yaml; nothing else of the file changes, comments and all.
+
+    Raises:
+        RegistryError: the list of models is not what the file ends with, so nothing can be added to it.
+        EdgespecError: it cannot be written.
+    """
+    try:
+        text = path.read_text("utf-8") if path.exists() else "models:\n"
+        before = [one.name for one in read_models(path)] if path.exists() else []
+        block = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=100)
+        indent = _indent(text)
+        added = "".join(f"{indent}{line}\n" for line in block.splitlines())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+            file.write(text + ("" if text.endswith("\n") else "\n") + added)
+        new = Path(file.name)
+    except OSError as error:
+        raise EdgespecError(f"{path}: cannot be written: {error.strerror or error}") from error
+    try:
+        try:
+            names = [one.name for one in read_models(new)]
+        except RegistryError as error:
+            names = [str(error)]
+        if names != [*before, entry["name"]]:
+            raise RegistryError(f"{path}: does not end with its list of models, so add this yourself:\n{block}")
+        if path.exists():
+            shutil.copymode(path, new)
+        new.replace(path)
+    except OSError as error:
+        raise EdgespecError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _indent(text: str) -> str:
+    """Of the list's dashes."""
+    dashes = [line for line in text.splitlines() if line.lstrip().startswith("- name:")]
+    return dashes[-1][: dashes[-1].index("-")] if dashes else "  "
+
+
+def ranking(all_found: Sequence[tuple[str, Measured]]) -> str:
+    """Drafts side by side, the quickest first."""
+    view = Table(title="drafts, each with its best budget", title_justify="left")
+    for heading in ("draft", "budget", "tokens per pass", "tokens/s", "x plain"):
+        view.add_column(heading, justify="left" if heading == "draft" else "right")
+    rows = [(name, found.best_draft, found.plain) for name, found in all_found]
+    rows += [("none (sssd)", _best_copies(found), found.plain) for _, found in all_found[:1]]
+    for name, row, plain in sorted(rows, key=lambda one: -(one[1].tokens_per_second if one[1] else 0)):
+        if row:
+            speed = row.tokens_per_second
+            view.add_row(
+                name,
+                str(row.budget),
+                f"{row.tokens_per_pass:.2f}",
+                f"{speed:.2f}",
+                f"{speed / plain.tokens_per_second:.2f}",
+            )
+    text = StringIO()
+    Console(file=text, width=130).print(view)
+    return text.getvalue().rstrip()
+
+
+def _best_copies(found: Measured) -> Row | None:
+    rows = [row for row in found.rows if row.planner == "sssd"]
+    return max(rows, key=lambda row: row.tokens_per_second, default=None)

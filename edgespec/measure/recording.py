@@ -1,0 +1,131 @@
+"""A target's answers to a few questions, recorded once and kept, so that drafts can be judged without the target.
+
+One JSON line for each answer, appended when it is finished: what is interrupted goes on where it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec.backend import Backend
+from edgespec.errors import UsageError
+from edgespec.generate import generate_tokens
+from edgespec.measure.replay import Recording
+from edgespec.planners.choice import make_planner
+from edgespec.remembered import cache_folder, identity
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.text import render_chat, user_messages
+
+QUESTIONS = {
+    "prose": (
+        "Describe a small harbour town on the morning after a storm.",
+        "Explain to a child why the moon seems to change its shape.",
+        "Write the opening of a story about a clockmaker who has lost her sense of time.",
+        "What were the main causes of the decline of the Roman Empire?",
+        "Summarise how vaccines prepare the immune system.",
+    ),
+    "code": (
+        "Write a Python function that merges two sorted lists without using sort.",
+        "Write a Python class for a bank account with deposit, withdraw and a transaction history.",
+        "Write a shell script that finds the ten largest files below a folder.",
+        "Write a JavaScript function that groups an array of objects by a key, with an example.",
+        "Explain this code and rewrite it more clearly: x = [i for i in range(100) if all(i % j for j in range(2, i))]",
+    ),
+    "chat": (
+        "I have eggs, rice and spinach. What can I cook in half an hour?",
+        "How do I ask my landlord politely to repair the heating?",
+        "Plan a weekend in Vienna for two people who like music.",
+        "My computer is slow after an update. What should I check first?",
+        "Give me five ideas for a birthday present for my grandfather.",
+    ),
+}
+
+
+def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
+    """(task, question), `count` of each task.
+
+    Raises:
+        UsageError: there is no such task, or not so many questions.
+    """
+    for task in tasks:
+        if task not in QUESTIONS:
+            raise UsageError(f"there is no task {task!r}; there are: {', '.join(QUESTIONS)}")
+    most = min(len(QUESTIONS[task]) for task in tasks)
+    if not 1 <= count <= most:
+        raise UsageError(f"{count} questions of a task are asked for, but there are 1 to {most}")
+    return [(task, question) for task in tasks for question in QUESTIONS[task][:count]]
+
+
+def recording_file(path: str, max_tokens: int) -> Path:
+    """Where a target's answers of at most so many tokens are kept."""
+    key = hashlib.sha256(f"{identity(path)}, {max_tokens}".encode()).hexdigest()[:16]
+    return cache_folder() / "recordings" / f"{Path(path).stem}-{key}.jsonl"
+
+
+def record(
+    target: Backend,
+    asked: Sequence[tuple[str, str]],
+    kept: Path,
+    max_tokens: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Recording]:
+    """The target's greedy answers; those that are kept are not asked for again.
+
+    Args:
+        target: no session of it is open.
+        asked: (task, question).
+        kept: of `recording_file`.
+        max_tokens: of an answer.
+        progress: called with answers that are there, and all.
+    """
+    known = {row["question"]: row for row in _read(kept)}
+    planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # the text is the same
+    session = target.open()
+    try:
+        for number, (_, question) in enumerate(asked):
+            progress(number, len(asked))
+            if question in known:
+                continue
+            prompt_ids = render_chat(target.vocab, user_messages(question))
+            rounds = generate_tokens(
+                target, session, planner, prompt_ids, SamplingParams(),
+                max_tokens=max_tokens, budget=16, stats=GenerationStats(),
+            )  # fmt: skip
+            output_ids = [token for round_ in rounds for token in round_.tokens]
+            known[question] = {"question": question, "prompt_ids": prompt_ids, "output_ids": output_ids}
+            _append(kept, known[question])
+    finally:
+        session.close()
+        planner.close()
+    progress(len(asked), len(asked))
+    return [Recording(known[text]["prompt_ids"], known[text]["output_ids"], task) for task, text in asked]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """What was recorded; a line that was cut off is none."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and {"question", "prompt_ids", "output_ids"} <= row.keys():
+            rows.append(row)
+    return rows
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut = path.exists() and not path.read_bytes().endswith(b"\n")  # the line before was interrupted
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * cut + json.dumps(row) + "\n")
+    except OSError:  # a full or read-only disk: it is recorded again next time
+        return

@@ -1,0 +1,288 @@
+"""Fetching a large file so that no byte is fetched twice: in pieces, several at once, kept when a connection is cut.
+
+Beside the partial file lies a record of how many bytes of each piece are there. A checksum over the whole decides at
+the end, so a record that a crash left behind its data, or before it, does no harm.
+"""
+
+import errno
+import hashlib
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from edgespec.errors import EdgespecError
+
+PIECE = 64 << 20  # bytes
+CONNECTIONS = 4
+STALL = 30.0  # seconds without a byte, after which a connection counts as cut
+RETRIES = 6  # in a row that bring no new byte
+PAUSE = 1.0  # seconds before the second attempt; doubled for each further one
+LONGEST_PAUSE = 60.0
+COUNT = struct.Struct("<Q")
+GONE = (401, 403, 404, 410, 416)  # answers that trying again does not change
+
+Request = Callable[[int, int], AbstractContextManager[Any]]  # first byte and the one after the last -> httpx.Response
+Progress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
+
+
+class _NoRangesError(Exception):
+    """The server sends the whole file, whatever part of it is asked for."""
+
+
+def download(
+    request: Request, path: Path, size: int, sha256: str, progress: Progress = lambda what, done, total: None
+) -> None:
+    """Fetch a file to `path`, which appears only when it is complete and right; go on where an earlier try ended.
+
+    Args:
+        request: opens a streamed answer to a GET with this range. Errors of the connection may be of any type.
+        path: where to; beside it lie `*.edgespec-partial` and `*.edgespec-record` while it is not complete.
+        size: bytes of the file.
+        sha256: of the file, 64 hexadecimal digits.
+        progress: called a few times a second, in this thread.
+
+    Raises:
+        EdgespecError: the server does not have it, sends something else, or keeps cutting the connection; the disk is
+            full. What was fetched stays, unless its checksum is wrong.
+    """
+    there = Partial(path, size)
+    try:
+        try:
+            _in_pieces(request, there, progress)
+        except _NoRangesError:
+            _run([lambda stop: _whole(request, there, stop)], there, progress)
+        there.sync()
+    finally:
+        there.close()
+    found = checksum(there.data, lambda done: progress("checking", done, size))
+    if found != sha256:
+        there.remove()
+        raise EdgespecError(
+            f"{path.name[:12]}…: what was fetched has the checksum {found[:12]}…, so it was damaged on the way; it is "
+            "removed: try again"
+        )
+    os.replace(there.data, path)
+    there.remove()
+
+
+def checksum(path: Path, progress: Callable[[int], None] = lambda done: None) -> str:
+    """SHA-256 of a file, 64 hexadecimal digits."""
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while data := file.read(1 << 22):
+            digest.update(data)
+            done += len(data)
+            progress(done)
+    return digest.hexdigest()
+
+
+class Partial:
+    """A file of which some pieces, or the beginnings of some, are there."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """
+        Args:
+            path: of the finished file.
+            size: its bytes.
+        """
+        self.size = size
+        self.data, self._record = (path.with_name(f"{path.name}.edgespec-{kind}") for kind in ("partial", "record"))
+        self.starts = list(range(0, size, PIECE))
+        self._lock = threading.Lock()
+        self.counts = [0] * len(self.starts)  # bytes that are there of each piece
+        known = self._record.read_bytes() if self._record.is_file() and self.data.is_file() else b""
+        if len(known) == COUNT.size * (len(self.counts) + 1) and COUNT.unpack_from(known)[0] == PIECE:
+            self.counts = [COUNT.unpack_from(known, COUNT.size * (i + 1))[0] for i in range(len(self.counts))]
+        with _disk(self.data):
+            self._file = os.fdopen(os.open(self.data, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            self._counts_file = self._record.open("wb", buffering=0)
+            self._counts_file.write(COUNT.pack(PIECE) + b"".join(map(COUNT.pack, self.counts)))
+
+    def end(self, piece: int) -> int:
+        """Where a piece ends in the file."""
+        return min(self.size, self.starts[piece] + PIECE)
+
+    def next(self, piece: int) -> int:
+        """Where the first byte belongs that is missing of a piece."""
+        return self.starts[piece] + self.counts[piece]
+
+    def missing(self) -> list[int]:
+        """Pieces that are not complete."""
+        return [piece for piece in range(len(self.starts)) if self.next(piece) < self.end(piece)]
+
+    def done(self) -> int:
+        """Bytes that are there."""
+        return sum(self.counts)
+
+    def put(self, at: int, data: bytes) -> None:
+        """Keep what continues a piece of these bytes, which belong at `at`. Raises EdgespecError: the disk is full."""
+        for piece in range(at // PIECE, min(len(self.starts), (at + len(data) - 1) // PIECE + 1)):
+            start = self.next(piece)
+            stop = min(self.end(piece), at + len(data))
+            if at <= start < stop:
+                with self._lock, _disk(self.data):
+                    self._file.seek(start)
+                    view = memoryview(data)[start - at : stop - at]
+                    while view:
+                        view = view[self._file.write(view) :]
+                    self.counts[piece] += stop - start
+                    self._counts_file.seek(COUNT.size * (piece + 1))
+                    self._counts_file.write(COUNT.pack(self.counts[piece]))
+
+    def sync(self) -> None:
+        """Have the disk hold it."""
+        with _disk(self.data):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Leave the files as they are."""
+        self._file.close()
+        self._counts_file.close()
+
+    def remove(self) -> None:
+        """Forget what is there."""
+        for file in (self.data, self._record):
+            file.unlink(missing_ok=True)
+
+
+class _disk:  # noqa: N801
+    """Errors of the disk, told from those of connections, which are OSErrors as well."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+        if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "the disk is full; what is there is kept" if full else error.strerror or str(error)
+            raise EdgespecError(f"{self._path.parent}: {what}") from error
+
+
+def _in_pieces(request: Request, there: Partial, progress: Progress) -> None:
+    waiting = SimpleQueue[int]()
+    for piece in there.missing():
+        waiting.put(piece)
+
+    def work(stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                piece = waiting.get_nowait()
+            except Empty:
+                return
+            _keep_trying(partial(_piece, request, there, piece, stop), partial(there.next, piece), stop)
+
+    _run([work] * min(CONNECTIONS, waiting.qsize()), there, progress)
+
+
+def _run(works: Sequence[Callable[[threading.Event], None]], there: Partial, progress: Progress) -> None:
+    """Each in a thread of its own; the first error ends all of them, Ctrl-C too."""
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def run(work: Callable[[threading.Event], None]) -> None:
+        try:
+            work(stop)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads) and not stop.is_set():
+            progress("fetching", there.done(), there.size)
+            next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.2)
+    finally:
+        stop.set()
+        for thread in threads:  # one that waits for a byte sees the event with the next one, or never writes again
+            thread.join(2.0)
+    if errors:
+        raise errors[0]
+    progress("fetching", there.done(), there.size)
+
+
+def _keep_trying(attempt: Callable[[], bool], position: Callable[[], int], stop: threading.Event) -> None:
+    """Until an attempt says it is done. Raises EdgespecError: several in a row brought no new byte."""
+    failures, why = 0, "it was cut off"
+    while not stop.is_set():
+        before, pause = position(), 0.0
+        try:
+            if attempt():
+                return
+        except (EdgespecError, _NoRangesError):
+            raise
+        except Exception as error:  # whatever the library for HTTP raises
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            pause = getattr(error, "pause", 0.0)
+        failures = 0 if position() > before else failures + 1
+        if failures > RETRIES:
+            raise EdgespecError(
+                f"fetching stopped after {failures} attempts without a byte ({why}); run it again later"
+            )
+        stop.wait(max(pause, min(LONGEST_PAUSE, PAUSE * 2 ** (failures - 1)) if failures else 0.0))
+
+
+class _BusyError(Exception):
+    """The server wants to be asked again later."""
+
+    def __init__(self, status: int, pause: float) -> None:
+        super().__init__(f"HTTP {status}")
+        self.pause = pause
+
+
+def _piece(request: Request, there: Partial, piece: int, stop: threading.Event) -> bool:
+    """One request for what is missing of a piece; whether the piece is complete then."""
+    at, end = there.next(piece), there.end(piece)
+    if at == end:
+        return True
+    with request(at, end) as response:
+        _check(response)
+        if response.status_code != 206 and (at, end) != (0, there.size):
+            raise _NoRangesError
+        unit, _, place = response.headers.get("content-range", f"bytes {at}-").partition(" ")
+        if (unit, place.partition("-")[0]) != ("bytes", str(at)):
+            raise EdgespecError(f"the server sends other bytes ({unit} {place}) than it was asked for")
+        for data in response.iter_bytes():
+            if stop.is_set():
+                return True
+            there.put(at, data[: end - at])
+            at += len(data)
+    return there.next(piece) == end
+
+
+def _whole(request: Request, there: Partial, stop: threading.Event) -> None:
+    """From a server without ranges: read on past what is there already."""
+    reached = there.done()
+
+    def attempt() -> bool:
+        nonlocal reached
+        at = 0
+        with request(0, there.size) as response:
+            _check(response)
+            for data in response.iter_bytes():
+                if stop.is_set():
+                    return True
+                there.put(at, data)
+                at += len(data)
+                reached = max(reached, at)
+        return not there.missing()
+
+    _keep_trying(attempt, lambda: reached, stop)
+
+
+def _check(response: Any) -> None:
+    status = int(response.status_code)
+    if status in GONE:
+        raise EdgespecError(f"the server answers {status} ({response.reason_phrase or 'no reason given'})")
+    if status not in (200, 206):
+        after = str(response.headers.get("retry-after", ""))
+        raise _BusyError(status, min(LONGEST_PAUSE, float(after)) if after.isdigit() else 0.0)

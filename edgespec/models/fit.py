@@ -1,0 +1,75 @@
+"""What of the named models fits this machine: sizes, memory, disk, and bytes that every pass would read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.errors import EdgespecError
+from edgespec.models.gguf_header import part_names
+from edgespec.models.registry import Entry, local_path
+
+BESIDE = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program: a guess from 8 B to 70 B
+LEAST = 1 / 16  # of a target: its largest layers, output matrix and window; with less memory it does not run
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One model on this machine; sizes in bytes, 0 where a size is not known."""
+
+    entry: Entry
+    target: int
+    draft: int
+    missing: int  # that would be fetched
+    streamed: int  # read by every pass; of a mixture of experts at most so many
+    verdict: str  # for a person
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The best first: the largest that stays in memory, then by what is streamed, then what does not run."""
+        if not self.target:
+            return 2, 0
+        if "too" in self.verdict:
+            return 3, self.target
+        return (1, self.streamed) if self.streamed else (0, -self.target)
+
+
+def fit(entry: Entry, memory: int, disk: int) -> Fit:
+    """How a model would run.
+
+    Args:
+        entry: from models.yaml.
+        memory: bytes that may be used.
+        disk: bytes that are free where models are kept.
+    """
+    (target, have), (draft, have_draft) = (_size(entry, source) for source in (entry.target, entry.draft))
+    missing = (0 if have else target) + (0 if have_draft else draft)
+    over = target + draft + BESIDE - memory
+    streamed = 0 if over <= 0 else min(over, target)
+    if not target:
+        verdict = "size not known"
+    elif missing > disk:
+        verdict = f"too large for the disk: {disk / 1e9:.0f} GB are free"
+    elif draft + BESIDE + target * LEAST > memory:
+        verdict = "too little memory"
+    elif streamed:
+        verdict = f"streams about {streamed / 1e9:.1f} GB per pass"
+    else:
+        verdict = "stays in memory"
+    return Fit(entry, target, draft, missing, streamed, verdict)
+
+
+def _size(entry: Entry, source: str | None) -> tuple[int, bool]:
+    """Bytes of a source's files, and whether they are here."""
+    if source is None:
+        return 0, True
+    try:
+        path = Path(local_path(source, fetch=False))
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else _parts(path)
+        return sum(file.stat().st_size for file in files), True
+    except (EdgespecError, OSError):  # not here, or not installed
+        facts = entry.files.get(source)
+        return (facts.bytes if facts else 0), False
+
+
+def _parts(path: Path) -> Sequence[Path]:
+    return [path.with_name(name) for name in part_names(path.name)]

@@ -1,0 +1,373 @@
+"""Models on the Hugging Face hub: which files a source means, which of them are here, and fetching the others.
+
+The cache is the hub's own, so other programs share the files. Large ones are fetched by `download.py`, since
+huggingface_hub from 1.18 on starts anew after every cut; small ones, and those without a checksum, by the library.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.models.download import STALL, Progress, download
+from edgespec.models.gguf_header import part_names
+
+SOURCE = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w.-]+))?(?:/(.+)|:([\w.-]+))?")
+MAIN = "main"
+USUAL = ("Q4_K_M", "Q8_0")  # of a repository of GGUF files, where no type is named, as llama.cpp takes them
+BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IGNORECASE)  # no models of their own
+TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
+WEIGHTS = "model*.safetensors"
+FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a model folder
+SPARE = 10**9  # bytes of the disk that are left alone
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """What follows `hf:`."""
+
+    repository: str  # OWNER/NAME
+    revision: str = MAIN
+    file: str = ""  # a GGUF file; of a split one, any part
+    type: str | None = None  # a GGUF file of this type; "": of the usual one; None: a folder, or `file`
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a model folder rather than a file."""
+        return not self.file and self.type is None
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file on the hub, as the hub describes it."""
+
+    name: str
+    size: int
+    sha256: str  # "" if the hub does not say: then it is a small file, or the hub is a mirror
+    path: Path  # in the cache, once it is fetched
+    blob: Path  # what `path` links to
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its bytes are in the cache."""
+        return self.path.exists() or bool(self.sha256 and self.blob.exists())
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files that a source needs, at one commit."""
+
+    source: HubSource
+    commit: str
+    files: list[HubFile]  # the first is what an engine is given, unless it is a folder
+
+    @property
+    def missing(self) -> list[HubFile]:
+        """Those that are not in the cache."""
+        return [file for file in self.files if not file.is_here]
+
+
+def parse(rest: str) -> HubSource:
+    """A source without its `hf:`.
+
+    Raises:
+        UsageError: it has none of these forms.
+    """
+    match = SOURCE.fullmatch(rest)
+    if not match or match[2].endswith(".gguf") or (match[4] and not match[4].endswith(".gguf")):
+        raise UsageError(
+            f"'hf:{rest}' must be hf:OWNER/REPOSITORY, hf:OWNER/REPOSITORY:TYPE as in :Q4_K_M, or "
+            "hf:OWNER/REPOSITORY/FILE.gguf; a revision may follow the repository as @REVISION"
+        )
+    of_files = match[2].lower().endswith("-gguf") and not match[4]
+    return HubSource(f"{match[1]}/{match[2]}", match[3] or MAIN, match[4] or "", match[5] or ("" if of_files else None))
+
+
+def choose_file(names: Sequence[str], type_: str) -> str | None:
+    """The GGUF file of a type among a repository's files, the first part of a split one; None: there is none.
+
+    Args:
+        names: of all files.
+        type_: such as Q4_K_M, in any case; "": the usual one, else the first file.
+    """
+    models = sorted((n for n in names if n.endswith(".gguf") and not BESIDE.search(n)), key=lambda n: (len(n), n))
+    for wanted in (type_,) if type_ else USUAL:
+        pattern = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-.])", re.IGNORECASE)
+        if found := next((name for name in models if pattern.search(name.rpartition("/")[2])), None):
+            return found
+    return None if type_ else next(iter(models), None)
+
+
+def cached(source: HubSource) -> str | None:
+    """The file or folder behind a source if all of it is in the cache; nothing is asked of the hub."""
+    hub = _library(source)
+    from huggingface_hub import constants
+
+    known = list(_snapshot(source, constants.HF_HUB_CACHE)) if not source.file else []
+    if source.is_folder:
+        config = hub.try_to_load_from_cache(source.repository, "config.json", revision=source.revision)
+        return str(Path(config).parent) if isinstance(config, str) and _has_weights(Path(config).parent) else None
+    file = source.file or choose_file(known, source.type or "")
+    if not file:
+        return None
+    paths = [hub.try_to_load_from_cache(source.repository, part, revision=source.revision) for part in part_names(file)]
+    return str(paths[0]) if all(isinstance(path, str) for path in paths) else None
+
+
+def tokenizer_of(source: HubSource, fetch: bool) -> str:
+    """A folder with all of a model folder but its weights. Raises ModelError."""
+    hub = _library(source)
+    patterns = [pattern for pattern in FOLDER_FILES if pattern != WEIGHTS]
+    with _errors(source):
+        return str(
+            hub.snapshot_download(
+                source.repository, revision=source.revision, allow_patterns=patterns, local_files_only=not fetch
+            )
+        )
+
+
+def _snapshot(source: HubSource, cache: str) -> Iterator[str]:
+    """Names of the GGUF files of a revision that are in the cache."""
+    folder = Path(cache) / f"models--{source.repository.replace('/', '--')}"
+    reference = folder / "refs" / source.revision
+    snapshot = folder / "snapshots" / (reference.read_text() if reference.is_file() else source.revision)
+    for file in snapshot.rglob("*.gguf"):
+        if file.exists():  # not a link to what was removed
+            yield file.relative_to(snapshot).as_posix()
+
+
+def _has_weights(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / name).is_file() for name in names) if names else (folder / "model.safetensors").is_file()
+
+
+def ask(source: HubSource) -> Listing:
+    """What the hub has of a source, now.
+
+    Raises:
+        ModelError: no such repository or file, or the hub does not answer.
+    """
+    hub = _library(source)
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import get_hf_file_metadata
+
+    storage = Path(constants.HF_HUB_CACHE) / f"models--{source.repository.replace('/', '--')}"
+    commit, sizes = source.revision, dict[str, tuple[int, str]]()
+    with _errors(source):
+        if source.file:  # no listing is needed: mirrors may not have one
+            for name in part_names(source.file):
+                found = get_hf_file_metadata(hub.hf_hub_url(source.repository, name, revision=commit))
+                commit = found.commit_hash or commit  # all parts from one commit
+                sizes[name] = found.size or 0, _sha256(found.etag)
+        else:
+            info = hub.HfApi().model_info(source.repository, revision=source.revision, files_metadata=True)
+            commit, siblings = info.sha, {file.rfilename: file for file in info.siblings or ()}
+            for name in _wanted(source, list(siblings)):
+                file = siblings[name]
+                sizes[name] = file.size or 0, _sha256(file.lfs and file.lfs.sha256)
+    files = [
+        HubFile(name, size, digest, storage / "snapshots" / commit / name, storage / "blobs" / (digest or "-"))
+        for name, (size, digest) in sizes.items()
+    ]
+    return Listing(source, commit, files)
+
+
+def _wanted(source: HubSource, names: Sequence[str]) -> list[str]:
+    if source.is_folder:
+        wanted = [name for name in names if any(fnmatch(name, pattern) for pattern in FOLDER_FILES)]
+        if "config.json" not in wanted:
+            ggufs = choose_file(names, "")
+            hint = f"; it has GGUF files: name a type, as in {source.repository}:Q4_K_M" if ggufs else ""
+            raise ModelError(f"hf:{source.repository}: has no config.json, so it is not a model folder{hint}")
+        return wanted
+    file = choose_file(names, source.type or "")
+    if file is None:
+        types = sorted({match[0] for name in names if name.endswith(".gguf") for match in TYPE.finditer(name)})
+        has = f"its GGUF files are of the types {', '.join(types)}" if types else "it has no GGUF files"
+        raise ModelError(f"hf:{source.repository}: has no GGUF file of the type {source.type or USUAL[0]}; {has}")
+    parts = part_names(file)
+    if missing := [part for part in parts if part not in names]:
+        raise ModelError(f"hf:{source.repository}: {missing[0]} is missing there; a split GGUF needs all its parts")
+    return parts
+
+
+def _sha256(etag: str | None) -> str:
+    return etag if etag and re.fullmatch("[0-9a-f]{64}", etag) else ""
+
+
+def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) -> None:
+    """Refuse what is not what models.yaml says.
+
+    Args:
+        listing: what the hub has.
+        size: bytes of all files that are expected; None: any.
+        digests: SHA-256 of each file; none: any.
+
+    Raises:
+        ModelError: names both.
+    """
+    name = f"hf:{listing.source.repository}/{listing.files[0].name}"
+    found = sum(file.size for file in listing.files)
+    if size is not None and found != size:
+        raise ModelError(f"{name}: has {found} bytes on the hub, but {size} in models.yaml: it is another file by now")
+    for file, digest in zip(listing.files, digests, strict=False):
+        if file.sha256 and file.sha256 != digest:
+            raise ModelError(
+                f"{file.name}: has the checksum {file.sha256[:12]}… on the hub, but {digest[:12]}… in models.yaml: it "
+                "is another file by now"
+            )
+
+
+def check_space(listings: Sequence[Listing]) -> None:
+    """Refuse to begin what the disk has no room for. Raises EdgespecError with both sizes."""
+    from huggingface_hub import constants
+
+    needed = sum(file.size for listing in listings for file in listing.missing)
+    cache = Path(constants.HF_HUB_CACHE)
+    folder = next(place for place in (cache, *cache.parents) if place.exists())
+    there = sum(
+        part.stat().st_blocks * 512 for listing in listings for file in listing.missing for part in _partial(file)
+    )
+    free = shutil.disk_usage(folder).free
+    if needed and needed - there + SPARE > free:
+        raise EdgespecError(
+            f"{folder}: {needed / 1e9:.1f} GB are to be fetched, but {free / 1e9:.1f} GB are free and "
+            f"{SPARE / 1e9:.0f} GB are left alone; HF_HOME names another place"
+        )
+
+
+def _partial(file: HubFile) -> list[Path]:
+    found = file.blob.with_name(f"{file.blob.name}.edgespec-partial")
+    return [found] if found.exists() else []
+
+
+def fetch(
+    listing: Listing,
+    progress: Progress = lambda what, done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Fetch what is missing, check it, and return the path of the file or folder.
+
+    Args:
+        listing: from `ask`, checked.
+        progress: called with what is done with which file, bytes done and bytes in all.
+        say: told, as a line, what a person should know.
+
+    Raises:
+        EdgespecError: it cannot be fetched; what is there stays for the next try.
+    """
+    hub, source = _library(listing.source), listing.source
+    check_space([listing])
+    for file in listing.missing:
+        if file.sha256:
+            _fetch_blob(source, listing.commit, file, progress, say)
+        elif file.size > 1 << 20:
+            say(f"{file.name}: no checksum is known, so this is fetched by huggingface_hub, which cannot resume")
+    with _errors(source):
+        for file in listing.files:  # links; by the revision that was asked for, so that the cache remembers it
+            path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
+        if source.is_folder:
+            return str(listing.files[0].path.parent)
+        return str(path if len(listing.files) == 1 else Path(path).with_name(Path(listing.files[0].name).name))
+
+
+def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progress, say: Callable[[str], None]) -> None:
+    from filelock import FileLock, Timeout
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    url = hf_hub_url(source.repository, file.name, revision=commit)
+    headers = {**build_hf_headers(library_name="edgespec"), "Accept-Encoding": "identity"}
+
+    @contextmanager
+    def request(start: int, stop: int) -> Iterator[Any]:
+        ranged = headers | {"Range": f"bytes={start}-{stop - 1}"}
+        with get_session().stream("GET", url, headers=ranged, follow_redirects=True, timeout=STALL) as response:
+            yield response
+
+    with _errors(source):
+        file.blob.parent.mkdir(parents=True, exist_ok=True)
+        locks = file.blob.parents[2] / ".locks" / file.blob.parents[1].name
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(locks / f"{file.sha256}.lock")  # the one that huggingface_hub takes
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"{file.name}: another program is fetching it; waiting")
+            lock.acquire()
+        try:
+            if not file.blob.exists():  # else the other program was quick
+                label = file.name.rpartition("/")[2]
+                download(
+                    request, file.blob, file.size, file.sha256,
+                    lambda what, done, total: progress(f"{what} {label}", done, total),
+                )  # fmt: skip
+        except EdgespecError as error:
+            raise EdgespecError(f"{file.name}: {error}") from error
+        finally:
+            lock.release()
+
+
+def _library(source: HubSource) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingPackage("huggingface_hub", "hub", f"fetching hf:{source.repository}") from error
+    return huggingface_hub
+
+
+@contextmanager
+def _errors(source: HubSource) -> Iterator[None]:
+    """What the library and the network's libraries raise, as one line."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = f"hf:{source.repository}" + (f"/{source.file}" if source.file else "")
+    try:
+        yield
+    except EdgespecError:
+        raise
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name}: its owner asks you to agree to terms first: do so on its page on the hub, then say who you are "
+            "with: hf auth login"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{name}: neither a folder here nor a repository on the hub that you may read") from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{name}: has no revision {source.revision!r}") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"{name} is not fetched yet, or the hub cannot be reached: {_first(error)}") from error
+    except EntryNotFoundError as error:
+        raise ModelError(f"{name}: cannot be fetched: there is no such file") from error
+    except Exception as error:
+        what = "no such folder here, and it cannot be fetched from the hub" if source.is_folder else "cannot be fetched"
+        raise ModelError(f"{name}: {what}: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def sizes_by_file(listings: Mapping[str, Listing]) -> list[tuple[str, int, bool]]:
+    """(source's file, bytes, whether it is here) of all files, for a person."""
+    return [
+        (f"{listing.source.repository}/{file.name}", file.size, file.is_here)
+        for listing in listings.values()
+        for file in listing.files
+    ]

@@ -1,0 +1,88 @@
+"""The models that have a name: their facts, and which of them fit a machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from edgespec.models import fit as module
+from edgespec.models.fit import BESIDE, fit
+from edgespec.models.hub import parse
+from edgespec.models.registry import BUILT_IN, Entry, FileFacts, read_models
+from edgespec.weights.machine import parse_size
+
+GB = 10**9
+TARGET, DRAFT = "hf:o/r/big.gguf", "hf:o/r/small.gguf"
+
+
+def entry(target: int = 40 * GB, draft: int = 1 * GB) -> Entry:
+    files = {TARGET: FileFacts(bytes=target)} | ({DRAFT: FileFacts(bytes=draft)} if draft else {})
+    return Entry(name="a", target=TARGET, draft=DRAFT if draft else None, files=files)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub.constants", reason="the extra `hub` is not installed")
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+
+
+def test_every_built_in_model_from_the_hub_has_its_facts() -> None:
+    for one in read_models(BUILT_IN):
+        for source in filter(None, (one.target, one.draft)):
+            if source.startswith("hf:"):
+                assert not parse(source[3:]).is_folder
+                assert one.files[source].bytes > 10**8
+                assert one.license
+        assert set(one.files) <= {one.target, one.draft}
+        assert not one.memory or parse_size(one.memory) >= 8 << 30
+
+
+def test_the_same_file_has_the_same_facts_everywhere() -> None:
+    known: dict[str, FileFacts] = {}
+    for one in read_models(BUILT_IN):
+        for source, facts in one.files.items():
+            assert known.setdefault(source, facts) == facts
+
+
+@pytest.mark.parametrize(
+    ("memory", "disk", "streamed", "says"),
+    [
+        (60, 100, 0, "stays in memory"),
+        (20, 100, 40 * GB + GB + BESIDE - 20 * GB, "streams about 22.5 GB per pass"),
+        (4, 100, 38.5 * GB, "too little memory"),
+        (60, 30, 0, "too large for the disk: 30 GB are free"),
+    ],
+)
+def test_what_fits(memory: int, disk: int, streamed: int, says: str) -> None:
+    found = fit(entry(), memory * GB, disk * GB)
+    assert (found.streamed, found.verdict) == (streamed, says)
+    assert (found.target, found.draft, found.missing) == (40 * GB, GB, 41 * GB)
+
+
+def test_what_is_here_needs_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = [tmp_path / f"a-{i:05}-of-00002.gguf" for i in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"x" * 50)
+    monkeypatch.setattr(module, "local_path", lambda source, fetch: str(parts[0]))
+    found = fit(Entry(name="a", target="file:a"), GB * 10, 0)
+    assert (found.target, found.missing, found.verdict) == (100, 0, "stays in memory")
+
+
+def test_models_sorted_by_how_they_fit(run: Run) -> None:
+    status, out, _ = run("models", "--fit", "--memory", "24G", "--json")
+    assert status == 0
+    found = [one for one in json.loads(out) if one["bytes"]["target"] > GB]
+    streamed = [one["streamed"] for one in found if "too" not in one["verdict"]]
+    assert streamed == sorted(streamed)
+    in_memory = [one["bytes"]["target"] for one in found if one["verdict"] == "stays in memory"]
+    assert len(in_memory) > 3
+    assert in_memory == sorted(in_memory, reverse=True)
+    status, out, err = run("models", "--fit", "--memory", "24G")
+    assert status == 0
+    assert out.index("qwen2.5-14b") < out.index("llama-3.3-70b")
+    assert "llama3.3" in out
+    assert "judged by 25.8 GB of memory" in err
+    status, out, err = run("models", "--memory", "much")
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1

