@@ -19,7 +19,8 @@ rest computes, the disk works on.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
@@ -165,6 +166,7 @@ def make_plan(
     kept: int = 0,
     experts_at_once: int = 0,
     page: int = PAGESIZE,
+    whole: bool = False,
 ) -> Plan | None:
     """Decide what is pinned and what is streamed; None if everything fits and nothing has to be done.
 
@@ -176,6 +178,7 @@ def make_plan(
         kept: that many of the last layers must stay: a GPU that shares this memory works with them.
         experts_at_once: bytes of memory without which no layer's experts can be computed, if they do not stay.
         page: bytes of a page of memory.
+        whole: of every tensor all is streamed or nothing, for engines that do not map files. Then `page` is 1.
 
     Raises:
         UsageError: not even the smallest plan fits; says how much it needs.
@@ -198,13 +201,14 @@ def make_plan(
     # Experts get what the others leave, so the others are streamed only where even they do not fit.
     sizes = [layer.size for layer in layers]
     excess = always + sum(sizes) + needed - memory
-    slots, inner = SLOTS, _inner(layers, HUGE)
-    streamed = _parts(inner, excess, HUGE, slots)
+    ends = _ends(tensors) if whole else None
+    slots, inner, unit = SLOTS, layers if whole else _inner(layers, HUGE), page if whole else HUGE
+    streamed = _parts(inner, excess, unit, slots, ends)
     if streamed and max(part.size for part in streamed) <= SMALL_PART:
-        more = _parts(inner, excess, HUGE, MORE_SLOTS)
+        more = _parts(inner, excess, unit, MORE_SLOTS, ends)
         streamed, slots = (more, MORE_SLOTS) if more else (streamed, slots)
     if streamed is None:
-        streamed = _parts(layers, excess, page, slots)
+        streamed = _parts(layers, excess, page, slots, ends)
     if streamed is None:
         least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes, slots), slots)
         raise UsageError(
@@ -244,18 +248,35 @@ def _whole(extent: Extent, unit: int) -> Extent:
     return Extent(extent.file, -(-extent.start // unit) * unit, extent.stop // unit * unit)
 
 
-def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int) -> list[Layer] | None:
-    """The least that can be streamed to free so many bytes, in whole units; None if not so many can be freed."""
+Ends = Mapping[int, Sequence[int]]  # file -> where its tensors end, sorted
+
+
+def _ends(tensors: Sequence[Tensor]) -> Ends:
+    ends: dict[int, list[int]] = {}
+    for tensor in tensors:
+        ends.setdefault(tensor.file, []).append(tensor.start + tensor.size)
+    return {file: sorted(found) for file, found in ends.items()}
+
+
+def _parts(
+    layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: Ends | None = None
+) -> list[Layer] | None:
+    """The least that can be streamed to free so many bytes, in whole units; None if not so many can be freed.
+
+    With `ends`, parts end there.
+    """
     if excess <= 0:
         return []
     best, least = None, 0
     for count in range(slots + 1, len(layers) + 1):
         some = _spread(layers, count)
-        sizes = [layer.size for layer in some]
-        part = _part_size(sizes, excess, unit, slots)
-        read = sum(min(size, part) for size in sizes)
-        if part and (best is None or read < least):
-            best, least = [_part(layer, part) for layer in some], read
+        part = _part_size([layer.size for layer in some], excess, unit, slots)
+        if not part:
+            continue
+        for cut in ([_part(layer, part, ends) for layer in some], some):  # the latter where ends lie far apart
+            sizes = [layer.size for layer in cut]
+            if _freed(sizes, max(sizes), slots) >= excess and (best is None or sum(sizes) < least):
+                best, least = cut, sum(sizes)
     return best
 
 
@@ -281,12 +302,15 @@ def _freed(sizes: Sequence[int], part: int, slots: int) -> int:
     return sum(min(size, part) for size in sizes) - slots * part
 
 
-def _part(layer: Layer, size: int) -> Layer:
-    """The first bytes of a layer, so many or all there are."""
+def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
+    """The first bytes of a layer, so many or all there are, and those up to the next end."""
     extents = []
     for extent in layer.extents:
         if size > 0:
-            extents.append(Extent(extent.file, extent.start, min(extent.stop, extent.start + size)))
+            stop = min(extent.stop, extent.start + size)
+            if ends:
+                stop = min(extent.stop, ends[extent.file][bisect_left(ends[extent.file], stop)])
+            extents.append(Extent(extent.file, extent.start, stop))
             size -= extents[-1].size
     return Layer(layer.index, tuple(extents))
 

@@ -4,8 +4,9 @@
 computation, which calls `enter(layer)` before it computes a layer and `finish()` after a pass. So the first layers of
 the next pass are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
 
-`Store` is what a system must be able to do. There are three: LinuxStore and CachedLinuxStore in `linux.py`, and
-DarwinStore in `darwin.py`.
+`Slots` is where layers are read to; an engine that takes weights from anywhere has slots of its own. `Store` is what a
+system must be able to do for an engine that maps its weights. There are three: LinuxStore and CachedLinuxStore in
+`linux.py`, and DarwinStore in `darwin.py`.
 """
 
 import sys
@@ -25,22 +26,11 @@ from edgespec.weights.system import READ_THREADS, libc
 MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
 
 
-class Store(Protocol):
-    """A model's weights on one system. All methods raise OSError."""
-
-    note: str  # how pinned weights are kept, for a person
+class Slots(Protocol):
+    """Memory that layers are read into, one after the other. All methods raise OSError."""
 
     def check(self) -> None:
         """Fail if a file has shrunk: whoever touches weights mapped beyond its end is killed by the system."""
-
-    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
-        """Read these, and keep them in memory as well as this process may."""
-
-    def drop(self, extents: Sequence[Extent]) -> None:
-        """Forget what loading the model has left of these in memory."""
-
-    def look_up(self, extents: Sequence[Extent]) -> None:
-        """Only rows here and there are needed of these: read no more than that."""
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         """Read bytes `start` to `stop` of a file, part of `extent`, into the slot. Called by several threads."""
@@ -55,6 +45,21 @@ class Store(Protocol):
         """Undo everything. Safe to call twice."""
 
 
+class Store(Slots, Protocol):
+    """A model's weights, mapped by the engine, on one system."""
+
+    note: str  # how pinned weights are kept, for a person
+
+    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+        """Read these, and keep them in memory as well as this process may."""
+
+    def drop(self, extents: Sequence[Extent]) -> None:
+        """Forget what loading the model has left of these in memory."""
+
+    def look_up(self, extents: Sequence[Extent]) -> None:
+        """Only rows here and there are needed of these: read no more than that."""
+
+
 class Streamer:
     """The ring of layers. Made once the model is loaded; closed before the model is freed.
 
@@ -62,7 +67,7 @@ class Streamer:
     that number modulo `slots`.
     """
 
-    def __init__(self, plan: Plan, store: Store, threads: int = READ_THREADS) -> None:
+    def __init__(self, plan: Plan, store: Slots, threads: int = READ_THREADS) -> None:
         self.plan = plan
         self.wait_seconds = 0.0  # that computation has waited for the disk
         self._store = store
@@ -119,7 +124,7 @@ class Streamer:
         Raises:
             ModelError: it cannot be read.
         """
-        before = sum(layer.index < index for layer in self._layers)
+        before = self._before(index)
         count = self._pass * len(self._layers) + before
         with self._changed:
             self._free(count)
@@ -133,6 +138,18 @@ class Streamer:
                         self._vacate(slot)
             if self._error is not None:
                 raise self._error
+
+    def leave(self, index: int) -> None:
+        """A streamed layer is computed, and its slot free, though no later one is entered yet."""
+        with self._changed:
+            self._free(self._pass * len(self._layers) + self._before(index) + 1)
+
+    def slot(self, index: int) -> int:
+        """Where a streamed layer will be, or is, in this pass."""
+        return (self._pass * len(self._layers) + self._before(index)) % len(self._occupant)
+
+    def _before(self, index: int) -> int:
+        return sum(layer.index < index for layer in self._layers)
 
     def finish(self) -> None:
         """A pass is over, or was given up: the next one starts at the first layer."""

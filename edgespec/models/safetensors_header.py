@@ -1,0 +1,60 @@
+"""The header of a safetensors file: where its tensors lie. Nothing but the header is read.
+
+The format: 8 bytes, the header's length as a little-endian number; the header, JSON, padded with spaces; the tensors'
+bytes, whose places in the header count from the end of it (https://github.com/huggingface/safetensors).
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from edgespec.errors import ModelError
+
+MOST = 100_000_000  # bytes of a header; the format's own limit
+ITEM_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "BOOL": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file."""
+
+    name: str
+    dtype: str  # "BF16"
+    shape: tuple[int, ...]
+    start: int  # first byte in the file
+    size: int  # bytes
+
+
+def read_safetensors_header(path: Path) -> list[Stored]:
+    """All tensors of a file, in the order in which they lie there.
+
+    Raises:
+        ModelError: it cannot be read, is damaged or cut off.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length)) if length <= MOST else None
+        end = path.stat().st_size
+        found = [_stored(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except (struct.error, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: its header is damaged: this is no safetensors file") from error
+    if any(tensor.start + tensor.size > end for tensor in found):
+        raise ModelError(f"{path}: is cut off: its tensors go on behind byte {end}, where it ends")
+    return sorted(found, key=lambda tensor: tensor.start)
+
+
+def _stored(name: str, entry: dict[str, object], data: int) -> Stored:
+    dtype, shape, places = entry["dtype"], entry["shape"], entry["data_offsets"]
+    assert isinstance(dtype, str) and isinstance(shape, list) and isinstance(places, list)
+    first, last = places
+    if dtype in ITEM_BITS and prod(shape) * ITEM_BITS[dtype] != 8 * (last - first):
+        raise ValueError(f"{name} has {last - first} bytes, but shape {shape} of {dtype}")
+    return Stored(name, dtype, tuple(shape), data + first, last - first)
