@@ -150,7 +150,7 @@ def plan_memory(
     layers = find_layers(path, tensors) if gpu_layers == 0 else []
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    gpu = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
+    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -189,7 +189,7 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
 
 
 def _plans(
-    tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, int], layers: Sequence[ExpertLayer]
+    tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> list[Plan | None]:
     """A plan for each of these needs, which grow, as far as there is one. Raises UsageError: not even the first."""
     plans = [_plan(tensors, room, needs[0], gpu, layers)]
@@ -200,7 +200,7 @@ def _plans(
 
 
 def _plan(
-    tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, int], layers: Sequence[ExpertLayer]
+    tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
     """A plan with what experts get of the memory that others leave."""
     least = memory_of(layers, 0) if layers else 0

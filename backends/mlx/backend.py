@@ -15,36 +15,38 @@ Sliding windows are done by the mask: nothing is thrown away, so they can be rew
 this (recurrent state, positions used outside a rope, masks of its own) is refused when the model is loaded, by
 comparing a tree of three nodes with its chains.
 
-Several works in one forward are evaluated one after the other: each reads the weights again.
+Several works in one forward are evaluated one after the other: each reads the weights again, from memory. Weights
+larger than memory are read from disk once for all of them: `streaming.py`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import load_model
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, also_wanted, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.weights.machine import parse_size
+from edgespec.weights.pin import Progress
+from edgespec.weights.residency import Plan
+from edgespec.weights.ring import measure_disk, supported
 
 from ..hf_vocab import HfVocab, check_folder, first_line, load_vocab
+from .loading import check_files, find_windows, load_weights
+from .memory import MIN_NODES, Layout, PassSize, beside_bytes, parameter_bytes, plan_memory, set_memory_limits
 from .session import MlxSession
+from .streaming import LayerSweep, open_slots
 from .tree import TreeCache, cut_rows, wrap_ropes
 
 __all__ = ["MlxBackend", "load", "load_vocab"]
 
-MIN_NODES = 512  # prompts are read in chunks of this size
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
-CACHE_SHARE = 16  # of the memory a Mac's GPU may use, 1 / CACHE_SHARE may hold freed buffers for reuse
-WIRED_SHARE = 0.9  # … and this part weights, before the user is told; where mlx-lm warns too
+CELLS_OF_SMALL = 8
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
 # Most a logit moves with the shape of the pass it is computed in, by the type of the activations (quantised weights do
@@ -135,6 +137,7 @@ class MlxBackend:
         capabilities: Capabilities,
         windows: Sequence[int | None],
         sessions: int,
+        sweep: LayerSweep | None,
         notes: Sequence[str],
     ) -> None:
         self.vocab = vocab
@@ -142,8 +145,8 @@ class MlxBackend:
         self.build = f"mlx {mx.__version__}, {mx.default_device()}"
         self.computing: dict[str, str | int | None] = {}
         self.notes = notes
-        self.wait_seconds = 0.0  # MLX does not tell how long it waits for the disk
         self._model = model
+        self._sweep = sweep  # None: all weights are in memory
         self._windows = windows
         self._max_sessions = sessions
         self._sessions: list[MlxSession] = []
@@ -157,9 +160,22 @@ class MlxBackend:
         self._sessions.append(MlxSession(self, [TreeCache(capacity, window) for window in self._windows]))
         return self._sessions[-1]
 
+    @property
+    def plan(self) -> Plan | None:
+        """What of the weights stays in memory; None: all."""
+        return self._sweep.streamer.plan if self._sweep else None
+
+    @property
+    def wait_seconds(self) -> float:
+        return self._sweep.streamer.wait_seconds if self._sweep else 0.0
+
     def forget(self, session: MlxSession) -> None:
         """A session was closed."""
         self._sessions = [other for other in self._sessions if other is not session]
+
+    def small_session(self) -> MlxSession:
+        """One for a few tokens, which does not count among those that are open."""
+        return MlxSession(self, [TreeCache(CELLS_OF_SMALL, window) for window in self._windows])
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
@@ -170,13 +186,21 @@ class MlxBackend:
         # All works are checked before the first is taken in: a refused batch changes nothing.
         for work, session in zip(batch, sessions, strict=True):
             session.check(work)
-        rows = [self._evaluate(session, work) for work, session in zip(batch, sessions, strict=True)]
+        rows = self._compute(sessions, batch)
         mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
         for work, session in zip(batch, sessions, strict=True):
             session.add(work)
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
 
-    def _evaluate(self, session: MlxSession, work: Work) -> Any:
+    def _compute(self, sessions: Sequence[MlxSession], batch: Sequence[Work]) -> list[Any]:
+        """Of each work what `_graph` says; of streamed weights nothing is left to be computed."""
+
+        def graphs() -> list[Any]:
+            return [self._graph(session, work) for work, session in zip(batch, sessions, strict=True)]
+
+        return self._sweep.run([session.caches for session in sessions], graphs) if self._sweep else graphs()
+
+    def _graph(self, session: MlxSession, work: Work) -> Any:
         """The graph of one work: logits float32 [wanted and perhaps more, V], or None if nothing is wanted."""
         if shape := shape_of(self.capabilities, [work]):
             work = padded(work, session.nodes, shape.least)
@@ -191,7 +215,9 @@ class MlxBackend:
     def close(self) -> None:
         for session in list(self._sessions):
             session.close()
-        self._model = None
+        if self._sweep:
+            self._sweep.close()
+        self._model = self._sweep = None
         mx.clear_cache()
 
 
@@ -209,18 +235,34 @@ def padded(work: Work, first: int, least: int) -> Work:
     return replace(work, token_ids=tokens, parents=parents, wanted=wanted)
 
 
-def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: int = 1) -> MlxBackend:
-    """Load a model folder in the form of the Hugging Face hub, as mlx-lm reads it.
+def load(
+    path: str,
+    *,
+    context_length: int = 4096,
+    budget: int = 64,
+    sessions: int = 1,
+    memory: int | str | None = None,
+    beside: Sequence[str] = (),
+    resident: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> MlxBackend:
+    """Load a model folder in the form of the Hugging Face hub, as mlx-lm reads it. If memory is short, stream it.
 
     Args:
         path: the folder: config.json, model*.safetensors, tokenizer.
         context_length: most tokens of text in one session; 0 = what the model was trained for.
         budget: largest tree that will be asked for, in nodes without the root.
         sessions: how many sessions may be open at once.
+        memory: bytes, such as "12G", that this model, what is `beside` it and the program may take; default: what is
+            free, on a Mac what its GPU can hold.
+        beside: further folders that will be loaded, with the same options, and stay in memory: the draft.
+        resident: do not stream, whatever is free: another model's plan has left room for this one.
+        progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
-        ModelError: the folder is missing, incomplete, damaged, or holds a model that cannot read a tree.
-        UsageError: an option is out of range.
+        ModelError: the folder is missing, incomplete, damaged, or holds a model that cannot read a tree, or that must
+            be written anew to be streamed.
+        UsageError: an option is out of range, or the memory too little for the model.
     """
     for name, value, low, high in [
         ("context length", context_length, 0, 2**24),
@@ -229,23 +271,34 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
+    room = parse_size(memory) if isinstance(memory, str) else memory
     folder = check_folder(path)
-    config = _check_files(folder)
-    model = _load_weights(folder)
+    config = check_files(folder)
+    model = load_weights(folder)
     vocab = load_vocab(path)
-    windows = _windows(model, path)
-    notes = set_memory_limits(sum(array.nbytes for _, array in tree_flatten(model.parameters())))
+    windows = find_windows(model, path)
     wrap_ropes(model)
-    max_nodes = max(MIN_NODES, budget + 1)
     text_config = config.get("text_config") or config
+    context_length = context_length or text_config.get("max_position_embeddings") or DEFAULT_CONTEXT
+    size, notes, sweep = PassSize(context_length, budget, sessions, MIN_NODES), list[str](), None
+    tolerance = _tolerance(model)
+    if not resident and supported():
+        others = sum(beside_bytes(check_folder(other), size) for other in beside)
+        plan, size, layout, notes = plan_memory(model, folder, text_config, windows, size, room, others)
+        if plan and plan.streamed:
+            sweep, more = _stream(model, layout, plan, progress, path)
+            notes += more
+    held = sweep.bytes_held if sweep else parameter_bytes(model)
+    notes += set_memory_limits(held)
     capabilities = Capabilities(
-        context_length=context_length or text_config.get("max_position_embeddings") or DEFAULT_CONTEXT,
-        max_nodes=max_nodes,
-        max_wanted=max_nodes,
-        max_leaves=max_nodes,
-        logit_tolerance=_tolerance(model),
+        context_length=context_length,
+        max_nodes=size.max_nodes,
+        max_wanted=size.max_nodes,
+        max_leaves=size.max_nodes,
+        logit_tolerance=tolerance,
+        streams=sweep is not None,
     )
-    backend = MlxBackend(model, vocab, capabilities, windows, sessions, notes)
+    backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes)
     try:
         _check_tree(backend, path, config["model_type"])
     except BaseException:
@@ -254,73 +307,23 @@ def load(path: str, *, context_length: int = 4096, budget: int = 64, sessions: i
     return backend
 
 
-def _check_files(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, when nothing that it needs is missing."""
+def _stream(model: Any, layout: Layout, plan: Plan, progress: Progress, path: str) -> tuple[LayerSweep, Sequence[str]]:
+    """Read what stays, and start to stream the rest; and notes for a person. Raises ModelError."""
+    store = open_slots(layout.paths, plan)
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{folder}: config.json is damaged: {first_line(error)}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{folder}: config.json does not name a model_type")
-    index = folder / "model.safetensors.index.json"
-    try:
-        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else set()
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{folder}: {index.name} is damaged: {first_line(error)}") from error
-    missing = sorted(name for name in named if not (folder / name).exists())
-    if missing:
-        raise ModelError(f"{folder}: {len(missing)} of {len(named)} weight files are missing, first {missing[0]}")
-    if not any(folder.glob("model*.safetensors")):
-        raise ModelError(f"{folder}: has no weights: there is no file model*.safetensors")
-    return config
-
-
-def _load_weights(folder: Path) -> Any:
-    """mlx-lm's model; MLX reads the weights when the first pass needs them."""
-    try:
-        return load_model(folder, lazy=True)[0]
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        raise ModelError(f"{folder}: mlx-lm cannot load it: {first_line(error)}") from error
-
-
-def _windows(model: Any, path: str) -> list[int | None]:
-    """For every layer that has a cache, how far back it sees; None: to the beginning."""
-    windows = list[int | None]()
-    for cache in make_prompt_cache(model):
-        if type(cache) is KVCache:
-            windows.append(None)
-        elif type(cache) is RotatingKVCache and cache.keep == 0:
-            windows.append(cache.max_size)
-        else:
-            raise ModelError(
-                f"{path}: has layers that keep their past in a {type(cache).__name__}, which cannot branch into a "
-                f"tree; use an attention model"
-            )
-    return windows
+        sweep = LayerSweep(model, layout, plan, progress, store)
+    except BaseException as error:
+        store.close()
+        if isinstance(error, OSError):
+            raise ModelError(f"{path}: cannot be streamed: {error}") from error
+        raise
+    speed = measure_disk(layout.paths, plan)
+    return sweep, [plan.line(speed), *filter(None, [plan.warning(speed)])]
 
 
 def on_gpu() -> bool:
     """Does MLX compute on a GPU?"""
     return bool(mx.default_device() == mx.gpu)
-
-
-def set_memory_limits(weights: int) -> list[str]:
-    """On a Mac, keep weights in the GPU's memory and bound the freed buffers that MLX keeps. Nothing elsewhere.
-
-    Args:
-        weights: bytes of the model's weights.
-
-    Returns:
-        What the user should know.
-    """
-    size = int(mx.device_info().get("max_recommended_working_set_size", 0))
-    if not size:
-        return []
-    mx.set_wired_limit(size)
-    mx.set_cache_limit(size // CACHE_SHARE)
-    if weights <= WIRED_SHARE * size:
-        return []
-    return [f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes will be slow"]
 
 
 def _tolerance(model: Any) -> float:
@@ -334,14 +337,14 @@ def _tolerance(model: Any) -> float:
 def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
     """Refuse a model whose tree of three nodes is not its chains: the last node must not see the second."""
     tree, right, wrong = ([1, 2, 3], [-1, 0, 0]), ([1, 3], [-1, 0]), ([1, 2, 3], [-1, 0, 1])
+
+    def work(tokens: list[int], parents: list[int]) -> Work:
+        last = np.array([len(tokens) - 1], np.int32)
+        return Work(backend.small_session(), np.array(tokens, np.int32), np.array(parents, np.int32), last)
+
     try:
-        session, rows = backend.open(), list[Float32Array]()
-        for tokens, parents in (tree, right, wrong):
-            last = np.array([len(tokens) - 1], np.int32)
-            work = Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), last)
-            rows.append(backend.forward([work])[0].row(int(last[0])))
-            session.rewind(0)
-        session.close()
+        works = [work(*tree), work(*right), work(*wrong)]
+        rows = [logits.row(int(work.wanted[0])) for work, logits in zip(works, backend.forward(works), strict=True)]
     except RuntimeError as error:
         raise ModelError(f"{path}: MLX cannot run it on this device: {first_line(error)}") from error
     except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:

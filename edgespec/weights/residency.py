@@ -258,9 +258,7 @@ def _ends(tensors: Sequence[Tensor]) -> Ends:
     return {file: sorted(found) for file, found in ends.items()}
 
 
-def _parts(
-    layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: Ends | None = None
-) -> list[Layer] | None:
+def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: Ends | None = None) -> list[Layer] | None:
     """The least that can be streamed to free so many bytes, in whole units; None if not so many can be freed.
 
     With `ends`, parts end there.

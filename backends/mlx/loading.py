@@ -1,0 +1,57 @@
+"""Model folders become mlx-lm models, whose weights are not read yet: what is refused before that."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import load_model
+
+from edgespec.errors import ModelError
+
+from ..hf_vocab import first_line
+
+
+def check_files(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, when nothing that it needs is missing."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{folder}: config.json is damaged: {first_line(error)}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder}: config.json does not name a model_type")
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else set()
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{folder}: {index.name} is damaged: {first_line(error)}") from error
+    missing = sorted(name for name in named if not (folder / name).exists())
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} of {len(named)} weight files are missing, first {missing[0]}")
+    if not any(folder.glob("model*.safetensors")):
+        raise ModelError(f"{folder}: has no weights: there is no file model*.safetensors")
+    return config
+
+
+def load_weights(folder: Path) -> Any:
+    """mlx-lm's model; MLX reads the weights when the first pass needs them."""
+    try:
+        return load_model(folder, lazy=True)[0]
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
+        raise ModelError(f"{folder}: mlx-lm cannot load it: {first_line(error)}") from error
+
+
+def find_windows(model: Any, path: str) -> list[int | None]:
+    """For every layer that has a cache, how far back it sees; None: to the beginning."""
+    windows = list[int | None]()
+    for cache in make_prompt_cache(model):
+        if type(cache) is KVCache:
+            windows.append(None)
+        elif type(cache) is RotatingKVCache and cache.keep == 0:
+            windows.append(cache.max_size)
+        else:
+            raise ModelError(
+                f"{path}: has layers that keep their past in a {type(cache).__name__}, which cannot branch into a "
+                f"tree; use an attention model"
+            )
+    return windows

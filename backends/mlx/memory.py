@@ -1,0 +1,281 @@
+"""MLX models larger than memory: where their weights lie, what a pass takes besides, and what of the weights stays.
+
+MLX maps no files: a weight is an array that owns its memory. So a plan keeps tensors whole, and only those can be
+streamed whose bytes in the file are what MLX computes with. Where mlx-lm rebuilds weights as it loads them (it stacks
+experts, say), the folder has to be written anew by mlx-lm first.
+"""
+
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.models.safetensors_header import Stored, read_safetensors_header
+from edgespec.weights.machine import available_memory, format_size, private_memory
+from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
+
+from .loading import check_files, find_windows, load_weights
+from .tree import Pass, TreeCache, wrap_ropes
+
+CHUNKS = (128, 256, 512, 1024, 2048)  # nodes of a pass over a prompt, where every one reads weights again
+MIN_NODES = 512  # … and where none does
+CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
+ALIGNED = 4096  # bytes; reads past the page cache start and end at multiples
+DTYPES = {
+    "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8, "I32": mx.int32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A weight whose bytes in a file are what MLX computes with."""
+
+    name: str  # within its layer, or else within the model
+    layer: int  # -1: it is of none, or cannot be streamed
+    tensor: Tensor
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a model's weights lie."""
+
+    paths: tuple[str, ...]  # of the files
+    placed: tuple[Placed, ...]
+    others: tuple[Tensor, ...]  # weights that mlx-lm does not take as the files have them; as if in file -1
+    rebuilt: tuple[str, ...]  # those of layers among them
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All, with the names by which `make_plan` knows layers."""
+        return [*(one.tensor for one in self.placed), *self.others]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(tensor.size for tensor in self.tensors)
+
+
+def find_layout(model: Any, folder: Path) -> Layout:
+    """Compare a model that was loaded lazily with its files.
+
+    Raises:
+        ModelError: a file cannot be read or is damaged.
+    """
+    paths = sorted(glob.glob(str(folder / "model*.safetensors")))
+    stored = {one.name: (n, one) for n, path in enumerate(paths) for one in read_safetensors_header(Path(path))}
+    numbers = _layer_numbers(model)
+    placed, others, rebuilt, elsewhere = list[Placed](), list[Tensor](), list[str](), 0
+    for name, array in tree_flatten(model.parameters()):
+        layer, rest = _layer_of(name, numbers)
+        file, found = stored.get(name, (-1, None))
+        if found is None or not _is(found, array):
+            others.append(Tensor(name, -1, elsewhere, array.nbytes))
+            elsewhere += array.nbytes + 1  # no neighbours
+            rebuilt += [name] if layer >= 0 else []
+            continue
+        if layer >= 0 and found.start % array.itemsize == 0:
+            tensor = Tensor(f"blk.{layer}.{rest}", file, found.start, found.size)
+        else:
+            layer, rest, tensor = -1, name, Tensor(name, file, found.start, found.size)
+        placed.append(Placed(rest, layer, tensor, array.dtype, tuple(array.shape)))
+    return Layout(tuple(paths), tuple(placed), tuple(others), tuple(rebuilt))
+
+
+def _is(found: Stored, array: Any) -> bool:
+    return DTYPES.get(found.dtype) == array.dtype and found.shape == tuple(array.shape)
+
+
+def _layer_numbers(model: Any) -> dict[str, int]:
+    """Names of the layers' modules -> their numbers."""
+    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
+    return {f"{name}.": numbers[id(module)] for name, module in model.named_modules() if id(module) in numbers}
+
+
+def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
+    """Number of the layer that a weight belongs to, and its name there; -1: to none."""
+    return next(
+        ((number, name.removeprefix(prefix)) for prefix, number in numbers.items() if name.startswith(prefix)),
+        (-1, name),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """How large sessions and passes may become."""
+
+    context_length: int
+    budget: int
+    sessions: int
+    chunk: int  # prompt tokens per pass
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.chunk, self.budget + 1)
+
+    @property
+    def cells(self) -> int:
+        """Of one session's cache."""
+        return self.context_length + self.max_nodes
+
+
+def plan_memory(
+    model: Any,
+    folder: Path,
+    config: Mapping[str, Any],
+    windows: Sequence[int | None],
+    size: PassSize,
+    memory: int | None,
+    beside: int,
+) -> tuple[Plan | None, PassSize, Layout, list[str]]:
+    """What of a model stays in memory: the plan (None: everything), the passes it is made for, and notes for a person.
+
+    Args:
+        model: loaded lazily, its ropes wrapped.
+        folder: its own.
+        config: of the text model.
+        windows: of its layers.
+        size: of sessions and passes, as asked for.
+        memory: bytes for everything; None: what is free.
+        beside: bytes that others will take: the draft.
+
+    Raises:
+        UsageError: the memory is too little.
+        ModelError: it would be enough if the folder held the weights as MLX computes with them.
+    """
+    found = free_memory()
+    room = memory if memory is not None else int(found * (1 - SAFETY))
+    notes = []
+    if memory is not None and memory > found:
+        notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
+    layout = find_layout(model, folder)
+    cell, item = cell_bytes(model, windows)
+    fixed = private_memory() + MARGIN + beside + freed_buffers()
+    needs = {}
+    for chunk in sorted({size.chunk, *CHUNKS}):
+        one = replace(size, chunk=chunk)
+        needs[one] = fixed + one.sessions * one.cells * cell + work_bytes(config, one, item)
+    if layout.size + needs[size] <= room:
+        return None, size, layout, notes
+    try:
+        smallest, *larger = [one for one in needs if one.chunk >= min(size.chunk, size.budget + 1)]
+        best, plan = smallest, _plan(layout, room, needs[smallest])
+    except UsageError as error:
+        if not layout.rebuilt:
+            raise
+        raise ModelError(
+            f"{folder}: it does not fit into memory, and cannot be streamed from these files, for mlx-lm rebuilds "
+            f"{len(layout.rebuilt)} weights of its layers as it loads them, such as {layout.rebuilt[0]}; write them "
+            f"once as MLX needs them: mlx_lm.convert --hf-path {folder} --mlx-path NEW-FOLDER"
+        ) from error
+    least = plan.streamed_bytes if plan else 0
+    for one in larger:
+        try:
+            other = _plan(layout, room, needs[one])
+        except UsageError:
+            break
+        if other and other.streamed_bytes <= least * (1 + CHUNK_SHARE):
+            best, plan = one, other
+    return plan, best, layout, notes
+
+
+def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
+    """Whole tensors; what is read is whole pages, for which slots have room."""
+    pages = 2 * ALIGNED * len(layout.placed)  # at most, if no tensor lies next to another
+    return make_plan(layout.tensors, room, needed + pages, page=1, whole=True)
+
+
+def free_memory() -> int:
+    """Bytes that may be taken; on a Mac at most what its GPU can hold."""
+    return min(available_memory(), int(WIRED_SHARE * gpu_memory()) or available_memory())
+
+
+WIRED_SHARE = 0.9  # of what a Mac's GPU can hold may be weights; where mlx-lm warns, too
+CACHE_SHARE = 16  # … and 1 / CACHE_SHARE of it freed buffers that are kept for reuse
+
+
+def gpu_memory() -> int:
+    """Bytes that a Mac's GPU can hold; 0 elsewhere."""
+    return int(mx.device_info().get("max_recommended_working_set_size", 0))
+
+
+def freed_buffers() -> int:
+    """Bytes of freed buffers that MLX may keep."""
+    return gpu_memory() // CACHE_SHARE
+
+
+def set_memory_limits(weights: int) -> list[str]:
+    """On a Mac, keep weights in the GPU's memory and bound the freed buffers that MLX keeps. Nothing elsewhere.
+
+    Args:
+        weights: bytes of the weights that stay in memory.
+
+    Returns:
+        What the user should know.
+    """
+    size = gpu_memory()
+    if not size:
+        return []
+    mx.set_wired_limit(size)
+    mx.set_cache_limit(freed_buffers())
+    if weights <= WIRED_SHARE * size:
+        return []
+    return [f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes will be slow"]
+
+
+def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
+    """Bytes of one token's keys and values, and of one number among them.
+
+    The model is asked to read a token, and tells the shapes; nothing is computed. 0 if it cannot hold a tree, which
+    is noticed later.
+    """
+    caches = [TreeCache(1, window) for window in windows]
+    for cache in caches:
+        cache.offset = Pass([-1], 0, 0)
+    try:
+        model(mx.array([[0]]), cache=caches)
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return 0, 4
+    buffers = [buffer for cache in caches for buffer in (cache.keys, cache.values) if buffer is not None]
+    return sum(buffer.nbytes for buffer in buffers), max((buffer.itemsize for buffer in buffers), default=4)
+
+
+def work_bytes(config: Mapping[str, Any], size: PassSize, item: int) -> int:
+    """Memory of what the largest pass computes at one time, beyond weights and caches: as measured, see the tests.
+
+    Args:
+        config: of the text model.
+        size: of the pass.
+        item: bytes of a number.
+    """
+    width, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
+    inner = max(value for name, value in {"": 4 * width, **config}.items() if _is_width(name, value))
+    states = size.max_nodes * (12 * width + 4 * inner) * item
+    # Where MLX has no fused kernel for a pass, it makes all scores.
+    scores = size.max_nodes * size.cells * (1 + 2 * heads * max(4, item))
+    logits = (size.budget + 1) * (config.get("vocab_size") or 0) * (item + 4)
+    return int(states + scores + logits)
+
+
+def _is_width(name: str, value: object) -> bool:
+    return not name or (name.endswith("intermediate_size") and isinstance(value, int))
+
+
+def parameter_bytes(model: Any) -> int:
+    """Of all weights."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def beside_bytes(folder: Path, size: PassSize) -> int:
+    """What another model will take that is loaded with the same options, and stays in memory."""
+    config, model = check_files(folder), load_weights(folder)
+    wrap_ropes(model)
+    cell, item = cell_bytes(model, find_windows(model, str(folder)))
+    caches = size.sessions * size.cells * cell
+    return parameter_bytes(model) + caches + work_bytes(config.get("text_config") or config, size, item)

@@ -1,0 +1,334 @@
+"""MLX models larger than memory: a pass whose layers are read from disk while it computes.
+
+A slot is one array of bytes, made by MLX. A streamed layer's weights are views of it, made once for every slot; a slot
+that is filled anew shows the next layer's weights through the next layer's views. `ring.py` fills the slots, with
+threads that never touch MLX.
+
+MLX is lazy, so a pass is written down before it is computed: all works go through the model, one after the other, and
+nothing is read yet. Every streamed layer notes its input and its output. Then, layer by layer, the inputs are asked
+for, the layer is waited for, the outputs of all works are computed, and the slot is free. So weights are read once
+for all works, and nothing is left that would look into a slot later: what is computed forgets what it was made of.
+"""
+
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from edgespec.errors import ModelError
+from edgespec.weights.pin import Progress, warm
+from edgespec.weights.residency import Extent, Layer, Plan, Tensor
+from edgespec.weights.ring import Streamer
+from edgespec.weights.system import HUGE, check_sizes, file_sizes, libc, open_direct, read_fully
+
+from .memory import ALIGNED, Layout, Placed
+from .tree import TreeCache
+
+MADV_HUGEPAGE = 14  # Linux
+Result = TypeVar("Result")
+
+
+class SlotStore:
+    """See `edgespec.weights.ring.Slots`. Slots are arrays of bytes; what is read into one is seen by all its views."""
+
+    def __init__(self, paths: Sequence[str], plan: Plan) -> None:
+        """
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        self._paths = paths
+        self._cached: list[int] = []
+        self._direct: list[int] = []
+        self._is_direct: list[bool] = []
+        try:
+            for path in paths:
+                self._cached.append(os.open(path, os.O_RDONLY))
+                descriptor, direct = open_direct(path)
+                self._direct.append(descriptor)
+                self._is_direct.append(direct)
+        except BaseException:
+            self.close()
+            raise
+        self._sizes = file_sizes(self._cached)
+        self.plan = replace(plan, streamed=tuple(self._widened(layer) for layer in plan.streamed))
+        self._inside: dict[Extent, int] = {}  # extent -> offset in its slot
+        size = 0
+        for layer in self.plan.streamed:
+            offset = 0
+            for extent in layer.extents:
+                self._inside[extent] = offset
+                offset += -(-extent.size // ALIGNED) * ALIGNED
+            size = max(size, offset)
+        self.slot_bytes = size
+        self._arrays = [new_bytes(size + HUGE) for _ in range(plan.slots)]
+        self._offsets = [-address(array) % HUGE for array in self._arrays]  # where a slot begins: at a huge page
+        for slot in range(plan.slots if sys.platform == "linux" else 0):
+            libc().madvise(self.address(slot), size, MADV_HUGEPAGE)  # a wish: reads into small pages are slower
+
+    def _widened(self, layer: Layer) -> Layer:
+        """With whole pages of the file."""
+        extents = list[Extent]()
+        for extent in layer.extents:
+            start = extent.start // ALIGNED * ALIGNED
+            stop = min(-(-extent.stop // ALIGNED) * ALIGNED, self._sizes[extent.file])
+            last = extents[-1] if extents else None
+            if last and last.file == extent.file and start <= last.stop:
+                extents[-1] = Extent(last.file, last.start, stop)
+            else:
+                extents.append(Extent(extent.file, start, stop))
+        return Layer(layer.index, tuple(extents))
+
+    def address(self, slot: int) -> int:
+        """Of a slot's first byte."""
+        return address(self._arrays[slot]) + self._offsets[slot]
+
+    def view(self, slot: int, layer: Layer, placed: Placed) -> Any:
+        """A weight of a layer that is in the slot; None: it is not streamed."""
+        tensor = placed.tensor
+        for extent in layer.extents:
+            if extent.file == tensor.file and extent.start <= tensor.start < tensor.start + tensor.size <= extent.stop:
+                start = self._offsets[slot] + self._inside[extent] + tensor.start - extent.start
+                return self._arrays[slot][start : start + tensor.size].view(placed.dtype).reshape(placed.shape)
+        return None
+
+    def load(self, tensors: Sequence[Tensor], progress: Progress) -> list[Any]:
+        """Tensors as new arrays of bytes. Raises OSError."""
+        order = sorted(range(len(tensors)), key=lambda i: (tensors[i].file, tensors[i].start))
+        arrays = [new_bytes(tensor.size) for tensor in tensors]
+        starts = [(tensors[i].file, tensors[i].start) for i in order]
+        places = [address(arrays[i]) for i in order]
+
+        def read(piece: Extent) -> None:
+            at = bisect_right(starts, (piece.file, piece.start)) - 1
+            self._read_cached(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
+
+        extents = [Extent(tensor.file, tensor.start, tensor.start + tensor.size) for tensor in tensors]
+        warm(extents, read, progress)
+        return arrays
+
+    def _read_cached(self, file: int, place: int, start: int, stop: int) -> None:
+        read_fully(self._cached[file], place, start, stop)
+        if hasattr(os, "posix_fadvise"):  # what is in memory need not be there twice
+            os.posix_fadvise(self._cached[file], start, stop - start, os.POSIX_FADV_DONTNEED)
+
+    def check(self) -> None:
+        check_sizes(self._paths, self._cached, self._sizes)
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        place = self.address(slot) + self._inside[extent] - extent.start
+        whole = stop // ALIGNED * ALIGNED if self._is_direct[extent.file] else start
+        if start < whole:
+            read_fully(self._direct[extent.file], place + start, start, whole)
+        if whole < stop:
+            self._read_cached(extent.file, place + max(start, whole), max(start, whole), stop)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        pass  # the views show what was read
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        pass
+
+    def close(self) -> None:
+        for descriptor in (*self._cached, *self._direct):
+            os.close(descriptor)
+        self._cached, self._direct, self._arrays = [], [], []
+
+
+def new_bytes(size: int) -> Any:
+    """An array of so many bytes, in memory."""
+    array = mx.zeros(size, mx.uint8)
+    mx.eval(array)
+    return array
+
+
+def address(array: Any) -> int:
+    """Where an evaluated array of bytes lies."""
+    return int(np.asarray(memoryview(array)).ctypes.data)
+
+
+@dataclass(slots=True)
+class Step:
+    """A streamed layer in one work."""
+
+    layer: int
+    taken: Any  # its input
+    made: Any  # its output
+    cache: TreeCache | None
+
+
+class LayerSweep:
+    """A model whose layers are streamed; `run` makes a pass. Made before the model is first used, closed after it."""
+
+    def __init__(self, model: Any, layout: Layout, plan: Plan, progress: Progress, store: SlotStore) -> None:
+        """
+        Args:
+            model: loaded lazily; its weights are replaced.
+            layout: where they lie.
+            plan: what is streamed, in whole tensors.
+            progress: told how much of what stays has been read.
+            store: of the same plan; closed by `close`.
+
+        Raises:
+            ModelError: the files hold other values than mlx-lm takes from them.
+            OSError: a file cannot be read.
+        """
+        self._steps = list[Step]()
+        self._order = [layer.index for layer in plan.streamed]
+        self._store = store
+        layers = {layer.index: layer for layer in store.plan.streamed}
+        views = dict[int, list[list[tuple[str, Any]]]]()  # layer -> for each slot, names and weights
+        staying = list[Placed]()
+        for placed in layout.placed:
+            layer = layers.get(placed.layer)
+            found = [store.view(slot, layer, placed) for slot in range(plan.slots)] if layer else []
+            if found and found[0] is not None:
+                for slot, view in enumerate(found):
+                    views.setdefault(placed.layer, [[] for _ in range(plan.slots)])[slot].append((placed.name, view))
+            else:
+                staying.append(placed)
+        self._check_values(model, layout)
+        for placed, array in zip(staying, store.load([one.tensor for one in staying], progress), strict=True):
+            owner = model.layers[placed.layer] if placed.layer >= 0 else model
+            owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
+        self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
+        mx.eval(self._views)  # once: a slot that is filled anew needs no new views
+        for index in self._order:
+            model.layers[index].update(self._views[index][0])
+            self._watch(model.layers[index], index)
+        for _, array in tree_flatten(model.parameters()):
+            mx.eval(array)  # what is left, one after the other
+        mx.clear_cache()
+        self.streamer = Streamer(store.plan, store)
+
+    def _check_values(self, model: Any, layout: Layout) -> None:
+        """A model class may transform weights without another shape or type: one layer is compared bit by bit."""
+        placed = [one for one in layout.placed if one.layer == self._order[0]]
+        weights = dict(tree_flatten(model.layers[self._order[0]].parameters()))
+        for one, stored in zip(placed, self._store.load([p.tensor for p in placed], lambda *_: None), strict=True):
+            if not np.array_equal(np.asarray(memoryview(stored)), np.asarray(_bytes(weights[one.name]))):
+                raise ModelError(
+                    f"layer {one.layer}'s weight {one.name} is changed by mlx-lm as it is loaded, so it cannot be "
+                    "streamed from this file; write the folder once as MLX needs it, with mlx_lm.convert"
+                )
+
+    def _watch(self, layer: Any, index: int) -> None:
+        """Have a layer take its weights from the slot where this pass will have them, and note what it computes."""
+        kind = type(layer)
+
+        def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            module.update(self._views[index][self.streamer.slot(index)])
+            made = kind.__call__(module, x, *args, **kwargs)
+            cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, TreeCache)), None)
+            self._steps.append(Step(index, x, made, cache))
+            return made
+
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
+
+    def run(self, caches: Sequence[Sequence[TreeCache]], write: Callable[[], Result]) -> Result:
+        """A pass over several works.
+
+        Args:
+            caches: of each work's session.
+            write: sends all works through the model; computes nothing.
+
+        Returns:
+            What `write` does. It depends on no streamed weight any more.
+
+        Raises:
+            ModelError: a layer cannot be read. The caches are as they were.
+        """
+        self.streamer.begin()
+        before = [Before(some) for some in caches]
+        self._steps = []
+        try:
+            result = write()
+            by_layer = {index: [step for step in self._steps if step.layer == index] for index in self._order}
+            self._steps = []
+            for index in self._order:
+                self._compute(index, by_layer.pop(index), before)
+            return result
+        except BaseException:
+            for one in before:
+                one.restore()
+            raise
+        finally:
+            self._steps = []
+            self.streamer.finish()
+
+    def _compute(self, index: int, steps: list[Step], before: Sequence["Before"]) -> None:
+        for one, step in zip(before, steps, strict=True):
+            one.forget_until(step.cache)
+        mx.async_eval([step.taken for step in steps])  # the layers between compute while this one is waited for
+        self.streamer.enter(index)
+        outputs = [(step.made, step.cache.keys, step.cache.values) if step.cache else step.made for step in steps]
+        try:
+            for one, step in zip(before, steps, strict=True):
+                one.forget(step.cache)
+            mx.eval(outputs)
+        except BaseException:
+            with suppress(RuntimeError):
+                mx.eval(outputs)  # as long as the weights are there: afterwards nothing may look for them
+            raise
+        self.streamer.leave(index)
+
+    @property
+    def bytes_held(self) -> int:
+        """Of weights that stay, and slots."""
+        return self.streamer.plan.pinned_bytes + self.streamer.plan.slots * self._store.slot_bytes
+
+    def close(self) -> None:
+        """Stop reading and free the slots."""
+        self.streamer.close()
+        self._views = {}
+
+
+class Before:
+    """The caches of a session before a pass, for as long as the pass may be given up.
+
+    Whoever holds a buffer keeps MLX from writing into it in place, so what is to be computed next is let go.
+    """
+
+    def __init__(self, caches: Iterable[TreeCache]) -> None:
+        self._held = {id(cache): (cache, *_handles(cache)) for cache in caches}  # in the order of the layers
+
+    def forget_until(self, cache: TreeCache | None) -> None:
+        """All caches before that one."""
+        for key in list(self._held):
+            if cache is None or key == id(cache):
+                break
+            del self._held[key]
+
+    def forget(self, cache: TreeCache | None) -> None:
+        self._held.pop(id(cache), None)
+
+    def restore(self) -> None:
+        """What was not computed is as before."""
+        for cache, keys, values in self._held.values():
+            cache.keys, cache.values = keys, values
+
+
+def _handles(cache: TreeCache) -> tuple[Any, Any]:
+    """The buffers under other names: an assignment to a part of `cache.keys` changes what that name stands for."""
+    return (None, None) if cache.keys is None else (cache.keys[...], cache.values[...])
+
+
+def _bytes(array: Any) -> Any:
+    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    mx.eval(flat)
+    return memoryview(flat)
+
+
+def open_slots(paths: Sequence[str], plan: Plan) -> SlotStore:
+    """The store for a plan. Raises ModelError."""
+    try:
+        return SlotStore(paths, plan)
+    except OSError as error:
+        raise ModelError(f"{Path(paths[0]).parent}: cannot be streamed: {error}") from error
