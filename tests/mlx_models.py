@@ -1,6 +1,7 @@
 """Tiny random models in folders that mlx-lm reads. Import only where mlx_lm is installed."""
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def write_model(
     damage: float = 0.0,
     dtype: mx.Dtype = mx.float32,
     bits: int = 0,
+    mixed: bool = False,
+    shards: int = 1,
 ) -> Path:
     """A folder with random weights.
 
@@ -87,6 +90,8 @@ def write_model(
         damage: how much noise is on top of them, in parts of each matrix's own size.
         dtype: of the weights, or of what is not quantised.
         bits: 0, or quantise by mlx_lm's own function.
+        mixed: of every second layer, what leads down in 8 bits.
+        shards: number of files.
     """
     config = SHARED | config
     folder.mkdir(parents=True)
@@ -106,8 +111,16 @@ def write_model(
 
     model.apply(finish)
     if bits:
-        model, config = quantize_model(model, config, group_size=32, bits=bits)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+        eight = {"group_size": 32, "bits": 8}
+        choose = (
+            (lambda name, module: eight if re.search(r"[02468].*(down_proj|w2)", name) else True) if mixed else None
+        )
+        model, config = quantize_model(model, config, group_size=32, bits=bits, quant_predicate=choose)
+    weights = tree_flatten(model.parameters())
+    for i in range(shards):
+        name = "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = weights[i * len(weights) // shards : (i + 1) * len(weights) // shards]
+        mx.save_safetensors(str(folder / name), dict(part))
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
     return folder

@@ -309,7 +309,7 @@ def load(
 
 def _stream(model: Any, layout: Layout, plan: Plan, progress: Progress, path: str) -> tuple[LayerSweep, Sequence[str]]:
     """Read what stays, and start to stream the rest; and notes for a person. Raises ModelError."""
-    store = open_slots(layout.paths, plan)
+    store = open_slots(layout, plan)
     try:
         sweep = LayerSweep(model, layout, plan, progress, store)
     except BaseException as error:

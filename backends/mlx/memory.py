@@ -6,6 +6,7 @@ experts, say), the folder has to be written anew by mlx-lm first.
 """
 
 import glob
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlx.utils import tree_flatten
 from edgespec.errors import ModelError, UsageError
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.machine import available_memory, format_size, private_memory
-from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.residency import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
 
 from .loading import check_files, find_windows, load_weights
 from .tree import Pass, TreeCache, wrap_ropes
@@ -47,6 +48,7 @@ class Layout:
     """Where a model's weights lie."""
 
     paths: tuple[str, ...]  # of the files
+    bases: tuple[int, ...]  # where their tensors begin: MLX's own writer aligns that to nothing
     placed: tuple[Placed, ...]
     others: tuple[Tensor, ...]  # weights that mlx-lm does not take as the files have them; as if in file -1
     rebuilt: tuple[str, ...]  # those of layers among them
@@ -69,7 +71,9 @@ def find_layout(model: Any, folder: Path) -> Layout:
         ModelError: a file cannot be read or is damaged.
     """
     paths = sorted(glob.glob(str(folder / "model*.safetensors")))
-    stored = {one.name: (n, one) for n, path in enumerate(paths) for one in read_safetensors_header(Path(path))}
+    headers = [read_safetensors_header(Path(path)) for path in paths]
+    bases = [header[0].start if header else 0 for header in headers]
+    stored = {one.name: (file, one) for file, header in enumerate(headers) for one in header}
     numbers = _layer_numbers(model)
     placed, others, rebuilt, elsewhere = list[Placed](), list[Tensor](), list[str](), 0
     for name, array in tree_flatten(model.parameters()):
@@ -80,12 +84,12 @@ def find_layout(model: Any, folder: Path) -> Layout:
             elsewhere += array.nbytes + 1  # no neighbours
             rebuilt += [name] if layer >= 0 else []
             continue
-        if layer >= 0 and found.start % array.itemsize == 0:
+        if layer >= 0 and (found.start - bases[file]) % array.itemsize == 0:
             tensor = Tensor(f"blk.{layer}.{rest}", file, found.start, found.size)
         else:
             layer, rest, tensor = -1, name, Tensor(name, file, found.start, found.size)
         placed.append(Placed(rest, layer, tensor, array.dtype, tuple(array.shape)))
-    return Layout(tuple(paths), tuple(placed), tuple(others), tuple(rebuilt))
+    return Layout(tuple(paths), tuple(bases), tuple(placed), tuple(others), tuple(rebuilt))
 
 
 def _is(found: Stored, array: Any) -> bool:
@@ -187,8 +191,8 @@ def plan_memory(
 
 def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
     """Whole tensors; what is read is whole pages, for which slots have room."""
-    pages = 2 * ALIGNED * len(layout.placed)  # at most, if no tensor lies next to another
-    return make_plan(layout.tensors, room, needed + pages, page=1, whole=True)
+    most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)  # extents of a layer
+    return make_plan(layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True)
 
 
 def free_memory() -> int:

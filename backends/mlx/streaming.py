@@ -15,6 +15,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from ctypes import memmove
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,20 +28,26 @@ from edgespec.errors import ModelError
 from edgespec.weights.pin import Progress, warm
 from edgespec.weights.residency import Extent, Layer, Plan, Tensor
 from edgespec.weights.ring import Streamer
-from edgespec.weights.system import HUGE, check_sizes, file_sizes, libc, open_direct, read_fully
+from edgespec.weights.system import HUGE, check_sizes, file_sizes, libc, open_direct, own_buffer, read_fully
 
 from .memory import ALIGNED, Layout, Placed
 from .tree import TreeCache
 
 MADV_HUGEPAGE = 14  # Linux
+NUMBER = 16  # bytes; more than any number or vector of numbers that kernels load
 Result = TypeVar("Result")
 
 
 class SlotStore:
     """See `edgespec.weights.ring.Slots`. Slots are arrays of bytes; what is read into one is seen by all its views."""
 
-    def __init__(self, paths: Sequence[str], plan: Plan) -> None:
+    def __init__(self, paths: Sequence[str], bases: Sequence[int], plan: Plan) -> None:
         """
+        Args:
+            paths: of the files.
+            bases: where their tensors begin.
+            plan: what is streamed.
+
         Raises:
             OSError: a file cannot be opened.
         """
@@ -59,13 +66,14 @@ class SlotStore:
             raise
         self._sizes = file_sizes(self._cached)
         self.plan = replace(plan, streamed=tuple(self._widened(layer) for layer in plan.streamed))
-        self._inside: dict[Extent, int] = {}  # extent -> offset in its slot
+        self._inside: dict[tuple[int, Extent], int] = {}  # layer, extent -> offset in its slot; layers may share a page
         size = 0
         for layer in self.plan.streamed:
             offset = 0
             for extent in layer.extents:
-                self._inside[extent] = offset
-                offset += -(-extent.size // ALIGNED) * ALIGNED
+                # Numbers have to begin where their size allows it. If the file is a few bytes off, so is the extent.
+                self._inside[layer.index, extent] = offset + -bases[extent.file] % NUMBER
+                offset += -(-(extent.size + NUMBER) // ALIGNED) * ALIGNED
             size = max(size, offset)
         self.slot_bytes = size
         self._arrays = [new_bytes(size + HUGE) for _ in range(plan.slots)]
@@ -95,7 +103,7 @@ class SlotStore:
         tensor = placed.tensor
         for extent in layer.extents:
             if extent.file == tensor.file and extent.start <= tensor.start < tensor.start + tensor.size <= extent.stop:
-                start = self._offsets[slot] + self._inside[extent] + tensor.start - extent.start
+                start = self._offsets[slot] + self._inside[layer.index, extent] + tensor.start - extent.start
                 return self._arrays[slot][start : start + tensor.size].view(placed.dtype).reshape(placed.shape)
         return None
 
@@ -123,12 +131,16 @@ class SlotStore:
         check_sizes(self._paths, self._cached, self._sizes)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        place = self.address(slot) + self._inside[extent] - extent.start
-        whole = stop // ALIGNED * ALIGNED if self._is_direct[extent.file] else start
-        if start < whole:
+        place = self.address(slot) + self._inside[layer.index, extent] - extent.start
+        whole = max(start, stop // ALIGNED * ALIGNED if self._is_direct[extent.file] else 0)
+        if start < whole and place % ALIGNED == 0:
             read_fully(self._direct[extent.file], place + start, start, whole)
+        elif start < whole:  # reads past the page cache go to whole pages of memory
+            buffer = address_of(own_buffer())
+            read_fully(self._direct[extent.file], buffer, start, whole)
+            memmove(place + start, buffer, whole - start)
         if whole < stop:
-            self._read_cached(extent.file, place + max(start, whole), max(start, whole), stop)
+            self._read_cached(extent.file, place + whole, whole, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
         pass  # the views show what was read
@@ -151,7 +163,12 @@ def new_bytes(size: int) -> Any:
 
 def address(array: Any) -> int:
     """Where an evaluated array of bytes lies."""
-    return int(np.asarray(memoryview(array)).ctypes.data)
+    return address_of(memoryview(array))
+
+
+def address_of(buffer: memoryview) -> int:
+    """Where a buffer lies."""
+    return int(np.asarray(buffer).ctypes.data)
 
 
 @dataclass(slots=True)
@@ -326,9 +343,9 @@ def _bytes(array: Any) -> Any:
     return memoryview(flat)
 
 
-def open_slots(paths: Sequence[str], plan: Plan) -> SlotStore:
+def open_slots(layout: Layout, plan: Plan) -> SlotStore:
     """The store for a plan. Raises ModelError."""
     try:
-        return SlotStore(paths, plan)
+        return SlotStore(layout.paths, layout.bases, plan)
     except OSError as error:
-        raise ModelError(f"{Path(paths[0]).parent}: cannot be streamed: {error}") from error
+        raise ModelError(f"{Path(layout.paths[0]).parent}: cannot be streamed: {error}") from error

@@ -16,7 +16,7 @@ SECTOR = 512  # … and memory for them begins at a multiple of this
 HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
 MAP_FAILED = (1 << 64) - 1
 
-_own = threading.local()  # each thread's buffer for `touch`
+_own = threading.local()  # each thread's buffer
 
 
 def open_direct(path: str) -> tuple[int, bool]:
@@ -44,6 +44,14 @@ def read_buffer() -> memoryview:
             whole.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE
     return memoryview(whole)[start : start + READ_SIZE]
+
+
+def own_buffer() -> memoryview:
+    """This thread's `read_buffer`."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = read_buffer()
+    buffer: memoryview = _own.buffer
+    return buffer
 
 
 def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
@@ -90,10 +98,9 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None
 
 def touch(descriptor: int, start: int, stop: int) -> None:
     """Read bytes `start` to `stop` of a file into the page cache. Errors as for `read_fully`."""
-    if not hasattr(_own, "buffer"):
-        _own.buffer = read_buffer()
+    buffer = own_buffer()
     while start < stop:
-        done = os.preadv(descriptor, [_own.buffer[: stop - start]], start)
+        done = os.preadv(descriptor, [buffer[: stop - start]], start)
         if done <= 0:
             raise OSError(f"the file ends at byte {start}; it must have shrunk")
         start += done
