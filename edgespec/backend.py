@@ -236,8 +236,17 @@ def choose_backend(folder: bool) -> str:
     Raises:
         MissingPackage: no engine for folders is installed.
     """
+    return installed_backends(folder)[0]
+
+
+def installed_backends(folder: bool) -> list[str]:
+    """The built-in backends for model files or folders that can be used on this machine, the one to prefer first.
+
+    Raises:
+        MissingPackage: no engine for folders is installed.
+    """
     if not folder:
-        return "llamacpp"
+        return ["llamacpp"]
     engines = [("torch", "torch"), ("mlx", "mlx_lm")]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         engines.reverse()
@@ -245,7 +254,7 @@ def choose_backend(folder: bool) -> str:
     if not installed:
         name, package = engines[0]
         raise MissingPackage(package.replace("_", "-"), name, "running a model folder")
-    return installed[0]
+    return installed
 
 
 def load_vocab(name: str, path: str) -> Vocab:

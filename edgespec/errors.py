@@ -16,6 +16,10 @@ class UsageError(EdgespecError):
     exit_code = 2
 
 
+class NoRoom(UsageError):
+    """The memory to be used is too little for the model."""
+
+
 class ModelError(EdgespecError):
     """A model file is missing, damaged, or of a kind that cannot be run."""
 

@@ -238,8 +238,8 @@ def load(
             files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
         gpu_layers: llamacpp: layers to keep on the GPU; -1 = all.
-        memory: llamacpp: what the program may take, in bytes or as "12G"; weights that do not fit are streamed from
-            disk. Default: what is free.
+        memory: llamacpp, mlx: what the program may take, in bytes or as "12G"; weights that do not fit are streamed
+            from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
             then what plain decoding writes with the same type. Default: f16; for float32 weights f32; for narrow passes
             (`exact`) and at most 4,096 tokens of context q8_0, with which they need no padding.
@@ -251,8 +251,8 @@ def load(
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
-        progress: llamacpp: while a model is made ready to be streamed, called with (bytes read, bytes in all) of the
-            weights that stay in memory.
+        progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of
+            the weights that stay in memory.
         say: told, as a line, what takes some seconds.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 

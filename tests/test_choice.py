@@ -117,11 +117,11 @@ def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
     [
         ("torch", ["--gpu-layers", "0"], "threads, device, dtype, gpu_memory"),
         ("torch", ["--memory", "12G"], "threads, device, dtype, gpu_memory"),
-        ("mlx", ["--threads", "2"], "none"),
-        ("mlx", ["--dtype", "float16"], "none"),
+        ("mlx", ["--threads", "2"], "memory"),
+        ("mlx", ["--dtype", "float16"], "memory"),
         ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory, kv_type"),
         ("llamacpp", ["--gpu-memory", "10G"], "threads, gpu_layers, memory, kv_type"),
-        ("mlx", ["--kv-type", "q8_0"], "none"),
+        ("mlx", ["--kv-type", "q8_0"], "memory"),
     ],
 )
 def test_an_option_of_another_engine(run: Run, tiny: Path, backend: str, option: list[str], others: str) -> None:
@@ -187,8 +187,34 @@ def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: p
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="'ten' is not a size")
 
 
-def test_doctor_looks_at_files_only(run: Run, tiny: Path) -> None:
-    refused(run, "doctor", str(tiny), code=2, says="is a model folder; doctor can look at GGUF files only")
+def test_doctor_looks_at_folders(run: Run, engine: str, tiny: Path) -> None:
+    options = ["--ctx", "128", "--budget", "4", "--exact", "off"]
+    code, out, _ = run("doctor", str(tiny), "--backend", engine, *options, "--draft", str(tiny))
+    assert code == 0
+    rows = dict(line.split("  ", 1) for line in out.splitlines())
+    assert rows["engine"].strip() == engine
+    assert "fits into memory" in rows["plan"]
+    assert " s; " in rows["pass, 5 nodes"]
+    refused(run, "doctor", str(tiny), "--backend", engine, *options, "--kv-type", "q8_0", code=2, says="'kv_type'")
+
+
+def test_doctor_compares_engines(run: Run, tiny: Path) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+    options = ["--ctx", "128", "--budget", "4", "--exact", "off"]
+    code, out, _ = run("doctor", str(tiny), *options)
+    best, other = (line.split()[1] for line in out.splitlines() if line.startswith("engine"))
+    assert (code, {best, other}) == (0, {"torch", "mlx"})
+    assert out.splitlines()[-1].startswith(f"use --backend {best}: about ")
+    found = json.loads(run("doctor", str(tiny), *options, "--json")[1])
+    assert {found["engine"], *(one["engine"] for one in found["others"])} == {"torch", "mlx"}
+
+
+def test_doctor_and_a_folder_that_does_not_fit(run: Run, tiny: Path) -> None:
+    has("mlx")
+    code, out, _ = run("doctor", str(tiny), "--backend", "mlx", "--ctx", "128", "--memory", "1M")
+    assert code == 1
+    assert "this cannot run, because 1 MiB of memory are too little for this model" in out
+    refused(run, "doctor", str(tiny), "--draft", "smollm2-135m", code=2, says="must both be GGUF files, or folders")
 
 
 class TestPairs:

@@ -346,6 +346,20 @@ def test_mlx_loads_what_it_quantised(llama: Tiny, tmp_path: Path) -> None:
     assert 0 < np.abs(rough - exact).max() < 0.2 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_folder_that_mlx_can_stream(name: str, tmp_path: Path) -> None:
+    """Every layer in a file of its own, experts as mlx-lm stacks them; the same numbers."""
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+    from edgespec.backends.mlx.loading import load_weights
+    from edgespec.backends.mlx.memory import find_layout
+
+    made = make_tiny(name, tmp_path)
+    convert(made.gguf, tmp_path / "out", dtype="float32", to_mlx=True)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
+    assert find_layout(load_weights(tmp_path / "out"), tmp_path / "out").rebuilt == ()
+    np.testing.assert_array_equal(mlx_logits(tmp_path / "out", IDS), mlx_logits(made.folder, IDS))
+
+
 # Refusals
 
 
@@ -482,7 +496,7 @@ def script(*arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_converts(llama: Tiny, tmp_path: Path) -> None:
-    done = script(llama.gguf, "--to", "mlx", tmp_path / "out", "--dtype", "float32")
+    done = script(llama.gguf, "--to", "hf", tmp_path / "out", "--dtype", "float32")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{tmp_path / 'out'}: llama, 0.00 GB of float32 weights")
     for file in llama.folder.iterdir():

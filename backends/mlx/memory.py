@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, NoRoom
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.machine import available_memory, format_size, private_memory
 from edgespec.weights.residency import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
@@ -150,7 +150,7 @@ def plan_memory(
         beside: bytes that others will take: the draft.
 
     Raises:
-        UsageError: the memory is too little.
+        NoRoom: the memory is too little.
         ModelError: it would be enough if the folder held the weights as MLX computes with them.
     """
     found = free_memory()
@@ -170,7 +170,7 @@ def plan_memory(
     try:
         smallest, *larger = [one for one in needs if one.chunk >= min(size.chunk, size.budget + 1)]
         best, plan = smallest, _plan(layout, room, needs[smallest])
-    except UsageError as error:
+    except NoRoom as error:
         if not layout.rebuilt:
             raise
         raise ModelError(
@@ -182,7 +182,7 @@ def plan_memory(
     for one in larger:
         try:
             other = _plan(layout, room, needs[one])
-        except UsageError:
+        except NoRoom:
             break
         if other and other.streamed_bytes <= least * (1 + CHUNK_SHARE):
             best, plan = one, other

@@ -57,10 +57,11 @@ class SlotStore:
         self._is_direct: list[bool] = []
         try:
             for path in paths:
-                self._cached.append(os.open(path, os.O_RDONLY))
                 descriptor, direct = open_direct(path)
                 self._direct.append(descriptor)
                 self._is_direct.append(direct)
+                # Elsewhere than on Linux a descriptor takes reads of any bytes, and few are allowed (256 on a Mac).
+                self._cached.append(os.open(path, os.O_RDONLY) if sys.platform == "linux" else descriptor)
         except BaseException:
             self.close()
             raise
@@ -149,7 +150,7 @@ class SlotStore:
         pass
 
     def close(self) -> None:
-        for descriptor in (*self._cached, *self._direct):
+        for descriptor in {*self._cached, *self._direct}:
             os.close(descriptor)
         self._cached, self._direct, self._arrays = [], [], []
 

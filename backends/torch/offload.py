@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, NoRoom
 from edgespec.weights.machine import format_size
 
 BUFFERS = 2  # enough to keep either the copies or the computation busy all the time
@@ -234,7 +234,7 @@ def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers:
         buffers: how many buffers streaming takes.
 
     Raises:
-        UsageError: there is no room even for the buffers.
+        NoRoom: there is no room even for the buffers.
     """
     if fixed + sum(layer_bytes) <= memory:
         return len(layer_bytes)
@@ -242,7 +242,7 @@ def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers:
     room = memory - fixed - buffers * largest
     if room < 0:
         least = format_size(fixed + buffers * largest, up=True)
-        raise UsageError(
+        raise NoRoom(
             f"{format_size(memory)} of GPU memory cannot hold {buffers} layers of {format_size(largest)} besides the "
             f"{format_size(fixed)} of everything else: give at least {least}, or use a smaller context, budget or dtype"
         )

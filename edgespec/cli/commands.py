@@ -71,7 +71,7 @@ MODEL_OPTIONS = _options(
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", type=int, help="llamacpp: layers on the GPU; -1 = all. [default: 0]"),
-    click.option("--memory", metavar="SIZE", help="llamacpp: memory to use, such as 12G. [default: what is free]"),
+    click.option("--memory", metavar="SIZE", help="llamacpp, mlx: memory to use, such as 12G. [default: what is free]"),
     click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
     click.option("--exact", metavar="NAME", help=EXACT_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
@@ -249,7 +249,8 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     epilog="""\b
 Examples:
   edgespec doctor big.gguf --draft small.gguf
-  edgespec doctor big.gguf --memory 12G --json"""
+  edgespec doctor big.gguf --memory 12G --json
+  edgespec doctor big-folder --backend mlx"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.option(
@@ -258,6 +259,7 @@ Examples:
     shell_complete=complete_model,
     help="Draft model that guesses; a name, path or source like MODEL.",
 )
+@click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
 @click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 @click.option("--exact", metavar="NAME", help=EXACT_HELP)
@@ -269,8 +271,8 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--forget-costs", is_flag=True, help="Only remove what runs of any model have learned of pass costs.")
 def doctor(
-    model: str, draft: str | None, memory: str | None, kv_type: str | None, exact: str | None, budget: int | None,
-    ctx: int | None, models_file: str | None, as_json: bool, forget_costs: bool,
+    model: str, draft: str | None, backend: str | None, memory: str | None, kv_type: str | None, exact: str | None,
+    budget: int | None, ctx: int | None, models_file: str | None, as_json: bool, forget_costs: bool,
 ) -> None:  # fmt: skip
     """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
 
@@ -282,19 +284,29 @@ def doctor(
     if forget_costs:
         click.echo(f"{remembered.forget()} measurements forgotten")
         return
-    from edgespec.measure.doctor import as_dict, diagnose, report
+    from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
     options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
     options |= {"context_length": ctx, "kv_type": kv_type, "exact": exact}
+
+    def look(say: Callable[[str], None] = lambda what: None) -> list[Any]:
+        if backend:
+            return [diagnose(model, backend=backend, say=say, **options)]
+        return compare(model, say=say, **options)
+
     if sys.stderr.isatty():
         from rich.console import Console
 
         with Console(stderr=True).status("looking") as status:
-            found = diagnose(model, say=lambda what: status.update(f"measuring: {what}"), **options)
+            found = look(lambda what: status.update(f"measuring: {what}"))
     else:
-        found = diagnose(model, **options)
-    click.echo(json.dumps(as_dict(found)) if as_json else report(found))
-    if found.cannot_run:
+        found = look()
+    if as_json:
+        others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
+        click.echo(json.dumps(as_dict(found[0]) | others))
+    else:
+        click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found)])))
+    if found[0].cannot_run:
         sys.exit(1)
 
 

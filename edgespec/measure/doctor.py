@@ -4,20 +4,21 @@ Everything is measured: the disk with direct reads of the model's own file, the 
 `edgespec run` would load it. Only the tokens per pass are taken from experience.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from math import log2
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from edgespec.backend import Backend, Work, load_backend, most_nodes
-from edgespec.errors import UsageError
+from edgespec.backend import Backend, Work, choose_backend, installed_backends, load_backend, load_options, most_nodes
+from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.exact import check_choice, line, settle
-from edgespec.model import DEFAULT_CONTEXT, choose_budget
+from edgespec.model import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.remembered import everything, identity
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
@@ -61,6 +62,18 @@ class Diagnosis:
     notes: tuple[str, ...]
     remembered: tuple[dict[str, Any], ...]  # what runs of this model have learned of the costs of passes
     exact: str = ""  # which passes agree to the bit
+    engine: str = "llamacpp"
+
+
+@dataclass(slots=True)
+class Tried:
+    """What loading the models and running passes has shown."""
+
+    plan: Plan | None = None
+    notes: list[str] = field(default_factory=list)
+    passes: tuple[Pass, ...] = ()
+    draft_seconds: float = 0.0
+    agree: str = ""
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
@@ -105,6 +118,7 @@ def diagnose(
     target: str,
     *,
     draft: str | None = None,
+    backend: str | None = None,
     memory: str | int | None = None,
     kv_type: str | None = None,
     exact: str | None = None,
@@ -118,6 +132,7 @@ def diagnose(
     Args:
         target: as for `edgespec.load`.
         draft: as for `edgespec.load`.
+        backend: as for `edgespec.load`.
         memory: as for `edgespec.load`.
         kv_type: as for `edgespec.load`.
         exact: as for `edgespec.load`.
@@ -133,56 +148,111 @@ def diagnose(
     entry = find_model(target, models_file)
     draft = draft or entry.draft
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
-    for source in filter(is_folder, sources):
-        raise UsageError(f"{source.partition(':')[2]} is a model folder; doctor can look at GGUF files only")
-    path, *beside = map(local_path, sources)
+    if len({is_folder(source) for source in sources}) > 1:
+        raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
+    engine = backend or choose_backend(is_folder(sources[0]))
+    check_engine_options([engine], {"memory": memory, "kv_type": kv_type})
+    paths = list(map(local_path, sources))
     budget = choose_budget(budget, entry)
     context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
     room = parse_size(memory) if isinstance(memory, str) else memory
-    engine = import_module("edgespec.backends.llamacpp.memory")
-    weights = engine.file_size(path)
-    say("memory")
-    size = engine.ContextSize(context_length, budget, 1, engine.MIN_NODES, kv_type)
-    plan, notes, cannot_run = None, list[str](), ""
-    try:
-        plan, _, notes = engine.plan_memory(path, size, memory=room, beside=beside)
-    except UsageError as error:
-        cannot_run = str(error)
+    sizes = [_weight_files(path) for path in paths]
     say("disk")
-    disk = disk_bandwidth(path)
-    passes, draft_seconds, agree = tuple[Pass, ...](), 0.0, ""
-    if not cannot_run:
-        say("passes")
-        options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
-        streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say)}
-        with closing(load_backend("llamacpp", path, **streaming, **options, exact=exact)) as backend:
-            found = settle(backend, path, exact, say=say)
-            agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
-            agree += f"; keys and values: {backend.computing['kv_type']}"
-            nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
-            passes = time_pass(backend, 1), time_pass(backend, nodes)
-        for other in beside:
-            with closing(load_backend("llamacpp", other, resident=True, in_order=False, **options)) as backend:
-                draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
+    disk = disk_bandwidth(max(sizes[0], key=lambda file: sizes[0][file]))
+    options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
+    tried, cannot_run = Tried(), ""
+    try:
+        tried = _try(engine, paths, room, exact, options, say)
+    except NoRoom as error:
+        cannot_run = str(error)
     return Diagnosis(
-        target=path,
-        file_size=weights,
-        file_system=file_system(path),
+        target=paths[0],
+        file_size=sum(sizes[0].values()),
+        file_system=file_system(paths[0]),
         memory=room if room is not None else int(available_memory() * (1 - SAFETY)),
-        draft_size=sum(engine.file_size(other) for other in beside),
-        plan=plan,
+        draft_size=sum(sum(files.values()) for files in sizes[1:]),
+        plan=tried.plan,
         cannot_run=cannot_run,
         disk=disk,
-        passes=passes,
-        draft_seconds=draft_seconds,
-        exact=agree,
-        notes=tuple(notes),
+        passes=tried.passes,
+        draft_seconds=tried.draft_seconds,
+        exact=tried.agree,
+        engine=engine,
+        notes=tuple(tried.notes),
         remembered=tuple(
             one
             for one in everything()
-            if (one["about"].get("kind"), one["about"].get("target")) == ("pace", identity(path))
+            if (one["about"].get("kind"), one["about"].get("target")) == ("pace", identity(paths[0]))
         ),
     )
+
+
+def _weight_files(path: str) -> dict[str, int]:
+    """Files of a model's weights, and their bytes. Raises ModelError."""
+    if Path(path).is_dir():
+        files = sorted(map(str, Path(path).glob("model*.safetensors")))
+    else:
+        files = import_module("edgespec.backends.llamacpp.files").parts(path)
+    if not files:
+        raise ModelError(f"{path}: has no weights: there is no file model*.safetensors")
+    try:
+        return {file: Path(file).stat().st_size for file in files}
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _try(
+    engine: str, paths: Sequence[str], room: int | None, exact: str | None, options: dict[str, Any],
+    say: Callable[[str], None],
+) -> Tried:  # fmt: skip
+    """Load a target, and perhaps a draft, as `edgespec run` would, and make passes. Raises NoRoom."""
+    path, *beside = paths
+    tried, budget = Tried(), options["budget"]
+    if engine == "llamacpp":
+        say("memory")
+        memory = import_module("edgespec.backends.llamacpp.memory")
+        size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
+        tried.plan, _, tried.notes = memory.plan_memory(path, size, memory=room, beside=beside)
+    say("passes")
+    streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
+    with closing(_load(engine, path, options | streaming)) as backend:
+        found = settle(backend, path, exact, say=say)
+        tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
+        if kept := backend.computing.get("kv_type"):
+            tried.agree += f"; keys and values: {kept}"
+        if engine != "llamacpp":
+            tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
+        nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
+        tried.passes = time_pass(backend, 1), time_pass(backend, nodes)
+    for other in beside:
+        with closing(_load(engine, other, options | RESIDENT)) as backend:
+            tried.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
+    return tried
+
+
+def _load(engine: str, path: str, options: dict[str, Any]) -> Backend:
+    known = load_options(engine)
+    return load_backend(engine, path, **{name: value for name, value in options.items() if name in known})
+
+
+def compare(target: str, **options: Any) -> list[Diagnosis]:
+    """`diagnose` on every installed engine that reads the model, the one to use first: the fastest of a chat."""
+    folder = is_folder(find_model(target, options.get("models_file")).target)
+    found = [diagnose(target, backend=name, **options) for name in installed_backends(folder)]
+    return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
+
+
+def recommendation(found: Sequence[Diagnosis]) -> str:
+    """Which engine to use, of several that were tried, the best first, for a person."""
+    speeds = [max(tokens_per_second(one).values(), default=0.0) for one in found]
+    if len(found) < 2 or not speeds[0]:
+        return ""
+    others = ", ".join(
+        f"{one.engine} {f'about {two_digits(speed)}' if speed else 'cannot run it'}"
+        for one, speed in zip(found[1:], speeds[1:], strict=True)
+    )
+    best = found[0].engine
+    return f"use --backend {best}: about {two_digits(speeds[0])} tokens/s ({others})"
 
 
 def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
@@ -193,11 +263,12 @@ def report(diagnosis: Diagnosis) -> str:
     """For a person."""
     lines = [
         ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
+        ("engine", diagnosis.engine),
         ("memory to use", format_size(diagnosis.memory)),
         ("disk", f"{diagnosis.disk / 1e9:.2f} GB/s" + f" ({diagnosis.file_system})" * bool(diagnosis.file_system)),
     ]
     if diagnosis.draft_size:
-        lines.insert(1, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))
+        lines.insert(2, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))
     if diagnosis.cannot_run:
         lines.append(("result", f"this cannot run, because {diagnosis.cannot_run}"))
         return _aligned(lines)

@@ -31,6 +31,7 @@ from edgespec.models.gguf_model import (
     model_config,
 )
 from edgespec.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+from edgespec.models.layer_files import write_layer_files
 from edgespec.sampling import Float32Array
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: unknown)
@@ -55,6 +56,7 @@ def convert(
     *,
     dtype: str = "bfloat16",
     bits: int | None = None,
+    to_mlx: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Converted:
@@ -65,6 +67,7 @@ def convert(
         out: must not exist yet.
         dtype: type of the weights: float32 (exactly the GGUF's values), float16 or bfloat16.
         bits: quantise the result with mlx-lm to 2, 3, 4, 5, 6 or 8 bits; only mlx-lm can load it then.
+        to_mlx: as MLX streams it: every layer in a file of its own, on whole pages, experts stacked by mlx-lm.
         shard_bytes: most bytes of weights in a file, unless a single tensor is larger.
         progress: called with (phase, bytes done, bytes in all; 0 if unknown).
 
@@ -88,7 +91,7 @@ def convert(
         tokenizer = build_tokenizer(gguf.metadata, vocab)
     tokens = _token_ids(gguf.metadata, vocab.eog_ids)
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
-    _check_space(out, int(total) * (2 if bits else 1))
+    _check_space(out, int(total) * (2 if bits or to_mlx else 1))
 
     with _appearing(out) as folder:
         _write_json(folder / "config.json", config | tokens | {"torch_dtype": dtype})
@@ -101,7 +104,10 @@ def convert(
         write_safetensors(folder, pieces, int(total), shard_bytes, lambda done: report("weights", done, int(total)))
         if bits:
             report("quantising", 0, 0)
-            _quantise(folder, bits)
+        if bits or (to_mlx and any("experts" in key for key in config)):
+            _write_by_mlx(folder, bits)
+        if to_mlx:
+            write_layer_files(folder, lambda done, total: report("layers to pages", done, total))
     written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Converted(out, config["model_type"], written)
 
@@ -305,15 +311,18 @@ def write_safetensors(
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
 
 
-def _quantise(folder: Path, bits: int) -> None:
-    """Replace a folder's weights by mlx-lm's own quantisation of them; the tokenizer stays as it was written."""
-    from mlx_lm import convert as mlx_convert
+def _write_by_mlx(folder: Path, bits: int | None) -> None:
+    """Replace a folder's weights by what mlx-lm makes of them, quantised or not; the tokenizer stays as it was."""
+    try:
+        from mlx_lm import convert as mlx_convert
+    except ImportError as error:
+        raise MissingPackage("mlx-lm", "mlx", "stacking experts for mlx-lm") from error
 
-    quantised = folder / "quantised"
+    written = folder / "by-mlx"
     with redirect_stdout(sys.stderr):  # it reports on standard output
-        mlx_convert(str(folder), mlx_path=str(quantised), quantize=True, q_bits=bits)
+        mlx_convert(str(folder), mlx_path=str(written), quantize=bits is not None, q_bits=bits)
     for file in folder.glob("model*"):
         file.unlink()
-    for file in [quantised / "config.json", *quantised.glob("model*")]:
+    for file in [written / "config.json", *written.glob("model*")]:
         file.replace(folder / file.name)
-    shutil.rmtree(quantised)
+    shutil.rmtree(written)

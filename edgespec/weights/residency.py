@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
-from edgespec.errors import UsageError
+from edgespec.errors import NoRoom
 from edgespec.weights.machine import format_size
 from edgespec.weights.system import HUGE
 
@@ -181,7 +181,7 @@ def make_plan(
         whole: of every tensor all is streamed or nothing, for engines that do not map files. Then `page` is 1.
 
     Raises:
-        UsageError: not even the smallest plan fits; says how much it needs.
+        NoRoom: not even the smallest plan fits; says how much it needs.
     """
     count = count_layers(tensors)
     host = [tensor for tensor in tensors if layer_of(tensor) < count - on_device]
@@ -211,7 +211,7 @@ def make_plan(
         streamed = _parts(layers, excess, page, slots, ends)
     if streamed is None:
         least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes, slots), slots)
-        raise UsageError(
+        raise NoRoom(
             f"{format_size(memory)} of memory are too little for this model: it needs at least "
             f"{format_size(least, up=True)} ({format_size(always)} for the output and small weights, "
             f"{format_size(least - always - needed)} for layers, "
