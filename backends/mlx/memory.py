@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from edgespec.errors import ModelError, NoRoom
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
+from edgespec.weights.direct import ALIGNED
 from edgespec.weights.machine import available_memory, format_size, private_memory
 from edgespec.weights.residency import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
 
@@ -26,7 +27,6 @@ from .tree import Pass, TreeCache, wrap_ropes
 CHUNKS = (128, 256, 512, 1024, 2048)  # nodes of a pass over a prompt, where every one reads weights again
 MIN_NODES = 512  # … and where none does
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
-ALIGNED = 4096  # bytes; reads past the page cache start and end at multiples
 DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8, "I32": mx.int32,
 }  # fmt: skip

@@ -10,12 +10,10 @@ for, the layer is waited for, the outputs of all works are computed, and the slo
 for all works, and nothing is left that would look into a slot later: what is computed forgets what it was made of.
 """
 
-import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from ctypes import memmove
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +23,13 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from edgespec.errors import ModelError
+from edgespec.weights.direct import ALIGNED, DirectFiles
 from edgespec.weights.pin import Progress, warm
 from edgespec.weights.residency import Extent, Layer, Plan, Tensor
 from edgespec.weights.ring import Streamer
-from edgespec.weights.system import HUGE, check_sizes, file_sizes, libc, open_direct, own_buffer, read_fully
+from edgespec.weights.system import HUGE, libc
 
-from .memory import ALIGNED, Layout, Placed
+from .memory import Layout, Placed
 from .tree import TreeCache
 
 MADV_HUGEPAGE = 14  # Linux
@@ -51,21 +50,7 @@ class SlotStore:
         Raises:
             OSError: a file cannot be opened.
         """
-        self._paths = paths
-        self._cached: list[int] = []
-        self._direct: list[int] = []
-        self._is_direct: list[bool] = []
-        try:
-            for path in paths:
-                descriptor, direct = open_direct(path)
-                self._direct.append(descriptor)
-                self._is_direct.append(direct)
-                # Elsewhere than on Linux a descriptor takes reads of any bytes, and few are allowed (256 on a Mac).
-                self._cached.append(os.open(path, os.O_RDONLY) if sys.platform == "linux" else descriptor)
-        except BaseException:
-            self.close()
-            raise
-        self._sizes = file_sizes(self._cached)
+        self._files = DirectFiles(paths)
         self.plan = replace(plan, streamed=tuple(self._widened(layer) for layer in plan.streamed))
         self._inside: dict[tuple[int, Extent], int] = {}  # layer, extent -> offset in its slot; layers may share a page
         size = 0
@@ -86,13 +71,11 @@ class SlotStore:
         """With whole pages of the file."""
         extents = list[Extent]()
         for extent in layer.extents:
-            start = extent.start // ALIGNED * ALIGNED
-            stop = min(-(-extent.stop // ALIGNED) * ALIGNED, self._sizes[extent.file])
-            last = extents[-1] if extents else None
-            if last and last.file == extent.file and start <= last.stop:
-                extents[-1] = Extent(last.file, last.start, stop)
+            pages, last = self._files.whole_pages(extent), extents[-1] if extents else None
+            if last and last.file == pages.file and pages.start <= last.stop:
+                extents[-1] = Extent(last.file, last.start, pages.stop)
             else:
-                extents.append(Extent(extent.file, start, stop))
+                extents.append(pages)
         return Layer(layer.index, tuple(extents))
 
     def address(self, slot: int) -> int:
@@ -117,31 +100,18 @@ class SlotStore:
 
         def read(piece: Extent) -> None:
             at = bisect_right(starts, (piece.file, piece.start)) - 1
-            self._read_cached(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
+            self._files.read_any(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
 
         extents = [Extent(tensor.file, tensor.start, tensor.start + tensor.size) for tensor in tensors]
         warm(extents, read, progress)
         return arrays
 
-    def _read_cached(self, file: int, place: int, start: int, stop: int) -> None:
-        read_fully(self._cached[file], place, start, stop)
-        if hasattr(os, "posix_fadvise"):  # what is in memory need not be there twice
-            os.posix_fadvise(self._cached[file], start, stop - start, os.POSIX_FADV_DONTNEED)
-
     def check(self) -> None:
-        check_sizes(self._paths, self._cached, self._sizes)
+        self._files.check()
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         place = self.address(slot) + self._inside[layer.index, extent] - extent.start
-        whole = max(start, stop // ALIGNED * ALIGNED if self._is_direct[extent.file] else 0)
-        if start < whole and place % ALIGNED == 0:
-            read_fully(self._direct[extent.file], place + start, start, whole)
-        elif start < whole:  # reads past the page cache go to whole pages of memory
-            buffer = address_of(own_buffer())
-            read_fully(self._direct[extent.file], buffer, start, whole)
-            memmove(place + start, buffer, whole - start)
-        if whole < stop:
-            self._read_cached(extent.file, place + whole, whole, stop)
+        self._files.read(extent.file, place + start, start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
         pass  # the views show what was read
@@ -150,9 +120,8 @@ class SlotStore:
         pass
 
     def close(self) -> None:
-        for descriptor in {*self._cached, *self._direct}:
-            os.close(descriptor)
-        self._cached, self._direct, self._arrays = [], [], []
+        self._files.close()
+        self._arrays = []
 
 
 def new_bytes(size: int) -> Any:
@@ -164,12 +133,7 @@ def new_bytes(size: int) -> Any:
 
 def address(array: Any) -> int:
     """Where an evaluated array of bytes lies."""
-    return address_of(memoryview(array))
-
-
-def address_of(buffer: memoryview) -> int:
-    """Where a buffer lies."""
-    return int(np.asarray(buffer).ctypes.data)
+    return int(np.asarray(memoryview(array)).ctypes.data)
 
 
 @dataclass(slots=True)
