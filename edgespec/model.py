@@ -238,8 +238,8 @@ def load(
             files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
         gpu_layers: llamacpp: layers to keep on the GPU; -1 = all.
-        memory: llamacpp, mlx: what the program may take, in bytes or as "12G"; weights that do not fit are streamed
-            from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
+        memory: what the program may take of this machine's memory, in bytes or as "12G"; weights that do not fit are
+            streamed from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
             then what plain decoding writes with the same type. Default: f16; for float32 weights f32; for narrow passes
             (`exact`) and at most 4,096 tokens of context q8_0, with which they need no padding.

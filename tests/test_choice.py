@@ -115,8 +115,8 @@ def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "option", "others"),
     [
-        ("torch", ["--gpu-layers", "0"], "threads, device, dtype, gpu_memory"),
-        ("torch", ["--memory", "12G"], "threads, device, dtype, gpu_memory"),
+        ("torch", ["--gpu-layers", "0"], "threads, memory, device, dtype, gpu_memory"),
+        ("torch", ["--kv-type", "q8_0"], "threads, memory, device, dtype, gpu_memory"),
         ("mlx", ["--threads", "2"], "memory"),
         ("mlx", ["--dtype", "float16"], "memory"),
         ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory, kv_type"),
@@ -279,5 +279,5 @@ def test_every_engine_names_its_options() -> None:
 
 
 def test_errors_are_typed(tiny: Path) -> None:
-    with pytest.raises(EdgespecError, match="has no option 'memory'"):
-        edgespec.load(str(tiny), backend="torch", memory="12G")
+    with pytest.raises(EdgespecError, match="has no option 'kv_type'"):
+        edgespec.load(str(tiny), backend="torch", kv_type="q8_0")

@@ -297,7 +297,8 @@ def test_passes_leave_nothing_behind(llama, load_streamed):
 
     active, private, descriptors = passes(50)
     found = passes(250)
-    assert (found[0], found[2]) == (active, descriptors)
+    assert abs(found[0] - active) < 1000  # small arrays' sizes depend on where the allocator finds room
+    assert found[2] == descriptors
     assert found[1] - private < 4 << 20
 
 

@@ -10,10 +10,11 @@ too). All works' nodes run as one row of tokens, so weights are read once a pass
     commit                      the accepted nodes' cells are gathered behind the committed text; nothing else moves
 
 Positions (length + depth) are given explicitly, so every kind of rotary embedding works. Weights larger than the
-GPU's memory are streamed through it: `offload.py`. 4-bit weights: `nf4.py`.
+GPU's memory are streamed through it: `offload.py`; larger than the host's as well: `disk.py`. 4-bit weights: `nf4.py`.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,22 +26,29 @@ import torch
 from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_wanted, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.weights.machine import format_size, parse_size
+from edgespec.weights.machine import available_memory, disk_bandwidth, format_size, parse_size, private_memory
+from edgespec.weights.residency import MARGIN, SAFETY
+from edgespec.weights.ring import MEASURE
 
 from ..hf_vocab import check_folder, first_line, load_vocab
 from .attention import Part, Tree, build_mask, run
 from .loading import (
     NF4,
+    PLAIN,
+    Form,
+    Host,
     cache_shape,
+    check_folder_fits,
     check_rope,
+    decoder_layers,
     find_device,
     inspect_layers,
     load_model,
+    nf4_form,
     place_layers,
-    quantise_layers,
     work_bytes,
 )
-from .offload import CopyEngine, CudaCopies, Streamer
+from .offload import CopyEngine, CudaCopies, HostCopies, Streamer
 from .session import Placement, TorchSession
 
 __all__ = ["TorchBackend", "load", "load_vocab"]
@@ -197,6 +205,7 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: str | int | None = None,
+    memory: str | int | None = None,
     copies: Callable[[Any, int], CopyEngine] | None = None,
 ) -> TorchBackend:
     """Load a model folder.
@@ -211,6 +220,8 @@ def load(
         dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default: as in the folder.
         gpu_memory: bytes of GPU memory to use, such as "10G", what was loaded before included; layers beyond that are
             streamed from host memory. Default: what is free.
+        memory: bytes of host memory that the program may take, such as "12G"; layers that neither the GPU nor this can
+            hold are streamed from disk. Default: what is free.
         copies: makes the copy engine for a device and a number of buffers, in the place of CUDA's.
 
     Raises:
@@ -222,17 +233,27 @@ def load(
     place = find_device(device)
     if gpu_memory is not None and place.type != "cuda" and copies is None:
         raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {place.type}")
-    memory = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    there = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    room = parse_size(memory) if isinstance(memory, str) else memory
+    if room is not None and place.type == "mps":
+        raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
     if threads:
         torch.set_num_threads(threads)
     vocab = load_vocab(path)
     with _named(path), _out_of_memory("the model"):
-        model = load_model(check_folder(path), dtype)
-        if dtype == NF4:
-            quantise_layers(model, place)
+        folder, most = check_folder(path), room or int(available_memory() * (1 - SAFETY))
+        check_folder_fits(folder, dtype, most)
+        model = load_model(folder, dtype)
+        left = max(1, most - private_memory() - MARGIN)  # for layers
+        host: Host | None = None
+        if place.type == "cuda" or copies:  # a device with memory of its own
+            host = Host(folder, left)
+        elif place.type == "cpu" and (room is not None or 2 * model.num_parameters() * model.dtype.itemsize > left):
+            there, host = left, Host(folder, None)
         return assemble(
-            model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=memory,
-            copies=copies or CudaCopies,
+            model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=there,
+            copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
+            form=nf4_form(place) if dtype == NF4 else PLAIN,
         )  # fmt: skip
 
 
@@ -246,6 +267,8 @@ def assemble(
     sessions: int,
     memory: int | None,
     copies: Callable[[Any, int], CopyEngine] = CudaCopies,
+    host: Host | None = None,
+    form: Form = PLAIN,
 ) -> TorchBackend:
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
@@ -258,6 +281,8 @@ def assemble(
         sessions: …
         memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
         copies: makes the copy engine.
+        host: where layers wait that do not fit; None: in host memory.
+        form: what layers are brought to.
 
     Raises:
         ModelError: it cannot hold a tree.
@@ -283,17 +308,15 @@ def assemble(
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
         memory = memory or free
+    form.make(decoder_layers(model)[0])  # how large its parts are decides how much room computing takes
     streamer, notes = None, list[str]()
-    if memory is not None:
+    if memory is not None or form is not PLAIN:
         caches = sessions * math.prod(shape) * model.dtype.itemsize
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
-        streamer = place_layers(model, device, memory, fixed, copies)
+        streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True)
-        size = sum(block.host.numel() for block in streamer.blocks)
-        notes.append(
-            f"{len(streamer.blocks)} of {config.num_hidden_layers} layers are streamed: {format_size(size)} per pass"
-        )
+        notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
         model.to(device)
         windows = inspect_layers(model, shape, device)
@@ -303,6 +326,18 @@ def assemble(
             streamer.close()
         raise
     return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes)
+
+
+def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
+    """What is streamed, for a person. Raises ModelError: the disk cannot be measured."""
+    size = sum(block.size for block in streamer.blocks)
+    note = f"{len(streamer.blocks)} of {layers} layers are streamed: {format_size(size)} per pass"
+    sources = streamer.feeder.sources if streamer.feeder else []
+    if not sources:
+        return [note]
+    from_disk, speed = sum(source.size for source in sources), disk_bandwidth(sources[0].path, MEASURE)
+    seconds = from_disk / speed
+    return [f"{note}, {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"]
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Model folders become transformers models on a device: what is refused, what stays there, and what is streamed."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from rich.console import Console
 from rich.progress import track
 
 from edgespec.backend import Capabilities
-from edgespec.errors import EdgespecError, ModelError, UsageError
+from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
+from edgespec.weights.machine import format_size
 
 from ..hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
+from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
 from .offload import BUFFERS, Block, CopyEngine, Streamer, block_bytes, count_resident, streamed_layers
 
 WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take
@@ -80,6 +84,25 @@ def check_config(config: Any) -> None:
         raise ModelError(f"has layers of the kind {', '.join(sorted(other))}, which cannot branch into a tree")
 
 
+def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
+    """Refuse what would have to be held in another type as a whole before it can be streamed.
+
+    Raises:
+        NoRoom: says what would be right.
+    """
+    found: Any = getattr(read_config(folder).get_text_config(), "dtype", None)
+    names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    if dtype is None or dtype == NF4 or found not in names or names[found] == dtype:
+        return
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = size * getattr(torch, dtype).itemsize // found.itemsize
+    if size > memory:
+        raise NoRoom(
+            f"as {dtype} the model takes {format_size(size)}, and {format_size(memory)} of memory are to be used: use "
+            f"the folder's own {names[found]}, which can be streamed, or nf4"
+        )
+
+
 def check_rope(config: Any, context_length: int) -> None:
     """Some rotary embeddings change for all tokens once one lies beyond the trained length: a tree is no text then."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -124,44 +147,125 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
     return int(outside + states + logits + masks + 2 * codes * item + WORKSPACE)
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What layers are brought to before they are placed."""
+
+    name: str
+    size: Callable[[Any], int]  # bytes of a layer's block then
+    make: Callable[[Any], None]
+
+
+def leave_alone(layer: Any) -> None:
+    """The layer stays as it is in the folder."""
+
+
+PLAIN = Form("", block_bytes, leave_alone)
+
+
+def nf4_form(device: Any) -> Form:
+    """4 bits, quantised one layer at a time on the device, where it is quick."""
+    from .nf4 import quantise, quantised_bytes
+
+    def make(layer: Any) -> None:
+        layer.to(device)
+        quantise(layer)
+        layer.to("cpu")
+
+    return Form(NF4, quantised_bytes, make)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where layers wait that the device cannot hold."""
+
+    folder: Path  # of the model: what the memory cannot hold is read from there
+    memory: int | None  # bytes for layers; None: the device computes in this memory itself, so all of them are on disk
+
+
 def place_layers(
-    model: Any, device: Any, memory: int, fixed: int, copies: Callable[[Any, int], CopyEngine]
+    model: Any,
+    device: Any,
+    memory: int,
+    fixed: int,
+    copies: Callable[[Any, int], CopyEngine],
+    host: Host | None = None,
+    form: Form = PLAIN,
 ) -> Streamer | None:
-    """Empty the layers that do not fit on the device into host memory, and start streaming them.
+    """Bring layers to their form; empty those that do not fit on the device, and start streaming them.
 
     Args:
-        model: on the host.
+        model: on the host, its weights mapped or in memory.
         device: where it computes.
         memory: bytes to use there.
         fixed: how many of them are not for layers.
         copies: makes the copy engine.
+        host: where they wait; None: in host memory, all of them.
+        form: of the layers.
 
     Raises:
-        UsageError: the memory cannot hold two layers.
+        NoRoom: the device's memory cannot hold two layers, or the host's not three.
+        ModelError: a layer cannot be written to where it is to be streamed from.
     """
     layers = list(decoder_layers(model))
-    resident = count_resident(memory, [block_bytes(layer) for layer in layers], fixed)
-    streamed = streamed_layers(len(layers), resident)
+    sizes = [form.size(layer) for layer in layers]
+    if host and host.memory is None:
+        streamed = streamed_layers(len(layers), count_resident(memory, sizes, fixed, BUFFERS + STAGING, "memory"))
+        on_disk = streamed
+    else:
+        streamed = streamed_layers(len(layers), count_resident(memory, sizes, fixed))
+        on_disk = _beyond(streamed, [sizes[i] for i in streamed], host.memory) if host and host.memory else []
+    runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
+    to_pack = [i for i in on_disk if i not in runs]
+    blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)
+    steps = track(
+        range(len(layers)), "Placing layers", console=console, transient=True,
+        disable=not console.is_terminal or not (streamed or form is not PLAIN),
+    )  # fmt: skip
+    pack = Pack(host.folder, form.name, to_pack, [sizes[i] for i in to_pack]) if host and to_pack else nullcontext()
+    with pack as opened:
+        for i in steps:
+            form.make(layers[i])
+            if i not in streamed:
+                layers[i].to(device)
+            elif i in runs:
+                blocks.append(Block(layers[i], pin=False, copy=False))
+                blocks[-1].lies_as(runs[i][0].size, runs[i][1])
+                sources.append(runs[i][0])
+            elif opened and i in on_disk:
+                blocks.append(Block(layers[i], pin=False))
+                sources.append(opened.add(i, blocks[-1].host))
+                blocks[-1].host = None
+            else:
+                blocks.append(Block(layers[i], pin=device.type == "cuda"))
     if not streamed:
         return None
-    console = Console(stderr=True)
-    blocks = [
-        Block(layers[i], pin=device.type == "cuda")
-        for i in track(streamed, "Pinning weights", console=console, transient=True, disable=not console.is_terminal)
-    ]
-    return Streamer([layers[i] for i in streamed], blocks, device, copies(device, BUFFERS))
+    engine = copies(device, BUFFERS)
+    try:
+        staging = Staging(sources, pin=device.type == "cuda") if sources else None
+    except OSError as error:
+        raise ModelError(f"layers cannot be streamed from disk: {error}") from error
+    feeder = Feeder(staging, engine, BUFFERS) if staging else None
+    return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder)
 
 
-def quantise_layers(model: Any, device: Any) -> None:
-    """Bring the layers to 4 bits, one at a time on the device, where it is quick."""
-    from .nf4 import quantise
+def _beyond(streamed: Sequence[int], sizes: Sequence[int], memory: int) -> list[int]:
+    """Those of the streamed layers that host memory cannot hold, evenly spread: disk and copies then work at once."""
+    kept = count_resident(memory, sizes, 0, STAGING, "memory")
+    return [streamed[k] for k in streamed_layers(len(streamed), kept)]
 
-    console = Console(stderr=True)
-    layers = decoder_layers(model)
-    for layer in track(layers, "Quantising", console=console, transient=True, disable=not console.is_terminal):
-        layer.to(device)
-        quantise(layer)
-        layer.to("cpu")
+
+def _runs(
+    model: Any, layers: Sequence[Any], numbers: Sequence[int], folder: Path
+) -> dict[int, tuple[Source, list[int]]]:
+    """Layers that can be streamed from the folder itself; none, if it has other bytes than the model."""
+    stored = read_folder(folder)
+    names = {id(module): f"{name}." for name, module in model.named_modules()}
+    found = {i: run for i in numbers if (run := find_run(layers[i], names[id(layers[i])], stored))}
+    for i, (source, offsets) in list(found.items())[:1]:
+        if not same_bytes(layers[i], source, offsets):
+            return {}
+    return found
 
 
 def inspect_layers(model: Any, shape: tuple[int, ...], device: Any) -> tuple[int | None, ...]:

@@ -13,6 +13,8 @@ import torch
 
 from edgespec.errors import MissingPackage, ModelError
 
+from .offload import aligned
+
 try:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would recommend further packages
     import bitsandbytes
@@ -42,6 +44,20 @@ class NF4Linear(torch.nn.Module):  # type: ignore[misc]
             absmax=self.scales, shape=self._shape, code=self.levels, blocksize=GROUP, quant_type="nf4", dtype=x.dtype
         )
         return bitsandbytes.matmul_4bit(x, self.codes.t(), quant_state=state, bias=self.bias)
+
+
+def quantised_bytes(layer: Any) -> int:
+    """Bytes of a layer's block when its linear modules are `NF4Linear`."""
+    total = 0
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            count, bias = module.weight.numel(), module.bias
+            sizes = [-(-count // 2), 4 * -(-count // GROUP), 4 * 16, 0 if bias is None else bias.nbytes]
+        else:
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            sizes = [tensor.nbytes for tensor in tensors if tensor is not None]
+        total += sum(map(aligned, sizes))
+    return total
 
 
 def quantise(layer: Any) -> None:

@@ -6,19 +6,37 @@ of its own. Layers and buffers are matched once and for all (streamed layer i li
 so the modules' weights are views that never change. As soon as a buffer is free, the layer that needs it next is
 asked for, also beyond the end of a pass: the first layers of the next pass arrive while the draft model works.
 
-`Streamer` decides what is copied when; a `CopyEngine` does it.
+`Streamer` decides what is copied when; a `CopyEngine` does it. Blocks that host memory cannot hold come from disk:
+`disk.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
-from edgespec.errors import ModelError, NoRoom
+from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.weights.machine import format_size
 
 BUFFERS = 2  # enough to keep either the copies or the computation busy all the time
 ALIGNMENT = 256  # bytes; where a tensor may start in a block
+
+
+class Feeds(Protocol):
+    """Brings blocks from disk: see `disk.py`."""
+
+    wait_seconds: float
+    sources: Sequence[Any]  # where the blocks lie
+
+    def ask(self, buffer: int, target: Any, number: int) -> None:
+        """Have a block brought to a buffer that was released."""
+
+    def wait(self, buffer: int) -> None:
+        """Until the copy engine was told to fill the buffer. Raises ModelError."""
+
+    def close(self) -> None:
+        """Stop reading."""
 
 
 class CopyEngine(Protocol):
@@ -33,11 +51,39 @@ class CopyEngine(Protocol):
     def release(self, buffer: int) -> None:
         """All work on the buffer's present contents has been asked for."""
 
+    def finish(self, buffer: int) -> None:
+        """Return when the buffer is filled: its source may change."""
+
     def waited(self) -> float:
         """Seconds that computation has stood still in `wait` so far. To be asked when all of it is done."""
 
     def close(self) -> None:
         """Let no copy run on."""
+
+
+class HostCopies:
+    """Where computation and weights share one memory: copies at once."""
+
+    def __init__(self, device: Any, buffers: int) -> None:
+        pass
+
+    def fill(self, buffer: int, target: Any, source: Any) -> None:
+        target.copy_(source)
+
+    def wait(self, buffer: int) -> None:
+        pass
+
+    def release(self, buffer: int) -> None:
+        pass
+
+    def finish(self, buffer: int) -> None:
+        pass
+
+    def waited(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
 
 
 class CudaCopies:
@@ -68,6 +114,9 @@ class CudaCopies:
     def release(self, buffer: int) -> None:
         self._free[buffer].record(torch.cuda.current_stream(self._device))
 
+    def finish(self, buffer: int) -> None:
+        self._filled[buffer].synchronize()
+
     def waited(self) -> float:
         for before, after in self._waits:
             after.synchronize()  # times are known only then; after a whole pass it returns at once
@@ -80,34 +129,44 @@ class CudaCopies:
 
 
 class Block:
-    """A layer's weights as one run of bytes in host memory. The layer is empty until `bind`."""
+    """A layer's weights as one run of bytes, in host memory or on disk. The layer is empty until `bind`."""
 
-    def __init__(self, layer: Any, pin: bool) -> None:
+    def __init__(self, layer: Any, pin: bool, copy: bool = True) -> None:
         """
+        Args:
+            layer: is emptied.
+            pin: its block's memory, for a GPU.
+            copy: its weights to host memory; else they are on disk already.
+
         Raises:
             ModelError: so much memory cannot be pinned.
         """
-        tensors = list(_tensors(layer))
-        self.host = torch.empty(block_bytes(layer), dtype=torch.uint8)
-        self._pinned = pin
+        self.size = block_bytes(layer)
+        self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None  # None: on disk
+        self._pinned = False
         if pin:
-            # Registered memory: PyTorch's own pinned memory is rounded up to a power of two.
-            status = torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.host.numel(), 0)
-            if int(status) != 0:
-                raise ModelError(
-                    f"cannot pin {format_size(self.host.numel())} of host memory: CUDA error {int(status)}"
-                )
+            pin_memory(self.host)
+            self._pinned = True
         self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # where, name, parameter?, offset, likeness
         offset = 0
-        for store, name, is_parameter in tensors:
+        for _, store, name, is_parameter in list(stored_tensors(layer)):
             tensor = store[name]
-            _view(self.host, offset, tensor).copy_(tensor.detach())
+            if copy:
+                _view(self.host, offset, tensor).copy_(tensor.detach())
             self._places.append((store, name, is_parameter, offset, torch.empty_like(tensor, device="meta")))
-            offset += _aligned(tensor)
+            offset += aligned(tensor.nbytes)
             store[name] = None
 
+    def lies_as(self, size: int, offsets: Sequence[int]) -> None:
+        """On disk the block is a run of `size` bytes, and its tensors begin at these offsets."""
+        self.size = size
+        self._places = [
+            (store, name, is_parameter, offset, like)
+            for (store, name, is_parameter, _, like), offset in zip(self._places, offsets, strict=True)
+        ]
+
     def bind(self, buffer: Any) -> None:
-        """Make the layer's weights views of `buffer`, which will be filled with `host`."""
+        """Make the layer's weights views of `buffer`, which will be filled with the block."""
         for store, name, is_parameter, offset, like in self._places:
             view = _view(buffer, offset, like)
             store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
@@ -115,20 +174,33 @@ class Block:
     def close(self) -> None:
         """Unpin the memory."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
+            unpin_memory(self.host)
         self._pinned = False
 
 
-def _tensors(layer: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
-    """Where a module and its children keep their tensors: dictionary, key, and whether it is a parameter."""
-    for module in layer.modules():
+def pin_memory(host: Any) -> None:
+    """Pin host memory for a GPU. Raises ModelError."""
+    # Registered memory: PyTorch's own pinned memory is rounded up to a power of two.
+    status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
+    if status != 0:
+        raise ModelError(f"cannot pin {format_size(host.numel())} of host memory: CUDA error {status}")
+
+
+def unpin_memory(host: Any) -> None:
+    """Undo `pin_memory`."""
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
+def stored_tensors(layer: Any) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
+    """Where a module and its children keep tensors: the child's name and a dot, dictionary, key, is it a parameter?"""
+    for module_name, module in layer.named_modules():
         for store, is_parameter in ((module._parameters, True), (module._buffers, False)):
             for name in [name for name, tensor in store.items() if tensor is not None]:
-                yield store, name, is_parameter
+                yield f"{module_name}." if module_name else "", store, name, is_parameter
 
 
-def _aligned(tensor: Any) -> int:
-    size: int = tensor.numel() * tensor.element_size()
+def aligned(size: int) -> int:
+    """Bytes that a tensor of so many takes in a block."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -139,7 +211,7 @@ def _view(block: Any, offset: int, like: Any) -> Any:
 
 def block_bytes(layer: Any) -> int:
     """Bytes of a layer's block."""
-    return sum(_aligned(store[name]) for store, name, _ in _tensors(layer))
+    return sum(aligned(store[name].nbytes) for _, store, name, _ in stored_tensors(layer))
 
 
 class Streamer:
@@ -150,7 +222,13 @@ class Streamer:
     """
 
     def __init__(
-        self, layers: Sequence[Any], blocks: Sequence[Block], device: Any, engine: CopyEngine, buffers: int = BUFFERS
+        self,
+        layers: Sequence[Any],
+        blocks: Sequence[Block],
+        device: Any,
+        engine: CopyEngine,
+        feeder: "Feeds | None" = None,
+        buffers: int = BUFFERS,
     ) -> None:
         """
         Args:
@@ -158,11 +236,15 @@ class Streamer:
             blocks: their weights.
             device: where they compute.
             engine: does the copying.
+            feeder: brings blocks that are on disk, which it knows by their number among those.
             buffers: how many buffers there are on the device.
         """
-        size = max(block.host.numel() for block in blocks)
+        size = max(block.size for block in blocks)
         self.blocks = blocks
         self._engine = engine
+        self.feeder = feeder
+        on_disk = [i for i, block in enumerate(blocks) if block.host is None]
+        self._numbers = {i: number for number, i in enumerate(on_disk)}
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self._held: list[int | None] = [None] * buffers  # the layer that is, or soon will be, in each buffer
         for i, block in enumerate(blocks):
@@ -183,19 +265,36 @@ class Streamer:
     def _fetch(self, i: int) -> None:
         buffer = i % len(self._buffers)
         self._held[buffer] = i
-        source = self.blocks[i].host
-        self._engine.fill(buffer, self._buffers[buffer][: source.numel()], source)
+        block = self.blocks[i]
+        target = self._buffers[buffer][: block.size]
+        if block.host is not None:
+            self._engine.fill(buffer, target, block.host)
+        elif self.feeder is not None:
+            self.feeder.ask(buffer, target, self._numbers[i])
 
     def _before(self, i: int) -> Callable[..., None]:
         buffer = i % len(self._buffers)
 
         def hook(*_: Any) -> None:
             if self._held[buffer] != i:
+                with suppress(ModelError):  # of a layer that a broken pass had asked for
+                    self._await(buffer)
                 self._engine.release(buffer)
                 self._fetch(i)
+            self._await(buffer)
             self._engine.wait(buffer)
 
         return hook
+
+    def _await(self, buffer: int) -> None:
+        """Until the copy into the buffer has been ordered, if it comes from disk: then the engine can wait for it."""
+        held = self._held[buffer]
+        if held in self._numbers and self.feeder is not None:
+            try:
+                self.feeder.wait(buffer)
+            except EdgespecError:
+                self._held[buffer] = None  # to be fetched anew
+                raise
 
     def _after(self, i: int) -> Callable[..., None]:
         buffer = i % len(self._buffers)
@@ -212,26 +311,31 @@ class Streamer:
     @property
     def wait_seconds(self) -> float:
         """Time that passes have waited for layers."""
-        return self._engine.waited()
+        return self._engine.waited() + (self.feeder.wait_seconds if self.feeder else 0.0)
 
     def close(self) -> None:
         """Stop copying and free the buffers."""
         for hook in self._hooks:
             hook.remove()
+        if self.feeder:
+            self.feeder.close()
         self._engine.close()
         for block in self.blocks:
             block.close()
         self._hooks, self._buffers, self.blocks = [], [], []
 
 
-def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS) -> int:
-    """How many layers can stay on the device.
+def count_resident(
+    memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS, what: str = "GPU memory"
+) -> int:
+    """How many layers can stay on the device, or in host memory.
 
     Args:
-        memory: bytes of device memory to use.
+        memory: bytes of its memory to use.
         layer_bytes: each layer's size.
         fixed: bytes of everything but the layers: embeddings, caches, room to compute.
         buffers: how many buffers streaming takes.
+        what: kind of memory, for a person.
 
     Raises:
         NoRoom: there is no room even for the buffers.
@@ -243,7 +347,7 @@ def count_resident(memory: int, layer_bytes: Sequence[int], fixed: int, buffers:
     if room < 0:
         least = format_size(fixed + buffers * largest, up=True)
         raise NoRoom(
-            f"{format_size(memory)} of GPU memory cannot hold {buffers} layers of {format_size(largest)} besides the "
+            f"{format_size(memory)} of {what} cannot hold {buffers} layers of {format_size(largest)} besides the "
             f"{format_size(fixed)} of everything else: give at least {least}, or use a smaller context, budget or dtype"
         )
     return room // largest

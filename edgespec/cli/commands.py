@@ -56,6 +56,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
+MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
 MODEL_OPTIONS = _options(
     click.option(
         "--draft",
@@ -71,7 +72,7 @@ MODEL_OPTIONS = _options(
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", type=int, help="llamacpp: layers on the GPU; -1 = all. [default: 0]"),
-    click.option("--memory", metavar="SIZE", help="llamacpp, mlx: memory to use, such as 12G. [default: what is free]"),
+    click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
     click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
     click.option("--exact", metavar="NAME", help=EXACT_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
@@ -260,7 +261,7 @@ Examples:
     help="Draft model that guesses; a name, path or source like MODEL.",
 )
 @click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
-@click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
+@click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
 @click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 @click.option("--exact", metavar="NAME", help=EXACT_HELP)
 @click.option(

@@ -20,7 +20,7 @@ import transformers
 from edgespec.backend import Vocab, Work, prefill
 from edgespec.backends.torch.attention import ATTENTION
 from edgespec.backends.torch.backend import TorchBackend, assemble
-from edgespec.backends.torch.loading import NF4, quantise_layers
+from edgespec.backends.torch.loading import NF4, decoder_layers, nf4_form
 from edgespec.backends.torch.offload import Block, CopyEngine, CudaCopies, block_bytes
 from edgespec.errors import UsageError
 
@@ -93,7 +93,8 @@ def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
     model = model.to("cpu").eval().requires_grad_(False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # not to be rounded to 16 bits
     if dtype == NF4:
-        quantise_layers(model, device)
+        for layer in decoder_layers(model):
+            nf4_form(device).make(layer)
     layer = model.model.layers[0]
     for i in range(1, config.num_hidden_layers):
         model.model.layers.append(_alias(layer, i))

@@ -1,0 +1,285 @@
+"""Layers that host memory cannot hold either: read from disk in every pass, and handed on to the device.
+
+Some host buffers (`Staging`) are filled by the threads of `ring.py`, past the page cache. `Feeder` has a thread of its
+own, which waits until a layer has been read, has the copy engine send it to the device, and frees the host buffer when
+the copy is done. So the disk, the copies and the computation go on at the same time, and none waits for the host.
+
+A layer is read from where the folder has it if its bytes lie there one behind the other, as PyTorch computes with them.
+Else (4 bits, scattered tensors) it is written once, as it is copied, to a pack in the folder:
+`.edgespec/KEY/layers.bin`.
+"""
+
+import hashlib
+import json
+import queue
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from edgespec.errors import EdgespecError, ModelError
+from edgespec.models.safetensors_header import Stored, read_safetensors_header
+from edgespec.weights import ring
+from edgespec.weights.direct import ALIGNED, DirectFiles
+from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.system import HUGE
+
+from .offload import CopyEngine, pin_memory, stored_tensors, unpin_memory
+
+STAGING = 3  # host buffers: one being read, one full, one being copied
+NUMBER = 16  # bytes; what kernels want numbers to be aligned to
+FOLDER = ".edgespec"  # in a model's folder: what was made of it
+LAYOUT = 1  # of packs; to be raised when blocks are laid out in another way
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a block's bytes lie on disk."""
+
+    path: str
+    start: int
+    size: int
+
+
+class Staging:
+    """See `edgespec.weights.ring.Slots`: host buffers, pinned where a GPU copies from them."""
+
+    def __init__(self, sources: Sequence[Source], pin: bool) -> None:
+        """
+        Raises:
+            OSError: a file cannot be opened.
+            ModelError: so much memory cannot be pinned.
+        """
+        self.sources = sources
+        paths = list(dict.fromkeys(source.path for source in sources))
+        self._pinned = list[Any]()
+        self._files = DirectFiles(paths)
+        self._skip = [source.start % ALIGNED for source in sources]  # bytes before the block in its first page
+        self._sizes = [source.size for source in sources]
+        extents = [
+            self._files.whole_pages(Extent(paths.index(source.path), source.start, source.start + source.size))
+            for source in sources
+        ]
+        layers = tuple(Layer(number, (extent,)) for number, extent in enumerate(extents))
+        self.plan = Plan(0, 0, (), layers, (), min(STAGING, len(layers)), len(layers))
+        size = max(extent.size for extent in extents) + ALIGNED
+        try:
+            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(self.plan.slots)]
+            for buffer in self._buffers if pin else []:
+                pin_memory(buffer)
+                self._pinned.append(buffer)
+        except BaseException:
+            self.close()
+            raise
+        self._offsets = [-buffer.data_ptr() % ALIGNED for buffer in self._buffers]
+
+    def block(self, slot: int, number: int) -> Any:
+        """A block that was read."""
+        start = self._offsets[slot] + self._skip[number]
+        return self._buffers[slot][start : start + self._sizes[number]]
+
+    def check(self) -> None:
+        self._files.check()
+
+    def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+        address = self._buffers[slot].data_ptr() + self._offsets[slot]
+        self._files.read(extent.file, address + start - extent.start, start, stop)
+
+    def show(self, slot: int, layer: Layer) -> None:
+        pass
+
+    def hide(self, slot: int, layer: Layer) -> None:
+        pass
+
+    def close(self) -> None:
+        for buffer in self._pinned:
+            unpin_memory(buffer)
+        self._files.close()
+        self._pinned, self._buffers = [], []
+
+
+class Feeder:
+    """Brings blocks from disk into the device's buffers, in the order in which they are asked for."""
+
+    def __init__(self, staging: Staging, engine: CopyEngine, buffers: int) -> None:
+        self.wait_seconds = 0.0  # that the host has waited for blocks on their way
+        self.sources = staging.sources
+        self._staging = staging
+        self._engine = engine
+        self._ring = ring.Streamer(staging.plan, staging)
+        self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
+        self._changed = threading.Condition()
+        self._asked, self._sent = [0] * buffers, [0] * buffers  # how often, by buffer
+        self._errors: list[EdgespecError | None] = [None] * buffers
+        self._thread = threading.Thread(target=self._work, name="edgespec-feed", daemon=True)
+        self._thread.start()
+
+    def ask(self, buffer: int, target: Any, number: int) -> None:
+        """Have a block brought to `target`, the memory of a buffer that was released."""
+        self._asked[buffer] += 1
+        self._jobs.put((buffer, target, number))
+
+    def wait(self, buffer: int) -> None:
+        """Until the copy engine has been told to fill the buffer with what was asked for last.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        started = perf_counter()
+        with self._changed:
+            while self._sent[buffer] < self._asked[buffer]:
+                self._changed.wait()
+            self.wait_seconds += perf_counter() - started
+            if error := self._errors[buffer]:
+                raise error
+
+    def _work(self) -> None:
+        last: float = -1  # block of this pass
+        while job := self._jobs.get():
+            buffer, target, number = job
+            error: EdgespecError | None = None
+            try:
+                if number <= last:  # a new pass, or the old one was given up
+                    self._ring.finish()
+                if number <= last or last < 0:
+                    self._ring.begin()
+                last = number
+                self._ring.enter(number)
+                self._engine.fill(buffer, target, self._staging.block(self._ring.slot(number), number))
+            except EdgespecError as raised:
+                error, last = raised, len(self._staging.plan.streamed)
+            except Exception as raised:  # whatever it is, nobody may wait for this thread in vain
+                error, last = ModelError(f"a layer cannot be sent to the device: {raised}"), 1 << 30
+            with self._changed:
+                self._sent[buffer] += 1
+                self._errors[buffer] = error
+                self._changed.notify_all()
+            if error is None:
+                self._engine.finish(buffer)
+                self._ring.leave(number)
+
+    def close(self) -> None:
+        """Stop reading and copying."""
+        self._jobs.put(None)
+        self._ring.close()  # wakes the thread if it waits for a layer
+        self._thread.join()
+
+
+def find_run(layer: Any, prefix: str, stored: Mapping[str, tuple[str, Stored]]) -> tuple[Source, list[int]] | None:
+    """Where a layer's tensors lie one behind the other in a file, and where in that run each of them begins.
+
+    Args:
+        layer: as it was loaded.
+        prefix: its name in the model, with a dot.
+        stored: the folder's tensors by name: file, place.
+
+    Returns:
+        None: they do not, or the files have other bytes than the layer. The last is seen by names, shapes and types;
+        the caller compares bytes of one layer.
+    """
+    found = list[Stored]()
+    paths = set[str]()
+    for module_name, store, name, _ in stored_tensors(layer):
+        path, one = stored.get(f"{prefix}{module_name}{name}", ("", None))
+        if one is None or one.shape != tuple(store[name].shape) or TYPES.get(one.dtype) != store[name].dtype:
+            return None
+        paths.add(path)
+        found.append(one)
+    if len(paths) != 1:
+        return None
+    start, stop = min(one.start for one in found), max(one.start + one.size for one in found)
+    offsets = [one.start - start for one in found]
+    if sum(one.size for one in found) != stop - start or any(offset % NUMBER for offset in offsets):
+        return None
+    return Source(paths.pop(), start, stop - start), offsets
+
+
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
+    """All tensors of a folder by name: file, place. Raises ModelError."""
+    return {
+        one.name: (str(path), one)
+        for path in sorted(folder.glob("*.safetensors"))
+        for one in read_safetensors_header(path)
+    }
+
+
+class Pack:
+    """Blocks of layers in one file, written once: each begins at a huge page. Use within `with`."""
+
+    def __init__(self, folder: Path, form: str, layers: Sequence[int], sizes: Sequence[int]) -> None:
+        """
+        Args:
+            folder: of the model.
+            form: what was made of the folder's weights, "nf4".
+            layers: numbers of those that will be asked for.
+            sizes: bytes of their blocks.
+        """
+        files = sorted(folder.glob("*.safetensors"))
+        about = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        key = hashlib.sha256(json.dumps([LAYOUT, form, about, list(layers), list(sizes)]).encode()).hexdigest()[:16]
+        self._path = folder / FOLDER / key / "layers.bin"
+        self._part = self._path.with_suffix(".part")
+        starts, end = list[int](), 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // HUGE) * HUGE
+        self._places = {
+            layer: Source(str(self._path), start, size)
+            for layer, start, size in zip(layers, starts, sizes, strict=True)
+        }
+        self._size = end
+        self._written = self._path.is_file() and self._path.stat().st_size == end
+
+    def __enter__(self) -> "Pack":
+        if self._places and not self._written:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                free = shutil.disk_usage(self._path.parent).free
+            except OSError as error:
+                raise ModelError(f"{self._path}: cannot be written: {error.strerror}") from error
+            if self._size > free:
+                raise ModelError(
+                    f"{self._path}: layers that memory cannot hold are written there once, which takes "
+                    f"{self._size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
+                )
+        return self
+
+    def add(self, layer: int, host: Any) -> Source:
+        """Write a layer's block, if it is not there. Raises ModelError."""
+        place = self._places[layer]
+        if not self._written:
+            try:
+                with self._part.open("r+b" if self._part.exists() else "w+b") as file:
+                    file.seek(place.start)
+                    file.write(memoryview(host.numpy()))
+                    file.truncate(max(file.tell(), self._size))
+            except OSError as error:
+                raise ModelError(f"{self._path}: cannot be written: {error.strerror}") from error
+        return place
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        if self._places and not self._written and kind is None:
+            self._part.rename(self._path)
+        self._part.unlink(missing_ok=True)
+
+
+def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:
+    """Whether a layer's tensors are what is on disk there. Raises ModelError."""
+    try:
+        with Path(source.path).open("rb") as file:
+            for (_, store, name, _), offset in zip(stored_tensors(layer), offsets, strict=True):
+                file.seek(source.start + offset)
+                tensor = store[name].detach().contiguous().flatten().view(torch.uint8)
+                if bytes(memoryview(tensor.numpy())) != file.read(tensor.numel()):
+                    return False
+    except OSError as error:
+        raise ModelError(f"{source.path}: cannot be read: {error.strerror}") from error
+    return True

@@ -1,0 +1,381 @@
+"""PyTorch models larger than GPU and host memory: from disk through host memory to the device, to the bit the same."""
+
+import json
+import os
+import queue
+import random
+import sys
+import threading
+import time
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'edgespec[torch]'")
+
+import contract
+from contract import chain_rows, work
+from edgespec.backends.torch import backend as backend_module
+from edgespec.backends.torch import disk as disk_module
+from edgespec.backends.torch.backend import load
+from edgespec.backends.torch.disk import FOLDER, STAGING, Staging
+from edgespec.backends.torch.loading import work_bytes
+from edgespec.backends.torch.offload import BUFFERS, block_bytes
+from hf_models import save, tiny_model, torch
+from safetensors.torch import load_file, save_file
+
+from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.weights.machine import private_memory
+
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'edgespec[nf4]'"
+)
+LAYERS = 9
+OPTIONS = {"context_length": 64, "budget": 8, "sessions": 2, "threads": 1}
+TEXT = [5, 9, 30, 7]
+DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+
+
+class LateCopies:
+    """A copy engine with a thread of its own, which takes any time; meanwhile the target holds what would show."""
+
+    def __init__(self, device, buffers):
+        self.draw = random.Random(1)
+        self.free = [False] * buffers
+        self.ordered, self.filled = [0] * buffers, [0] * buffers
+        self.changed, self.jobs = threading.Condition(), queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self):
+        while job := self.jobs.get():
+            buffer, target, source = job
+            time.sleep(self.draw.choice([0, 0, 0.001, 0.004]))
+            target.copy_(source)
+            with self.changed:
+                self.filled[buffer] += 1
+                self.changed.notify_all()
+
+    def fill(self, buffer, target, source):
+        assert self.free[buffer], "the buffer is still in use"
+        self.free[buffer] = False
+        target.fill_(255)  # NaN in every floating-point format
+        self.ordered[buffer] += 1
+        self.jobs.put((buffer, target, source))
+
+    def wait(self, buffer):
+        self.finish(buffer)
+
+    def finish(self, buffer):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.filled[buffer] == self.ordered[buffer], 30)
+
+    def release(self, buffer):
+        self.free[buffer] = True
+
+    def waited(self):
+        return 0.0
+
+    def close(self):
+        self.jobs.put(None)
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save(tiny_model("llama", num_hidden_layers=LAYERS), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """In bfloat16."""
+    model = tiny_model("qwen2", num_hidden_layers=LAYERS).to(torch.bfloat16)
+    return save(model, tmp_path_factory.mktemp("halves"))
+
+
+@pytest.fixture
+def tiers(monkeypatch):
+    """Loads with so many layers on the device and so many in host memory; the others are on disk."""
+    monkeypatch.setattr(backend_module, "private_memory", lambda: 0)
+    monkeypatch.setattr(backend_module, "MARGIN", 0)
+    opened = []
+
+    def load_tiers(folder, resident, waiting, *, copies=LateCopies, **options):
+        options = OPTIONS | options
+        layer, fixed = needs(folder, **options)
+        there = fixed + (resident + BUFFERS) * layer
+        backend = load(str(folder), **options, gpu_memory=there, memory=(waiting + STAGING) * layer, copies=copies)
+        opened.append(backend)
+        on_disk = [block for block in backend.streamer.blocks if block.host is None]
+        assert len(backend.streamer.blocks) == LAYERS - resident
+        assert len(on_disk) == LAYERS - resident - waiting
+        return backend
+
+    yield load_tiers
+    for backend in opened:
+        backend.close()
+
+
+def needs(folder, **options):
+    """Bytes of a layer, and of all but layers."""
+    backend = load(str(folder), **options)
+    cache = backend.open().cells
+    fixed = options["sessions"] * cache.numel() * cache.element_size()
+    fixed += work_bytes(backend._model, backend.capabilities, options["budget"] + 1)
+    return max(block_bytes(layer) for layer in backend._model.get_decoder().layers), fixed
+
+
+def everything(backend):
+    """Logits of chains and trees, in several passes and sessions."""
+    rows = [chain_rows(backend, TEXT)]
+    one, other = backend.open(), backend.open()
+    batch = [work(one, [5, 6, 7, 8], [-1, 0, 0, 2]), work(other, [9, 8], [-1, 0])]
+    for logits, nodes in zip(backend.forward(batch), (4, 2), strict=True):
+        rows += [logits.row(node) for node in range(nodes)]
+    one.commit([0, 2])
+    logits = backend.forward([work(one, [1, 2, 3], [-1, -1, 1])])[0]
+    rows += [logits.row(node) for node in range(3)]
+    one.rewind(1)
+    rows.append(backend.forward([work(one, [4], [-1])])[0].row(0))
+    one.close()
+    other.close()
+    return np.concatenate([np.ravel(row) for row in rows])
+
+
+def passes(backend, session, count):
+    for _ in range(count):
+        backend.forward([work(session, [9, 8], [-1, 0])])
+        session.commit([])
+
+
+@pytest.mark.parametrize(("resident", "waiting"), [(0, 0), (0, 4), (3, 0), (3, 2), (2, 3), (5, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiers_are_equal_to_the_bit(resident, waiting, dtype, llama, halves, tiers):
+    folder = llama if dtype == "float32" else halves
+    backend = tiers(folder, resident, waiting)
+    expected = everything(load(str(folder), **OPTIONS))
+    for _ in range(3):
+        np.testing.assert_array_equal(everything(backend), expected)
+    assert not (folder / FOLDER).exists()  # the folder itself is read
+
+
+@pytest.mark.parametrize("check", [contract.tree_equals_chains, contract.commit_any_path, contract.random_growth])
+def test_contract(check, llama, tiers):
+    check(lambda **options: tiers(llama, 2, 3, **options | {"threads": 1, "context_length": 640}))
+
+
+@needs_bitsandbytes
+def test_4_bits_are_packed_once(halves, tiers):
+    try:
+        backend = tiers(halves, 2, 2, dtype="nf4")
+        np.testing.assert_array_equal(everything(backend), everything(load(str(halves), **OPTIONS, dtype="nf4")))
+        (pack,) = (halves / FOLDER).glob("*/layers.bin")
+        written = pack.stat().st_mtime_ns
+        again = tiers(halves, 2, 2, dtype="nf4")
+        np.testing.assert_array_equal(everything(again), everything(backend))
+        assert pack.stat().st_mtime_ns == written
+    finally:
+        for path in sorted((halves / FOLDER).rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        (halves / FOLDER).rmdir()
+
+
+def scattered(tmp_path):
+    """A folder in which every layer lies in two files."""
+    folder = save(tiny_model("llama", num_hidden_layers=LAYERS), tmp_path / "scattered")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[i::2]) for i in range(2)]
+    for i, some in enumerate(halves):
+        save_file(some, folder / f"model-{i + 1:05}-of-00002.safetensors", metadata={"format": "pt"})
+    weight_map = {name: f"model-{i + 1:05}-of-00002.safetensors" for i, some in enumerate(halves) for name in some}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def files(folder):
+    return sorted(path.name for path in (folder / FOLDER).rglob("*") if path.is_file())
+
+
+def test_scattered_layers_are_packed(tmp_path, tiers):
+    folder = scattered(tmp_path)
+    expected = everything(load(str(folder), **OPTIONS))
+    np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)
+    assert files(folder) == ["layers.bin"]
+    first = next((folder / FOLDER).rglob("layers.bin"))
+    tiers(folder, 1, 2)
+    assert files(folder) == ["layers.bin"]
+    os.utime(folder / "model-00001-of-00002.safetensors", (1, 1))  # another model, perhaps
+    np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)
+    assert files(folder) == ["layers.bin"] * 2
+    (second,) = set((folder / FOLDER).rglob("layers.bin")) - {first}
+    second.write_bytes(b"cut off")
+    np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)  # it is written anew
+
+
+def test_a_pack_for_which_there_is_no_room(tmp_path, tiers, monkeypatch):
+    folder = scattered(tmp_path)
+    monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: Usage())
+    with pytest.raises(ModelError, match=r"takes .* GB, but only 0.0 GB are free"):
+        tiers(folder, 1, 2)
+    assert files(folder) == []
+
+
+class Usage:
+    free = 0
+
+
+def test_a_pack_that_breaks_off(tmp_path, tiers, monkeypatch):
+    """Nothing half-written stays."""
+    folder, add, count = scattered(tmp_path), disk_module.Pack.add, iter(range(99))
+
+    def fail(self, layer, host):
+        if next(count) == 3:
+            raise KeyboardInterrupt
+        return add(self, layer, host)
+
+    monkeypatch.setattr(disk_module.Pack, "add", fail)
+    with pytest.raises(KeyboardInterrupt):
+        tiers(folder, 1, 2)
+    assert files(folder) == []
+
+
+def test_a_model_that_has_other_values_than_its_folder(llama, tiers, monkeypatch):
+    """They are packed instead of being read from there."""
+    from edgespec.backends.torch import loading
+
+    monkeypatch.setattr(loading, "same_bytes", lambda *_: False)
+    backend = tiers(llama, 1, 2)
+    np.testing.assert_array_equal(everything(backend), everything(load(str(llama), **OPTIONS)))
+    (pack,) = (llama / FOLDER).glob("*/layers.bin")
+    pack.unlink()
+    pack.parent.rmdir()
+    (llama / FOLDER).rmdir()
+
+
+def test_bytes_are_compared(llama):
+    from edgespec.backends.torch.disk import find_run, read_folder, same_bytes
+
+    layer = load(str(llama), **OPTIONS)._model.get_decoder().layers[3]
+    source, offsets = find_run(layer, "model.layers.3.", read_folder(llama))
+    assert same_bytes(layer, source, offsets)
+    other, others = find_run(layer, "model.layers.4.", read_folder(llama))
+    assert not same_bytes(layer, other, others)
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_passes_that_break_off(waiting, llama, tiers):
+    backend = tiers(llama, 1, waiting)
+    expected = chain_rows(backend, TEXT)
+    session = backend.open()
+    for stop in range(LAYERS):
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        hook = backend._model.get_decoder().layers[stop].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            backend.forward([work(session, [9], [-1])])
+        hook.remove()
+        np.testing.assert_array_equal(chain_rows(backend, TEXT), expected)
+    assert session.token_ids == []
+
+
+def test_a_disk_that_fails_and_comes_back(llama, tiers, monkeypatch):
+    backend = tiers(llama, 1, 2)
+    expected = chain_rows(backend, TEXT)
+    session = backend.open()
+
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "read", broken)
+        for _ in range(2):
+            with pytest.raises(ModelError, match=r"cannot be read: the disk is gone"):
+                passes(backend, session, 2)  # the next pass's first layers may have been read
+    for _ in range(2):
+        np.testing.assert_array_equal(chain_rows(backend, TEXT), expected)
+
+
+def test_a_file_that_shrinks(tmp_path, tiers):
+    folder = save(tiny_model("llama", num_hidden_layers=LAYERS), tmp_path / "model")
+    backend = tiers(folder, 0, 0)
+    session = backend.open()
+    size = (folder / "model.safetensors").stat().st_size
+    os.truncate(folder / "model.safetensors", size - 8192)
+    with pytest.raises(ModelError, match="shrunk"):
+        passes(backend, session, 3)
+
+
+def test_disk_copies_and_computation_go_on_at_once(llama, tiers, monkeypatch):
+    """While a layer computes, a later one is read: the computation here waits until it is."""
+    begun, read = [threading.Event() for _ in range(LAYERS)], Staging.read
+
+    def told(self, slot, layer, extent, start, stop):
+        begun[layer.index].set()
+        read(self, slot, layer, extent, start, stop)
+
+    monkeypatch.setattr(Staging, "read", told)
+    backend = tiers(llama, 0, 0)
+    layers, session = backend._model.get_decoder().layers, backend.open()
+    seen = []
+    for i, layer in enumerate(layers[:-3]):
+        hook = lambda *_, i=i: seen.append(begun[i + 3].wait(10))  # noqa: E731
+        layer.register_forward_pre_hook(hook)
+    for event in begun[BUFFERS + STAGING :]:
+        event.clear()
+    backend.forward([work(session, [9], [-1])])
+    assert seen == [True] * (LAYERS - 3)
+
+
+def test_what_is_said_about_it(llama, tiers):
+    (note,) = tiers(llama, 2, 3).notes
+    assert note.startswith("7 of 9 layers are streamed: ")
+    assert " of it from disk: about " in note
+
+
+def test_closing_leaves_nothing(llama, tiers):
+    before = len(os.listdir(DESCRIPTORS)), threading.active_count()
+    backend = tiers(llama, 1, 2)
+    backend.close()
+    backend.close()
+    assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
+
+
+def test_passes_leave_nothing_behind(llama, tiers):
+    backend = tiers(llama, 1, 2)
+    session = backend.open()
+
+    passes(backend, session, 20)
+    before = private_memory()
+    passes(backend, session, 100)
+    assert private_memory() - before < 8 << 20
+
+
+# Where the device computes in host memory itself
+
+
+def test_a_processor_streams_from_disk(halves, monkeypatch):
+    monkeypatch.setattr(backend_module, "private_memory", lambda: 0)
+    monkeypatch.setattr(backend_module, "MARGIN", 0)
+    layer, fixed = needs(halves, **OPTIONS)
+    resident = load(str(halves), **OPTIONS)
+    for more in (0, 3):
+        backend = load(str(halves), **OPTIONS, device="cpu", memory=fixed + (BUFFERS + STAGING + more) * layer)
+        assert len(backend.streamer.blocks) == LAYERS - more
+        assert all(block.host is None for block in backend.streamer.blocks)
+        assert backend.capabilities.streams
+        np.testing.assert_array_equal(everything(backend), everything(resident))
+        backend.close()
+    with pytest.raises(NoRoom, match=r"of memory cannot hold 5 layers of .*: give at least"):
+        load(str(halves), **OPTIONS, device="cpu", memory=fixed + (BUFFERS + STAGING) * layer - 1)
+    assert load(str(halves), **OPTIONS, device="cpu", memory="8G").streamer is None
+
+
+def test_what_cannot_be_streamed_in_another_type(halves):
+    with pytest.raises(NoRoom, match=r"use the folder's own bfloat16, which can be streamed, or nf4"):
+        load(str(halves), **OPTIONS, dtype="float32", memory="1K")
+    with pytest.raises(UsageError, match="is not a size"):
+        load(str(halves), **OPTIONS, memory="much")
