@@ -20,7 +20,7 @@ from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import disk as disk_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.disk import FOLDER, STAGING, Staging
-from edgespec.backends.torch.loading import work_bytes
+from edgespec.backends.torch.loading import WORKSPACE, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
@@ -361,6 +361,7 @@ def test_a_processor_streams_from_disk(halves, monkeypatch):
     monkeypatch.setattr(backend_module, "private_memory", lambda: 0)
     monkeypatch.setattr(backend_module, "MARGIN", 0)
     layer, fixed = needs(halves, **OPTIONS)
+    fixed -= WORKSPACE
     resident = load(str(halves), **OPTIONS)
     for more in (0, 3):
         backend = load(str(halves), **OPTIONS, device="cpu", memory=fixed + (BUFFERS + STAGING + more) * layer)

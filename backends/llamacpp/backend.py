@@ -36,11 +36,13 @@ from .files import (
     parts,
     without_amx,
 )
+from .gpu import output_on_processor
 from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
     MIN_NODES,
     ContextSize,
+    choose_gpu_layers,
     is_plenty,
     kv_types,
     plan_memory,
@@ -281,7 +283,7 @@ def load(
     budget: int = 64,
     sessions: int = 1,
     threads: int | None = None,
-    gpu_layers: int = 0,
+    gpu_layers: int | None = None,
     in_order: bool = True,
     memory: int | str | None = None,
     kv_type: str | None = None,
@@ -300,7 +302,7 @@ def load(
         sessions: how many sessions may be open at once.
         threads: compute threads; default: one per core (performance cores on a Mac), fewer while other programs keep
             cores busy, where that does not change a bit of the result.
-        gpu_layers: layers to keep on the GPU; -1 = all.
+        gpu_layers: layers to keep on the GPU; -1 = all; default: as many as its memory takes (`gpu.py`).
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
@@ -326,6 +328,8 @@ def load(
     memory = parse_size(memory) if isinstance(memory, str) else memory
     size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type)
     plan, notes = None, list[str]()
+    if gpu_layers is None:
+        gpu_layers = choose_gpu_layers(path, size, memory=memory, beside=beside, resident=resident)
     plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
@@ -334,6 +338,9 @@ def load(
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    if plan and plan.streamed and gpu_layers and sys.platform == "darwin":
+        overrides = output_on_processor()
+        options["tensor_buft_overrides"] = ctypes.addressof(overrides)
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = None
     try:

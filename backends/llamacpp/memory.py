@@ -43,6 +43,7 @@ from .files import (
     read_tensors,
     size_lines,
 )
+from .gpu import auto_layers, check_spans, devices
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
@@ -167,6 +168,8 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
         return None, sizes[best], notes
+    if sys.platform == "darwin":
+        check_spans(plan, tensors, gpu_layers)
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
@@ -186,6 +189,27 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
         return []
     family = header_values(path, "general.architecture").get("general.architecture", "")
     return find_experts(tensors, int(header_values(path, f"{family}.expert_count").get(f"{family}.expert_count", 0)))
+
+
+def choose_gpu_layers(
+    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool
+) -> int:
+    """How many layers a GPU gets where nobody says it; arguments and errors as for `load`."""
+    found = devices()
+    if not found:
+        return 0
+    tensors = all_tensors(path)
+    room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
+    buffers = _rehearse(path, [size])[0] - private_memory() - MARGIN
+    beside_it = sum(_weights_and_buffers(other, size) for other in beside)
+    needed = private_memory() + MARGIN + buffers + beside_it
+
+    def plan(kept: int) -> Plan | None:
+        return None if resident else make_plan(tensors, room, needed, kept=kept)
+
+    layers = auto_layers(found, tensors, buffers, beside_it, plan)
+    # Experts that memory cannot hold are read as they are chosen, which works without a GPU only.
+    return 0 if layers > 0 and find_layers(path, tensors) and plan(0) is not None else layers
 
 
 def _plans(

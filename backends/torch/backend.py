@@ -35,6 +35,7 @@ from .attention import Part, Tree, build_mask, run
 from .loading import (
     NF4,
     PLAIN,
+    WORKSPACE,
     Form,
     Host,
     cache_shape,
@@ -244,12 +245,12 @@ def load(
         folder, most = check_folder(path), room or int(available_memory() * (1 - SAFETY))
         check_folder_fits(folder, dtype, most)
         model = load_model(folder, dtype)
-        left = max(1, most - private_memory() - MARGIN)  # for layers
-        host: Host | None = None
-        if place.type == "cuda" or copies:  # a device with memory of its own
-            host = Host(folder, left)
-        elif place.type == "cpu" and (room is not None or 2 * model.num_parameters() * model.dtype.itemsize > left):
-            there, host = left, Host(folder, None)
+        needed, host = private_memory() + MARGIN, None
+        if place.type == "cuda" or copies:
+            host = Host(folder, most, needed, apart=True)
+        elif place.type == "cpu":
+            plenty = room is None and 2 * model.num_parameters() * model.dtype.itemsize + needed < most
+            there, host = (None, None) if plenty else (most, Host(folder, most, needed, apart=False))
         return assemble(
             model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=there,
             copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
@@ -313,6 +314,8 @@ def assemble(
     if memory is not None or form is not PLAIN:
         caches = sessions * math.prod(shape) * model.dtype.itemsize
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
+        if host and not host.apart:
+            fixed -= WORKSPACE  # a processor has none
         streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True)

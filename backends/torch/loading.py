@@ -180,7 +180,9 @@ class Host:
     """Where layers wait that the device cannot hold."""
 
     folder: Path  # of the model: what the memory cannot hold is read from there
-    memory: int | None  # bytes for layers; None: the device computes in this memory itself, so all of them are on disk
+    memory: int  # bytes to use
+    needed: int  # of them by the program
+    apart: bool  # the device has memory of its own; else it computes in this one, and what does not fit is on disk
 
 
 def place_layers(
@@ -209,12 +211,12 @@ def place_layers(
     """
     layers = list(decoder_layers(model))
     sizes = [form.size(layer) for layer in layers]
-    if host and host.memory is None:
-        streamed = streamed_layers(len(layers), count_resident(memory, sizes, fixed, BUFFERS + STAGING, "memory"))
-        on_disk = streamed
+    if host and not host.apart:
+        count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
+        streamed = on_disk = streamed_layers(len(layers), count)
     else:
         streamed = streamed_layers(len(layers), count_resident(memory, sizes, fixed))
-        on_disk = _beyond(streamed, [sizes[i] for i in streamed], host.memory) if host and host.memory else []
+        on_disk = _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else []
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
     blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)
@@ -249,9 +251,9 @@ def place_layers(
     return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder)
 
 
-def _beyond(streamed: Sequence[int], sizes: Sequence[int], memory: int) -> list[int]:
+def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:
     """Those of the streamed layers that host memory cannot hold, evenly spread: disk and copies then work at once."""
-    kept = count_resident(memory, sizes, 0, STAGING, "memory")
+    kept = count_resident(host.memory, sizes, host.needed, STAGING, "memory")
     return [streamed[k] for k in streamed_layers(len(streamed), kept)]
 
 

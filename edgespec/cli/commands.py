@@ -54,6 +54,17 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    """None for auto."""
+    if value in (None, "auto"):
+        return None
+    try:
+        return int(value)
+    except ValueError as error:
+        raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
+
+
+GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as its memory takes]"
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
@@ -71,7 +82,7 @@ MODEL_OPTIONS = _options(
     click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
-    click.option("--gpu-layers", type=int, help="llamacpp: layers on the GPU; -1 = all. [default: 0]"),
+    click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
     click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
     click.option("--exact", metavar="NAME", help=EXACT_HELP),

@@ -212,7 +212,8 @@ def _try(
         say("memory")
         memory = import_module("edgespec.backends.llamacpp.memory")
         size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
-        tried.plan, _, tried.notes = memory.plan_memory(path, size, memory=room, beside=beside)
+        on_gpu = memory.choose_gpu_layers(path, size, memory=room, beside=beside, resident=False)
+        tried.plan, _, tried.notes = memory.plan_memory(path, size, memory=room, beside=beside, gpu_layers=on_gpu)
     say("passes")
     streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
     with closing(_load(engine, path, options | streaming)) as backend:

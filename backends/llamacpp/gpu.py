@@ -1,0 +1,184 @@
+"""How many layers llama.cpp computes on a GPU where nobody says it: as many as its memory takes.
+
+llama.cpp takes the output and the last layers: `gpu_layers` = n + 1 is n layers; -1 is all, the embedding left out.
+
+A GPU with memory of its own gets what fits there beside caches, buffers and the draft. On a Mac the GPU computes in the
+memory that the plan is about, and maps the file from the first to the last of its weights, all of which then stay in
+memory. So where layers are streamed, the output is left to the processor (it often lies at the front of the file), and
+only so many layers go to the GPU as leave no streamed one in between.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from edgespec.errors import NoRoom, UsageError
+from edgespec.weights.residency import SAFETY, Extent, Plan, Tensor, count_layers, layer_of
+
+from .files import ggml_library, llama_cpp
+
+GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: with memory of its own, or the host's
+RESERVE = 512 << 20  # bytes of each GPU's memory that its libraries take
+MORE = 1 / 32  # by this part more may be streamed so that the GPU has more layers
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU, as llama.cpp sees it. Sizes in bytes."""
+
+    name: str
+    shared: bool  # it computes in the host's memory
+    free: int
+
+
+def devices() -> list[Device]:
+    """All GPUs that this llama.cpp can use."""
+    if not llama_cpp.llama_supports_gpu_offload():
+        return []
+    library, found = _library(), list[Device]()
+    for i in range(library.ggml_backend_dev_count()):
+        device = library.ggml_backend_dev_get(i)
+        kind = library.ggml_backend_dev_type(device)
+        if kind in (GPU, SHARED):
+            free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+            library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            name = library.ggml_backend_dev_name(device).decode()
+            found.append(Device(name, kind == SHARED or sys.platform == "darwin", free.value))
+    return found
+
+
+@cache
+def _library() -> Any:
+    library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
+    for name, result, arguments in [
+        ("ggml_backend_dev_count", size, []),
+        ("ggml_backend_dev_get", pointer, [size]),
+        ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
+        ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
+        ("ggml_backend_dev_memory", None, [pointer, pointer, pointer]),
+        ("ggml_backend_cpu_buffer_type", pointer, []),
+    ]:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def auto_layers(
+    found: Sequence[Device],
+    tensors: Sequence[Tensor],
+    buffers: int,
+    beside: int,
+    plan: Callable[[int], Plan | None],
+) -> int:
+    """`gpu_layers` for a model.
+
+    Args:
+        found: the GPUs.
+        tensors: of the model.
+        buffers: bytes of its caches and of what a pass computes.
+        beside: bytes that the draft takes with all it needs.
+        plan: with so many of the last layers kept in memory; raises NoRoom.
+    """
+    if not found:
+        return 0
+    own = [device for device in found if not device.shared]
+    weights = sum(tensor.size for tensor in tensors)
+    if not own:
+        room = found[0].free - buffers
+        try:
+            least = plan(0)
+        except NoRoom:
+            return 0
+        if least is None or not least.streamed:
+            return -1 if weights + beside <= room else 0
+        return _beside_streamed(tensors, room, least, plan) if sys.platform == "darwin" else 0
+    room = int(sum(device.free for device in own) * (1 - SAFETY)) - len(own) * RESERVE - buffers
+    if beside <= room // 2:  # all of a small draft is worth more than a few layers: it makes many passes
+        room -= beside
+    return _fitting(tensors, room, len(own))
+
+
+def _fitting(tensors: Sequence[Tensor], room: int, parts: int) -> int:
+    """How many layers, the output first, go into so many bytes, in so many parts."""
+    count = count_layers(tensors)
+    sizes = [0] * (count + 1)
+    for tensor in tensors:
+        if layer_of(tensor) >= 0 or tensor.name.startswith("output"):
+            sizes[layer_of(tensor)] += tensor.size  # the output's is the last one: -1
+    if all(not tensor.name.startswith("output.") for tensor in tensors):  # it is the embedding
+        sizes[-1] += sum(tensor.size for tensor in tensors if layer_of(tensor) < 0)
+    room -= (parts - 1) * max(sizes)  # a layer is not divided
+    if sum(sizes) <= room:
+        return -1
+    fitting = 0
+    for size in reversed(sizes):
+        room -= size
+        if room < 0:
+            break
+        fitting += 1
+    return fitting if fitting > 1 else 0  # the output alone is not worth the way
+
+
+def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:
+    for kept in range(count_layers(tensors) - 1, 0, -1):
+        spans = gpu_spans(tensors, kept)
+        if sum(span.size for span in spans) > room:
+            continue
+        try:
+            one = plan(kept)
+        except NoRoom:
+            continue
+        if one and one.streamed_bytes <= least.streamed_bytes * (1 + MORE) and not wired(one, spans):
+            return kept + 1
+    return 0
+
+
+def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
+    """What a Mac's GPU maps of each file for the last layers, the output left to the processor."""
+    first, spans = count_layers(tensors) - layers, dict[int, Extent]()
+    for tensor in tensors:
+        if layer_of(tensor) >= first:
+            last = spans.get(tensor.file, Extent(tensor.file, tensor.start, tensor.start + tensor.size))
+            start, stop = min(last.start, tensor.start), max(last.stop, tensor.start + tensor.size)
+            spans[tensor.file] = Extent(tensor.file, start, stop)
+    return list(spans.values())
+
+
+def wired(plan: Plan, spans: Sequence[Extent]) -> int:
+    """Streamed bytes that lie inside what a GPU maps, and so would stay in memory."""
+    return sum(
+        max(0, min(extent.stop, span.stop) - max(extent.start, span.start))
+        for layer in plan.streamed
+        for extent in layer.extents
+        for span in spans
+        if extent.file == span.file
+    )
+
+
+def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
+    """Refuse what would keep streamed layers in a Mac's memory.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    count = count_layers(tensors)
+    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    if wired(plan, gpu_spans(tensors, on_gpu)):
+        raise UsageError(
+            f"with --gpu-layers {gpu_layers} the GPU would map streamed layers, and keep them in memory, for layers do "
+            "not lie in order in this file; use --gpu-layers 0"
+        )
+
+
+class Override(ctypes.Structure):
+    """struct llama_model_tensor_buft_override of llama.h."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def output_on_processor() -> Any:
+    """`tensor_buft_overrides` that leave the output out of the GPU; to be kept as long as the model is loaded."""
+    return (Override * 2)(Override(b"^output", _library().ggml_backend_cpu_buffer_type()), Override(None, None))
