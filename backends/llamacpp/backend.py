@@ -36,7 +36,7 @@ from .files import (
     parts,
     without_amx,
 )
-from .gpu import output_on_processor
+from .gpu import without_output
 from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
@@ -338,9 +338,8 @@ def load(
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    if plan and plan.streamed and gpu_layers and sys.platform == "darwin":
-        overrides = output_on_processor()
-        options["tensor_buft_overrides"] = ctypes.addressof(overrides)
+    if plan and plan.streamed and gpu_layers:
+        options |= without_output()
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = None
     try:

@@ -179,6 +179,12 @@ class Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def output_on_processor() -> Any:
-    """`tensor_buft_overrides` that leave the output out of the GPU; to be kept as long as the model is loaded."""
+def without_output() -> dict[str, Any]:
+    """Parameters of a model that leave its output to the processor on a Mac."""
+    return {"tensor_buft_overrides": ctypes.addressof(overrides())} if sys.platform == "darwin" else {}
+
+
+@cache
+def overrides() -> Any:
+    """For llama.cpp: tensors whose name begins with "output" lie in the processor's memory."""
     return (Override * 2)(Override(b"^output", _library().ggml_backend_cpu_buffer_type()), Override(None, None))

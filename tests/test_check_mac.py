@@ -1,0 +1,38 @@
+"""The check for Macs runs anywhere; here on a tiny model, and on one whose streamed weights are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+
+from edgespec.backends.mlx import backend as engine
+from edgespec.backends.mlx.streaming import SlotStore
+from mlx_models import FAMILIES, write_model
+
+from edgespec.measure import mac
+from edgespec.weights import residency
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(residency, "SMALL", 64)
+    return write_model(tmp_path / "model", FAMILIES["llama-3"] | {"num_hidden_layers": 7})
+
+
+def test_all_checks_hold_here(llama: Path) -> None:
+    told: list[str] = []
+    before = engine.plan_memory, SlotStore.read
+    found = mac.check_all([llama], passes=10, quick=True, say=told.append)
+    assert [one.line() for one in found] == told
+    assert [one.good for one in found if one.good is not None] == [True, True]
+    assert any("layers streamed, reads 0 ms later: 0 of " in line for line in told)
+    assert any("pass over 1 nodes" in line for line in told)
+    assert (engine.plan_memory, SlotStore.read) == before
+
+
+def test_a_wrong_bit_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotStore, "read", lambda *arguments: None)
+    found = mac.check_equality(llama, 0.6, 0.0, 3)
+    assert found.good is False
+    assert found.line().startswith("FAILED")
