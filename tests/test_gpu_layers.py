@@ -135,6 +135,7 @@ def logits(backend: Any) -> np.ndarray:
 def test_the_override_is_llamacpps(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp takes the structure as it is made here."""
     assert gpu.without_output() == {} or sys.platform == "darwin"
+    assert gpu.overrides()  # made once
     monkeypatch.setattr(sys, "platform", "darwin")
     options = gpu.without_output()
     monkeypatch.undo()
