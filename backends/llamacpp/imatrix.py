@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
 
-from .backend import compute_cores
 from .child import Say, serve
 from .files import ggml_base, llama_cpp, load_model
+from .threads import compute_cores
 from .vocab import load_vocab
 
 TOKENS = 512  # in a chunk, which is read as a text of its own

@@ -10,13 +10,14 @@ from typing import Any
 import click
 
 from edgespec import __version__, remembered
+from edgespec.backend import choose_backend, load_options, load_vocab
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.pairs import pair
 from edgespec.cli.terminal import LoadingBar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
-from edgespec.models.registry import find_model
+from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import PLANNERS, USE_DRAFT
 from edgespec.text import user_messages
 
@@ -246,7 +247,10 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     entry, draft = find_model(model, options["models_file"]), options["draft"]
     drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
-    pull_what_is_missing([*needed, *([find_model(draft, options["models_file"])] if draft else [])], yes)
+    needed += [find_model(draft, options["models_file"])] if draft else []
+    for one in needed:  # nothing is fetched for an engine that is not there
+        load_options(options["backend"] or choose_backend(is_folder(one.target)))
+    pull_what_is_missing(needed, yes)
 
 
 def _load(model: str, options: dict[str, Any]) -> Model:
@@ -397,8 +401,6 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     from rich.console import Console
     from rich.progress import Progress
 
-    from edgespec.backend import choose_backend, load_vocab
-    from edgespec.models.registry import is_folder, local_path
     from edgespec.planners.datastore import build, read_texts
 
     source = find_model(model, models_file).target

@@ -74,24 +74,23 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None
     Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where memory lies otherwise
     within its blocks than the file's bytes do, all of it is read elsewhere first.
     """
-    if not hasattr(_own, "buffer"):
-        _own.buffer = read_buffer()
+    buffer = own_buffer()
     low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
     inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
     if inner >= end or (address + inner - start) % SECTOR:
-        done = os.preadv(descriptor, [_own.buffer[: high - low]], low)
+        done = os.preadv(descriptor, [buffer[: high - low]], low)
         copies = [(0, start, min(stop, low + done))]
     else:
-        head, tail = _own.buffer[: inner - low], _own.buffer[BLOCK : BLOCK + high - end]
+        head, tail = buffer[: inner - low], buffer[BLOCK : BLOCK + high - end]
         middle = (ctypes.c_char * (end - inner)).from_address(address + inner - start)
-        done = os.preadv(descriptor, [buffer for buffer in (head, middle, tail) if len(buffer)], low)
+        done = os.preadv(descriptor, [part for part in (head, middle, tail) if len(part)], low)
         copies = [(0, start, min(inner, low + done)), (BLOCK, end, min(stop, low + done))]
     if low + done <= start:
         raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
     for at, first, last in copies:
         if first < last:
             source = at + first % BLOCK
-            ctypes.memmove(address + first - start, bytes(_own.buffer[source : source + last - first]), last - first)
+            ctypes.memmove(address + first - start, bytes(buffer[source : source + last - first]), last - first)
     if low + done < stop:
         read_unaligned(descriptor, address + low + done - start, low + done, stop)
 
