@@ -90,7 +90,7 @@ def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, mixtures, fro
     expected = logits_of(there)
     there.close()
     backend = from_disk(kind, slots)
-    memory = backend._watch.mixture.memory
+    memory = backend.mixture.memory
     assert backend.capabilities.experts == (EXPERTS, KINDS[kind][1])
     for _ in range(2):  # with pools as they were filled, and as they were left
         for row, right in zip(logits_of(backend), expected, strict=True):
@@ -148,7 +148,7 @@ def test_a_disk_error_in_the_middle(monkeypatch, from_disk):
 def test_llama_cpp_finds_its_own_weights_after_every_pass(from_disk):
     """Whoever is not told of slots finds experts, and nothing changes what they are."""
     backend = from_disk("gpt-oss", 3)
-    mixture = backend._watch.mixture
+    mixture = backend.mixture
     before = [
         (tensor, GgmlTensor.from_address(tensor).data) for layer in mixture._layers for tensor, *_ in layer.weights
     ]
@@ -165,14 +165,14 @@ def test_a_pass_that_is_not_watched_is_right(from_disk):
     """As if llama.cpp had changed its graph: experts come from the mapped file then."""
     backend = from_disk("qwen3 moe", 2)
     right = logits_of(backend)
-    backend._watch.mixture._before.clear()
+    backend.mixture._before.clear()
     assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
 
 
 def test_a_graph_that_is_not_known(monkeypatch, from_disk):
     monkeypatch.setattr(llamacpp_mixture, "FREE", b"nothing")
     backend = from_disk("gpt-oss", 2)  # whose biases are then users of experts' numbers that nobody knows
-    assert backend._watch.mixture is None
+    assert backend.mixture is None
     assert backend.capabilities.experts is None
     assert any("left to the page cache" in note and "needs the experts' numbers" in note for note in backend.notes)
     assert np.isfinite(logits_of(backend)[0]).all()
@@ -184,10 +184,10 @@ def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):
     monkeypatch.setenv("HOME", str(tmp_path))
     first = from_disk("mixtral", 2)
     logits_of(first)
-    scores = [residents.scores for residents in first._watch.mixture.memory.residents]
+    scores = [residents.scores for residents in first.mixture.memory.residents]
     first.close()
     second = from_disk("mixtral", 2)
-    for residents, before in zip(second._watch.mixture.memory.residents, scores, strict=True):
+    for residents, before in zip(second.mixture.memory.residents, scores, strict=True):
         assert residents.scores == pytest.approx(before, abs=1e-3)
         assert set(residents.held()) == set(np.argsort(-before, kind="stable")[:2].tolist())
 
@@ -197,7 +197,7 @@ def test_padding_reads_nothing(from_disk, mixtures):
     settle(backend, str(mixtures["mixtral"]), keep=False)
     assert backend.capabilities.exact is not None
     assert backend.capabilities.exact.trees.least == 2
-    session, memory = backend.open(), backend._watch.mixture.memory
+    session, memory = backend.open(), backend.mixture.memory
     prefill(backend, session, [1, 2, 3])
     before = memory.wanted
     backend.forward([Work(session, np.array([9], np.int32), np.array([-1], np.int32), np.array([0], np.int32))])

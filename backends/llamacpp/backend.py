@@ -49,7 +49,7 @@ from .memory import (
     start_streaming,
     suits_narrow,
 )
-from .mixture import open_mixture
+from .mixture import Mixture, open_mixture
 from .session import LlamaSession
 from .specimen import specimen
 from .threads import compute_cores, crowd, threads_for
@@ -172,6 +172,11 @@ class LlamaBackend:
     def streamer(self) -> Streamer | None:
         """What streams the weights, if they are streamed."""
         return self._watch.streamer if self._watch else None
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """What reads experts as they are chosen, if they are."""
+        return self._watch.mixture if self._watch else None
 
     @property
     def wait_seconds(self) -> float:

@@ -124,6 +124,11 @@ class Mixture:
         self._nearly_all = False  # of its experts are wanted
         self._prompt, self._rows, self._padding = False, 0, 0
 
+    @property
+    def counted(self) -> tuple[int, int, int]:
+        """Experts that passes over trees have used, those of them that were in memory, bytes read."""
+        return self.memory.wanted, self.memory.hits, self.memory.bytes_read
+
     def learn(self, addresses: Sequence[int]) -> str:
         """Find the experts' nodes among all nodes of a pass.
 

@@ -6,7 +6,7 @@ Everything is measured: the disk with direct reads of the model's own file, the 
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from math import log2
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from edgespec.backend import Backend, Work, choose_backend, installed_backends, load_backend, load_options, most_nodes
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.exact import check_choice, line, settle
+from edgespec.exact import check_choice, line, settle, tokens
 from edgespec.model import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.remembered import everything, identity
@@ -26,6 +26,7 @@ from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
 
 # Tokens per pass to expect in a chat of trees with 8 and with 64 nodes, from this project's own measurements (README).
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
+SIZES_OF_MIXTURES = (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
 
@@ -36,6 +37,9 @@ class Pass:
     nodes: int
     seconds: float
     waited: float  # of that, for the disk
+    experts: float = 0.0  # different ones that it used of a layer, if they are read as they are chosen
+    hits: float = 0.0  # the share of them that was in memory
+    read: int = 0  # bytes of the others
 
     @property
     def limit(self) -> str:
@@ -57,7 +61,7 @@ class Diagnosis:
     plan: Plan | None  # None: everything fits
     cannot_run: str  # why, or ""
     disk: float  # bytes per second
-    passes: tuple[Pass, ...]  # over one node, and over a full tree; none if it cannot run
+    passes: tuple[Pass, ...]  # over one node, up to a full tree; none if it cannot run
     draft_seconds: float  # for drafting one tree
     notes: tuple[str, ...]
     remembered: tuple[dict[str, Any], ...]  # what runs of this model have learned of the costs of passes
@@ -77,14 +81,20 @@ class Tried:
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
-    """Seconds of the better of two passes over a chain of `nodes` tokens, after one that is not counted."""
-    session = backend.open()
-    chain = np.arange(nodes, dtype=np.int32)
+    """The quicker of two passes over a chain of `nodes` random tokens, after one that is not counted."""
+    session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
+    mixture = getattr(backend, "mixture", None)
     found = []
-    for _ in range(3):
+    for seed in range(3):
+        path = np.array(tokens(backend, nodes, seed), np.int32)
+        before = mixture.counted if mixture else (0, 0, 0)
         waited, started = backend.wait_seconds, perf_counter()
-        backend.forward([Work(session, chain % backend.vocab.size, chain - 1, chain)])
-        found.append(Pass(nodes, perf_counter() - started, backend.wait_seconds - waited))
+        backend.forward([Work(session, path, chain - 1, chain)])
+        made = Pass(nodes, perf_counter() - started, backend.wait_seconds - waited)
+        if mixture:
+            wanted, hits, read = (now - then for now, then in zip(mixture.counted, before, strict=True))
+            made = replace(made, experts=wanted / len(mixture.memory.layers), hits=hits / max(1, wanted), read=read)
+        found.append(made)
         session.rewind(0)
     session.close()
     return min(found[1:], key=lambda one: one.seconds)
@@ -92,25 +102,25 @@ def time_pass(backend: Backend, nodes: int) -> Pass:
 
 def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:
     """What a pass should take: it reads while it computes, so the longer of the two."""
-    return max(made.seconds - made.waited, reading_seconds(diagnosis))
+    return max(made.seconds - made.waited, reading_seconds(diagnosis, made))
 
 
-def reading_seconds(diagnosis: Diagnosis) -> float:
-    """What the disk needs for the weights that every pass reads."""
-    return diagnosis.plan.streamed_bytes / diagnosis.disk if diagnosis.plan else 0.0
+def reading_seconds(diagnosis: Diagnosis, made: Pass) -> float:
+    """What the disk needs for the weights that a pass reads."""
+    return (diagnosis.plan.streamed_bytes + made.read) / diagnosis.disk if diagnosis.plan else 0.0
 
 
 def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
     """Planner -> tokens per second to expect of a chat; planners that can be used, `none` among them."""
     if not diagnosis.passes:
         return {}
-    one, tree = diagnosis.passes
-    tokens = {
+    one, tree = diagnosis.passes[0], diagnosis.passes[-1]
+    gained = {
         name: float(np.interp(log2(tree.nodes), (3, 6), few_and_many)) for name, few_and_many in EXPECTED_TOKENS.items()
     }
-    expected = {"none": 1 / one.seconds, "sssd": tokens["sssd"] / tree.seconds}
+    expected = {"none": 1 / one.seconds, "sssd": gained["sssd"] / tree.seconds}
     if diagnosis.draft_size:
-        expected["specexec"] = tokens["specexec"] / (tree.seconds + diagnosis.draft_seconds)
+        expected["specexec"] = gained["specexec"] / (tree.seconds + diagnosis.draft_seconds)
     return expected
 
 
@@ -224,7 +234,8 @@ def _try(
         if engine != "llamacpp":
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
         nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
-        tried.passes = time_pass(backend, 1), time_pass(backend, nodes)
+        between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
+        tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))
     for other in beside:
         with closing(_load(engine, other, options | RESIDENT)) as backend:
             tried.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
@@ -284,13 +295,20 @@ def report(diagnosis: Diagnosis) -> str:
                 f"{format_size(plan.streamed_bytes)} per pass, from {len(plan.streamed)} of {plan.layers} layers",
             ),
         ]
-        if plan.cached:
+        if plan.cached and plan.slots_of_experts >= 0:
+            stay = f"{plan.slots_of_experts} of {plan.experts} of each layer stay, in {format_size(plan.pool_bytes)}"
+            lines.append(("experts", f"{format_size(plan.cached_bytes)}; {stay}; others are read as they are chosen"))
+        elif plan.cached:
             lines.append(("page cache", f"{format_size(plan.cached_bytes)} of experts"))
     for made in diagnosis.passes:
         nodes = "1 token" if made.nodes == 1 else f"{made.nodes} nodes"
         lines.append((f"pass, {nodes}", f"{made.seconds:.2f} s; {made.limit} limits it"))
-        if plan and plan.streamed:
-            computing, reading = made.seconds - made.waited, reading_seconds(diagnosis)
+        if made.experts:
+            times, share = made.experts / diagnosis.passes[0].experts, 100 * made.hits
+            used = f"{made.experts:.1f} of a layer, {times:.1f} times those of one token"
+            lines.append(("  experts", f"{used}; {share:.0f} % were in memory, {format_size(made.read)} read"))
+        if plan and (plan.streamed or made.experts):
+            computing, reading = made.seconds - made.waited, reading_seconds(diagnosis, made)
             predicted = predicted_seconds(diagnosis, made)
             lines.append(
                 ("  predicted", f"{predicted:.2f} s: {computing:.2f} s of computing, {reading:.2f} s of reading")

@@ -50,8 +50,7 @@ def record(model: Model, questions: Sequence[Any], max_tokens: int, progress: Ca
     Raises:
         UsageError: it is no such model.
     """
-    watch = getattr(model.target, "_watch", None)
-    mixture = getattr(watch, "mixture", None)
+    mixture: Any = getattr(model.target, "mixture", None)
     if mixture is None:
         raise UsageError("experts are not read from disk here: name a mixture, and less --memory than it has bytes")
     experts, used = mixture.shape
