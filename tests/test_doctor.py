@@ -1,5 +1,7 @@
 """What doctor makes of its measurements."""
 
+from dataclasses import replace
+
 import pytest
 
 from edgespec.measure.doctor import Diagnosis, Pass, as_dict, report
@@ -44,3 +46,10 @@ def test_a_mixture_says_what_its_passes_read() -> None:
     assert "experts 9.31 GiB; 6 of 16 of each layer stay, in 4.00 GiB; others are read as they are chosen" in text
     assert "experts 9.0 of a layer, 4.5 times those of one token; 40 % were in memory, 3.73 GiB read" in text
     assert "predicted 2.00 s: 1.00 s of computing, 2.00 s of reading" in text
+
+
+def test_an_engine_that_streams_without_a_plan_of_bytes() -> None:
+    """PyTorch's layers: what is streamed stands in its note."""
+    streams = replace(diagnosis(None, Pass(1, 1.0, 0.0), Pass(65, 2.0, 0.0)), engine="torch", streams=True)
+    assert "layers are streamed: see the note" in report(streams)
+    assert "nothing is streamed" in report(replace(streams, streams=False))

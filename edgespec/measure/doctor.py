@@ -67,6 +67,7 @@ class Diagnosis:
     remembered: tuple[dict[str, Any], ...]  # what runs of this model have learned of the costs of passes
     exact: str = ""  # which passes agree to the bit
     engine: str = "llamacpp"
+    streams: bool = False  # every pass reads weights from a disk or over a bus
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Tried:
     """What loading the models and running passes has shown."""
 
     plan: Plan | None = None
+    streams: bool = False
     notes: list[str] = field(default_factory=list)
     passes: tuple[Pass, ...] = ()
     draft_seconds: float = 0.0
@@ -188,6 +190,7 @@ def diagnose(
         draft_seconds=tried.draft_seconds,
         exact=tried.agree,
         engine=engine,
+        streams=tried.streams,
         notes=tuple(tried.notes),
         remembered=tuple(
             one
@@ -233,6 +236,7 @@ def _try(
             tried.agree += f"; keys and values: {kept}"
         if engine != "llamacpp":
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
+        tried.streams = backend.capabilities.streams
         nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
         between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
         tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))
@@ -286,7 +290,8 @@ def report(diagnosis: Diagnosis) -> str:
         return _aligned(lines)
     plan = diagnosis.plan
     if plan is None:
-        lines.append(("plan", "everything fits into memory; nothing is streamed"))
+        fits = "everything fits into memory; nothing is streamed"
+        lines.append(("plan", "layers are streamed: see the note" if diagnosis.streams else fits))
     else:
         lines += [
             ("stays", f"{format_size(plan.pinned_bytes)} of weights, {format_size(plan.needed)} for all else"),
