@@ -1,7 +1,8 @@
 """Run language models too big for your machine, with exactly the text they would write alone."""
 
 from edgespec.errors import EdgespecError
-from edgespec.model import Chunk, GenerationResult, Model, load
+from edgespec.jobs import Chunk
+from edgespec.model import GenerationResult, Model, load
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.tree import Source
