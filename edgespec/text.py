@@ -33,6 +33,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False  # a stop string was found: the text is complete
+        self.stop_found: str | None = None  # which it was
 
     def push(self, token_id: int) -> str:
         """The text that is certain after one more token; may be empty."""
@@ -48,11 +49,12 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
+            at, self.stop_found = min(found)
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

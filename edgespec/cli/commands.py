@@ -264,6 +264,42 @@ def _load(model: str, options: dict[str, Any]) -> Model:
 @cli.command(
     epilog="""\b
 Examples:
+  edgespec serve big.gguf --draft small.gguf          then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
+  edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
+)
+@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
+@click.option("--parallel", type=int, default=4, show_default=True, help="Texts written at once; others wait.")
+@click.option("--api-key", metavar="KEY", help="Key that clients must send; others can see it: better a file.")
+@click.option("--api-key-file", metavar="FILE", help="Keys, one a line. [default: $EDGESPEC_API_KEY]")
+@click.option("--no-key", is_flag=True, help="Let everybody in who reaches --host.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages from there in; repeatable.")
+@click.option("--grace", type=int, default=30, show_default=True, help="Seconds that texts have left at the end.")
+@click.option("--log-requests", "log", is_flag=True, help="A line for each request, without its text.")
+@click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
+@MODEL_OPTIONS
+@click.option("--no-memory-of-costs", is_flag=True, help="As for run.")
+def serve(
+    model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
+    hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, log: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Answer programs on this machine that speak OpenAI's or Anthropic's dialect, with MODEL as for `edgespec run`."""
+    from edgespec.cli import serve as server
+
+    server.check_server()
+    keys = server.read_keys(api_key, api_key_file)
+    with server.open_socket(host, port, keys, no_key) as listening, _load(model, options) as loaded:
+        for note in loaded.notes:
+            click.echo(click.style(note, dim=True), err=True)
+        name = Path(model).stem
+        server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
   edgespec doctor big.gguf --draft small.gguf
   edgespec doctor big.gguf --memory 12G --json
   edgespec doctor big-folder --backend mlx"""
