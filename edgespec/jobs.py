@@ -20,6 +20,7 @@ class Request:
     max_tokens: int
     stop: Sequence[str] = ()  # strings that end the text
     log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
+    plain: bool = False  # guess nothing: plain decoding
 
 
 @dataclass(frozen=True, slots=True)

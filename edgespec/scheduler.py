@@ -242,7 +242,8 @@ class Scheduler:
         try:
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
-                max_tokens=request.max_tokens, budget=self._budget, stats=job.stats, log_probs=request.log_probs,
+                max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
+                log_probs=request.log_probs,
             )  # fmt: skip
             slot.generation.begin()
         except Exception as error:  # this text's alone

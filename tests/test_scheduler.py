@@ -440,6 +440,19 @@ def test_progress_stop_strings_and_log_probs():
     assert [value for _, value in told.best] == pytest.approx(np.sort(log_probs)[::-1][:3], abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["none", "sssd", "specexec", "auto"])
+def test_a_text_can_be_written_plainly(name):
+    scheduler = Scheduler(backend(), planners(name, 2), budget=8)
+    plain, usual = Reader(scheduler, 3, max_tokens=12, plain=True), Reader(scheduler, 3, max_tokens=12)
+    run(scheduler)
+    plain.check()
+    usual.check()
+    assert plain.stats.drafted == 0
+    assert plain.stats.passes == 12
+    assert (usual.stats.drafted > 0) == (name != "none")
+    scheduler.close()
+
+
 def test_the_split_is_the_best_there_is():
     generator = np.random.default_rng(3)
     for _ in range(40):

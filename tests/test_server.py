@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from contextlib import contextmanager
 from typing import ClassVar
@@ -17,9 +18,10 @@ from starlette.testclient import TestClient
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
-from edgespec.server.app import make_app
+from edgespec.server.app import STATIC, make_app
 from edgespec.server.guard import Guard
 from edgespec.server.texts import MOST_BODY, Service
+from edgespec.tree import Source
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -420,6 +422,41 @@ class TestGuard:
             assert client.get("/metrics").status_code == 401
             health = client.get("/health").json()
             assert (health["status"], health["planner"], health["parallel"]) == ("ok", "sssd", 2)
+
+
+class TestPage:
+    def test_it_is_there_and_asks_nobody_else(self):
+        with served(keys=["right"]) as client:
+            answer = client.get("/")
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            used = re.findall(r'(?:src|href)="(static/[^"]+)"', answer.text)
+            assert len(used) == 2
+            for path in [*used, "static/tree.js"]:
+                assert client.get(f"/{path}").status_code == 200
+            texts = [file.read_text("utf-8") for file in STATIC.iterdir()]
+            addresses = {found for text in texts for found in re.findall(r"https?://[^\s\"'`]+", text)}
+            assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
+            assert not any("innerHTML" in text for text in texts)
+            assert client.get("/static/%2e%2e/app.py").status_code == 404
+
+    def test_every_id_that_the_script_uses_is_there(self):
+        page = (STATIC / "index.html").read_text("utf-8")
+        script = (STATIC / "app.js").read_text("utf-8")
+        used = set(re.findall(r'\$\("([\w-]+)"\)', script))
+        assert len(used) > 15
+        assert used <= set(re.findall(r'id="([\w-]+)"', page))
+        sources = re.search(r"SOURCES = \[([^\]]+)\]", script)[1]
+        assert [source.name.lower() for source in Source] == re.findall(r'"(\w+)"', sources)
+
+    def test_the_same_plainly(self, client):
+        body = HELLO | {"max_tokens": 30, "seed": 5}
+        usual = client.post("/v1/chat/completions", json=body).json()
+        plain = client.post("/v1/chat/completions", json=body | {"edgespec": {"plain": True}}).json()
+        assert plain["choices"] == usual["choices"]
+        assert plain["edgespec"]["stats"][0]["drafted"] == 0 < usual["edgespec"]["stats"][0]["drafted"]
 
 
 def test_models_and_metrics():

@@ -2,13 +2,15 @@
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.errors import EdgespecError
@@ -18,6 +20,7 @@ from edgespec.server.guard import Guard
 from edgespec.server.metrics import metrics
 from edgespec.server.texts import Service
 
+STATIC = Path(__file__).parent / "static"
 # The last is for those that nobody thought of: they are logged as well.
 ERRORS: tuple[type[Exception], ...] = (Refused, EdgespecError, UnicodeEncodeError, Exception)
 
@@ -44,6 +47,8 @@ def make_app(
             Route("/v1/models/{name:path}", show_model),
             Route("/health", health),
             Route("/metrics", show_metrics),
+            Route("/", page),
+            Mount("/static", StaticFiles(directory=STATIC)),
         ],
         exception_handlers={HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse),
         lifespan=_lifespan,
@@ -143,3 +148,8 @@ async def health(http: HttpRequest) -> Response:
 async def show_metrics(http: HttpRequest) -> Response:
     """GET /metrics."""
     return PlainTextResponse(metrics(http.app.state.service), media_type="text/plain; version=0.0.4")
+
+
+async def page(http: HttpRequest) -> Response:
+    """GET /: the page."""
+    return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})

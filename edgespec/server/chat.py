@@ -44,6 +44,7 @@ class Extra(Lenient):
     """Our own fields."""
 
     trace: str | None = None  # "passes": chunks tell what each pass has guessed and kept
+    plain: bool = False  # guess nothing
 
 
 class Common(SamplingFields):
@@ -135,7 +136,7 @@ async def chat(http: HttpRequest) -> Response:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     requests = requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
-        log_probs=most if body.logprobs else None,
+        log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
     )  # fmt: skip
     return await answer(http, service, body, Texts(service, requests), ChatShape(service.model.target.vocab))
 
@@ -156,7 +157,7 @@ async def completions(http: HttpRequest) -> Response:
     ids = [await asyncio.to_thread(_encode, vocab, prompt) for prompt in prompts]
     requests = requests_for(
         service, ids, sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop, choices=body.n,
-        log_probs=body.logprobs,
+        log_probs=body.logprobs, plain=body.edgespec.plain,
     )  # fmt: skip
     return await answer(http, service, body, Texts(service, requests), CompletionShape(vocab))
 
@@ -169,13 +170,18 @@ def _encode(vocab: Vocab, prompt: Any) -> list[int]:
     return list(prompt)
 
 
+def named(vocab: Vocab, token: int) -> str:
+    """What a token adds to the text, or its name if that is nothing."""
+    return vocab.token_bytes(token).decode("utf-8", "replace") or vocab.token_text(token)
+
+
 class ChatShape:
     """How chat's answers look."""
 
     prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, vocab: Vocab) -> None:
-        self._vocab = vocab
+        self.vocab = vocab
 
     def choice(self, text: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """A text that is done."""
@@ -204,9 +210,7 @@ class ChatShape:
         return self._named(token, told.log_prob) | {"top_logprobs": best}
 
     def _named(self, token: int, log_prob: float) -> dict[str, Any]:
-        raw = self._vocab.token_bytes(token)
-        text = raw.decode("utf-8", "replace") if raw else self._vocab.token_text(token)
-        return {"token": text, "logprob": log_prob, "bytes": list(raw)}
+        return {"token": named(self.vocab, token), "logprob": log_prob, "bytes": list(self.vocab.token_bytes(token))}
 
 
 class CompletionShape:
@@ -215,7 +219,7 @@ class CompletionShape:
     prefix, whole, part = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, vocab: Vocab) -> None:
-        self._vocab = vocab
+        self.vocab = vocab
 
     def choice(self, text: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """A text that is done."""
@@ -239,15 +243,11 @@ class CompletionShape:
         if not told:
             return None
         return {
-            "tokens": [self._name(token) for token, _ in told],
+            "tokens": [named(self.vocab, token) for token, _ in told],
             "token_logprobs": [log_probs.log_prob for _, log_probs in told],
-            "top_logprobs": [{self._name(i): value for i, value in log_probs.best} for _, log_probs in told],
+            "top_logprobs": [{named(self.vocab, i): value for i, value in log_probs.best} for _, log_probs in told],
             "text_offset": [],
         }
-
-    def _name(self, token: int) -> str:
-        raw = self._vocab.token_bytes(token)
-        return raw.decode("utf-8", "replace") if raw else self._vocab.token_text(token)
 
 
 async def answer(
@@ -292,7 +292,11 @@ async def _stream(
         index, event = found
         if isinstance(event, Wrote):
             text = "".join(part.text for part in event.chunks)
-            trace = {"edgespec": traced(event, texts.answers[index])} if body.edgespec.trace == "passes" else {}
+            trace = (
+                {"edgespec": traced(event, texts.answers[index], shape.vocab)}
+                if body.edgespec.trace == "passes"
+                else {}
+            )
             if text or trace or event.chunks[0].log_probs:
                 name, data = chunk(index, shape.delta(text, event.chunks))
                 yield name, data | trace
@@ -303,13 +307,14 @@ async def _stream(
     yield None, "[DONE]"
 
 
-def traced(event: Wrote, answer: Answer) -> dict[str, Any]:
+def traced(event: Wrote, answer: Answer, vocab: Vocab) -> dict[str, Any]:
     """What a pass has guessed and kept, for who wants to see it: the page."""
     tree, round_, stats = event.round.tree, event.round, answer.stats
     return {
         "tokens": [{"text": part.text, "source": part.source.name.lower()} for part in event.chunks],
         "pass": {
             "token_ids": tree.token_ids.tolist(),
+            "texts": [named(vocab, token) for token in tree.token_ids.tolist()],
             "parents": tree.parents.tolist(),
             "log_probs": [round(value, 3) for value in tree.log_probs.tolist()],
             "sources": tree.source.tolist(),

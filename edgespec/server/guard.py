@@ -15,7 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.server.errors import Refused, error_body
 
-PUBLIC = ("/health",)  # without a key
+PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
+PUBLIC_FOLDER = "/static/"
+# For the page: nothing may come from, or go to, anywhere else.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SAFETY = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
 LOCAL_NAMES = ("localhost", "host.docker.internal")
 SLOW_READER = 60.0  # seconds after which a client that does not read is left
 
@@ -60,6 +71,8 @@ class Guard:
 
         async def patient(message: Message) -> None:
             nonlocal left
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *SAFETY]}
             try:
                 await asyncio.wait_for(send(message), self._slow_reader)
             except TimeoutError:
@@ -89,7 +102,8 @@ class Guard:
             kind = ", ".join(headers.get("content-type", [""])).partition(";")[0].strip().lower()
             if kind != "application/json":
                 return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
-        if self._keys and scope["path"] not in PUBLIC and not self._has_key(headers):
+        public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER)
+        if self._keys and not public and not self._has_key(headers):
             return Refused(401, "a key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY")
         return None
 

@@ -140,6 +140,7 @@ def requests_for(
     stop: str | Sequence[str] | None,
     choices: int = 1,
     log_probs: int | None = None,
+    plain: bool = False,
 ) -> list[Request]:
     """One request for each choice of each prompt: choice i has seed + i.
 
@@ -162,7 +163,9 @@ def requests_for(
         check_room(service.model.target, len(ids))
         most = min(max_tokens or limit, limit - len(ids))
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
-        found += [Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs) for seed in seeds]
+        found += [
+            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain) for seed in seeds
+        ]
     if service.stopping:
         raise Refused(503, "the server is stopping")
     waiting = service.model.scheduler.waiting
