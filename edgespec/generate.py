@@ -30,10 +30,11 @@ from edgespec.backend import (
     prefill,
     prompt_work,
 )
+from edgespec.grammar import Constraint
 from edgespec.planners import Context, Planner
 from edgespec.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.stats import GenerationStats
-from edgespec.tree import DraftTree, Source, best_nodes
+from edgespec.tree import DraftTree, Source, best_nodes, shallow
 from edgespec.verify import walk
 
 
@@ -76,6 +77,7 @@ class Generation:
         stats: GenerationStats,
         stop_ids: frozenset[int] | None = None,
         log_probs: int | None = None,
+        grammar: Constraint | None = None,
     ) -> None:
         """
         Args:
@@ -89,6 +91,7 @@ class Generation:
             stats: filled in as the rounds go by.
             stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
             log_probs: rounds tell how probable tokens were, and so many of the likeliest; None: they do not.
+            grammar: what the text must look like, at its beginning.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -105,6 +108,7 @@ class Generation:
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
+        self._grammar = grammar
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
@@ -157,7 +161,10 @@ class Generation:
         context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
         budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
         budget = budget if most is None else min(budget, most)
-        tree = best_nodes(self._planner.plan(context, budget), budget, limits.max_leaves)
+        tree = self._planner.plan(context, budget)
+        if self._grammar and budget:
+            tree = shallow(self._grammar.guess(tree, self.token_ids), room)
+        tree = best_nodes(tree, budget, limits.max_leaves)
         self._drafted = self._planner.model_seconds - drafted
         return tree
 
@@ -208,7 +215,10 @@ class Generation:
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
         row = logits.row(node)
-        token = sample(row, position, self._sampling, self._noise, self._prompt_ids, output)
+        allowed = self._grammar.masked(row) if self._grammar else row
+        token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
+        if self._grammar:
+            self._grammar.accept(token)  # where the walk goes on from here, it does with this token
         if self._log_probs is not None:
             self._told.append(told(row, token, self._log_probs))
         return token

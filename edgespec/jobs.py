@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from edgespec.errors import EdgespecError
 from edgespec.generate import LogProbs, Round
+from edgespec.grammar import Compiled
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
@@ -21,6 +22,7 @@ class Request:
     stop: Sequence[str] = ()  # strings that end the text
     log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
     plain: bool = False  # guess nothing: plain decoding
+    grammar: Compiled | None = None  # what the text must look like
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from edgespec.backend import Backend, check_room
 from edgespec.errors import UsageError
+from edgespec.grammar import Compiled, Compiler, Grammar
 from edgespec.jobs import Chunk, Ended, Event, Reading, Request, Wrote
 from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, close_all, open_backends, recall_pace
 from edgespec.models.own_sampling import choose_sampling
@@ -77,6 +78,7 @@ class Model:
         self.system: str | None = None  # the system message models.yaml proposes
         self.scheduler = Scheduler(target, self.planners, budget=budget, cost=pace.target if pace else None)
         self._owned: list[Backend] = []
+        self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
         self._notes: list[str] = []
 
@@ -91,6 +93,7 @@ class Model:
         *,
         max_tokens: int = 512,
         stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -101,6 +104,7 @@ class Model:
             prompt: raw text, or messages for the model's chat template.
             max_tokens: most tokens to generate.
             stop: strings that end the text; not part of it.
+            grammar: what the text must look like: of `edgespec.json_schema`, `regex` or `lark`.
             stats: filled in while it runs.
             progress: called with (prompt tokens read, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
@@ -109,7 +113,7 @@ class Model:
             UsageError: empty prompt, or a value out of range.
             ContextFull: the prompt does not fit into the context.
         """
-        request = self.request(prompt, max_tokens=max_tokens, stop=stop, **sampling)
+        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
         TextStream(self.target.vocab, stop)  # refuse bad stop strings now
         return self._stream(request, stats, progress)
 
@@ -126,6 +130,7 @@ class Model:
         *,
         max_tokens: int = 512,
         stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -135,7 +140,7 @@ class Model:
         A task that is cancelled, or leaves the loop, ends its text after the pass that is being made. To leave early:
         `async with contextlib.aclosing(model.astream(…)) as chunks`.
         """
-        request = self.request(prompt, max_tokens=max_tokens, stop=stop, **sampling)
+        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
@@ -151,14 +156,34 @@ class Model:
         finally:
             job.cancel()
 
-    def request(self, prompt: Prompt, *, max_tokens: int = 512, stop: Sequence[str] = (), **sampling: Any) -> Request:
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 512,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        **sampling: Any,
+    ) -> Request:
         """What `stream` asks the scheduler for; arguments and errors as there."""
         params = replace(self.sampling, **_known(sampling))
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1")
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
-        return Request(prompt_ids, params, max_tokens, tuple(stop))
+        compiled = self.compile(grammar) if grammar else None
+        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """A grammar made ready for this model; the first takes half a second.
+
+        Raises:
+            UsageError: it is wrong, or asks for what cannot be done.
+            MissingPackage: llguidance is not installed.
+        """
+        if self._compiler is None:
+            self._compiler = Compiler(self.target.vocab)
+        return self._compiler.compiled(grammar)
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Generate and return everything at once; arguments as for `stream`."""

@@ -243,7 +243,7 @@ class Scheduler:
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
-                log_probs=request.log_probs,
+                log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             )  # fmt: skip
             slot.generation.begin()
         except Exception as error:  # this text's alone

@@ -265,6 +265,39 @@ class TestResponses:
         assert answer.status_code == 200
 
 
+class TestSchemas:
+    SCHEMA: ClassVar = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "London"]}, "n": {"type": "integer"}},
+        "required": ["city", "n"],
+        "additionalProperties": False,
+    }
+
+    def test_json_by_a_schema(self, client):
+        pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.SCHEMA}}
+        for seed in range(4):
+            body = HELLO | {"max_tokens": 200, "seed": seed, "response_format": form}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            text = answer["choices"][0]["message"]["content"]
+            assert set(json.loads(text)) == {"city", "n"}
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            sources = answer["edgespec"]["stats"][0]["tokens_by_source"]
+            assert sources["grammar"] > 10
+            plain = client.post("/v1/chat/completions", json=body | {"edgespec": {"plain": True}}).json()
+            assert plain["choices"] == answer["choices"]
+            assert plain["edgespec"]["stats"][0]["drafted"] == 0
+
+    def test_other_forms(self, client):
+        pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+        body = {"prompt": "a", "max_tokens": 60, "seed": 1, "edgespec": {"regex": "(yes|no), [0-9]{2}"}}
+        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert re.fullmatch("(yes|no), [0-9]{2}", text)
+        form = {"format": {"type": "json_schema", "name": "a", "schema": self.SCHEMA}}
+        answer = client.post("/v1/responses", json={"input": "hello", "text": form, "max_output_tokens": 200}).json()
+        assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"city", "n"}
+
+
 BAD = [
     ({}, "messages"),
     ({"messages": []}, "messages is empty"),
@@ -284,7 +317,12 @@ BAD = [
     (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
     (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
     (HELLO | {"tools": [{"type": "function"}]}, "tools"),
-    (HELLO | {"response_format": {"type": "json_object"}}, "response_format"),
+    (HELLO | {"response_format": {"type": "xml"}}, "no type 'xml'"),
+    (HELLO | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema of type object"),
+    (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),
+    (HELLO | {"response_format": {"type": "json_schema", "schema": {"enum": ["a" * 70000]}}}, "longer than 65536"),
+    (HELLO | {"edgespec": {"regex": "("}}, "regex cannot be used"),
+    (HELLO | {"edgespec": {"lark": "start: nothing"}}, "lark cannot be used"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "holds 400"),
 ]
 

@@ -14,7 +14,7 @@ from edgespec.backend import choose_backend, load_options, load_vocab
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.pairs import pair
-from edgespec.cli.terminal import LoadingBar, write_answer
+from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
 from edgespec.models.registry import find_model, is_folder, local_path
@@ -144,6 +144,8 @@ Examples:
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
 @SAMPLING_OPTIONS
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")
+@click.option("--json-schema", metavar="FILE", help="Answer in JSON by the schema in FILE.")
+@click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
@@ -151,11 +153,11 @@ Examples:
 @click.option(
     "--show-drafts",
     is_flag=True,
-    help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore.",
+    help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore, yellow grammar.",
 )
 def run(
     model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, yes: bool, show_drafts: bool,
-    max_tokens: int, stop: tuple[str, ...], **options: Any,
+    max_tokens: int, stop: tuple[str, ...], json_schema: str | None, grammar: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT with MODEL: a name from `edgespec models`, a GGUF file, a model folder, or one of the hub.
 
@@ -176,12 +178,13 @@ def run(
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
+    form = read_grammar(json_schema, grammar)
     _pull(model, options, yes)
     with _load(model, options) as loaded:
         for note in loaded.notes:
             click.echo(click.style(note, dim=True), err=True)
         system = system or loaded.system
-        answer_options = {"max_tokens": max_tokens, "stop": stop, **sampling}
+        answer_options = {"max_tokens": max_tokens, "stop": stop, "grammar": form, **sampling}
         if text is None:
             from edgespec.cli.chat import chat
 

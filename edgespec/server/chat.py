@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from edgespec.backend import Vocab
 from edgespec.generate import LogProbs
+from edgespec.grammar import Compiled, Grammar, json_object, json_schema, lark, regex
 from edgespec.jobs import Chunk, Ended, Wrote
 from edgespec.server.errors import Refused
 from edgespec.server.texts import (
@@ -45,6 +46,8 @@ class Extra(Lenient):
 
     trace: str | None = None  # "passes": chunks tell what each pass has guessed and kept
     plain: bool = False  # guess nothing
+    regex: str | None = None  # that the text must match
+    lark: str | None = None  # a grammar that it must follow
 
 
 class Common(SamplingFields):
@@ -116,19 +119,46 @@ def conversation(messages: Sequence[dict[str, Any]]) -> list[Message]:
     return found
 
 
-def refuse_what_is_not_there(tools: Any, tool_choice: Any, response_format: dict[str, Any] | None) -> None:
-    """Better than an answer in another form. Raises Refused."""
+def refuse_tools(tools: Any, tool_choice: Any) -> None:
+    """Better than an answer that does not call them. Raises Refused."""
     if tools and tool_choice != "none":
         raise Refused(400, "tools: this server cannot call tools yet; leave them out, or set tool_choice to none")
-    if response_format and response_format.get("type", "text") != "text":
-        raise Refused(400, "response_format: this server writes only text yet", param="response_format")
+
+
+def grammar_of(form: dict[str, Any] | None, extra: "Extra", where: str = "response_format") -> Grammar | None:
+    """What a text must look like. Raises Refused, or UsageError for a schema that is none."""
+    kind = (form or {}).get("type", "text")
+    if kind == "json_object":
+        return json_object()
+    if kind == "json_schema":
+        assert form is not None
+        named = form.get("json_schema", form)  # the newer dialect has it without the inner object
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if not isinstance(schema, dict):
+            raise Refused(400, f"{where}: a schema of type object is missing", param=where)
+        return json_schema(schema)
+    if kind != "text":
+        raise Refused(
+            400, f"{where}: there is no type {kind!r}; there are text, json_object and json_schema", param=where
+        )
+    if extra.regex and extra.lark:
+        raise Refused(400, "edgespec: give a regex or a lark grammar, not both", param="edgespec")
+    if extra.regex:
+        return regex(extra.regex)
+    return lark(extra.lark) if extra.lark else None
+
+
+async def compiled(service: Service, grammar: Grammar | None) -> Compiled | None:
+    """The grammar made ready, beside the loop: the first takes half a second. Raises UsageError."""
+    return await asyncio.to_thread(service.model.compile, grammar) if grammar else None
 
 
 async def chat(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     service: Service = http.app.state.service
     body = await read_body(http, ChatBody)
-    refuse_what_is_not_there(body.tools, body.tool_choice, body.response_format)
+    refuse_tools(body.tools, body.tool_choice)
+    grammar = await compiled(service, grammar_of(body.response_format, body.edgespec))
     most = body.top_logprobs or 0
     if not 0 <= most <= MOST_LOG_PROBS:
         raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")
@@ -136,7 +166,7 @@ async def chat(http: HttpRequest) -> Response:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     requests = requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
-        log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
+        log_probs=most if body.logprobs else None, plain=body.edgespec.plain, grammar=grammar,
     )  # fmt: skip
     return await answer(http, service, body, Texts(service, requests), ChatShape(service.model.target.vocab))
 
@@ -149,6 +179,7 @@ async def completions(http: HttpRequest) -> Response:
         raise Refused(400, "echo, suffix and best_of are not supported")
     if not 0 <= (body.logprobs or 0) <= MOST_LOG_PROBS:
         raise Refused(400, f"logprobs is {body.logprobs}, but must be from 0 to {MOST_LOG_PROBS}", param="logprobs")
+    grammar = await compiled(service, grammar_of(None, body.edgespec))
     vocab = service.model.target.vocab
     given = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
@@ -157,7 +188,7 @@ async def completions(http: HttpRequest) -> Response:
     ids = [await asyncio.to_thread(_encode, vocab, prompt) for prompt in prompts]
     requests = requests_for(
         service, ids, sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop, choices=body.n,
-        log_probs=body.logprobs, plain=body.edgespec.plain,
+        log_probs=body.logprobs, plain=body.edgespec.plain, grammar=grammar,
     )  # fmt: skip
     return await answer(http, service, body, Texts(service, requests), CompletionShape(vocab))
 

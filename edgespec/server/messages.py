@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from edgespec.jobs import Ended, Wrote
-from edgespec.server.chat import refuse_what_is_not_there
+from edgespec.server.chat import refuse_tools
 from edgespec.server.errors import Refused
 from edgespec.server.texts import (
     Answer,
@@ -88,7 +88,7 @@ def conversation(body: CountBody) -> list[Message]:
 
 async def prompt_ids(service: Service, body: CountBody) -> list[int]:
     """Token ids of the conversation. Raises Refused."""
-    refuse_what_is_not_there(body.tools, (body.tool_choice or {}).get("type"), None)
+    refuse_tools(body.tools, (body.tool_choice or {}).get("type"))
     return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body))
 
 

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from edgespec.jobs import Ended, Wrote
-from edgespec.server.chat import conversation, refuse_what_is_not_there
+from edgespec.server.chat import Extra, compiled, conversation, grammar_of, refuse_tools
 from edgespec.server.errors import Refused
 from edgespec.server.texts import (
     Answer,
@@ -41,6 +42,7 @@ class ResponsesBody(SamplingFields):
     text: dict[str, Any] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
+    edgespec: Extra = Field(default_factory=Extra)
 
 
 def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -63,16 +65,19 @@ async def responses(http: HttpRequest) -> Response:
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
     functions = [tool for tool in body.tools or () if tool.get("type") == "function"]  # others are the provider's own
-    refuse_what_is_not_there(functions, body.tool_choice, (body.text or {}).get("format"))
+    refuse_tools(functions, body.tool_choice)
+    form = (body.text or {}).get("format")
+    grammar = await compiled(service, grammar_of(form, body.edgespec, "text.format"))
     ids = await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(messages_of(body)))
     sampling = sampling_of(body, service.defaults)
-    requests = requests_for(service, [ids], sampling, max_tokens=body.max_output_tokens, stop=None)
+    requests = requests_for(service, [ids], sampling, max_tokens=body.max_output_tokens, stop=None, grammar=grammar)
     texts, names = Texts(service, requests), (new_id("resp_"), new_id("msg_"))
     head = {
         "id": names[0], "object": "response", "created_at": int(time.time()), "model": body.model or service.name,
         "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": True,
         "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "text": {"format": {"type": "text"}}, "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+        "text": {"format": form or {"type": "text"}}, "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
         "truncation": "disabled", "metadata": {}, "error": None, "reasoning": None,
     }  # fmt: skip
     if body.stream:

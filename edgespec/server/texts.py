@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from edgespec.backend import check_room
+from edgespec.grammar import Compiled
 from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
@@ -141,6 +142,7 @@ def requests_for(
     choices: int = 1,
     log_probs: int | None = None,
     plain: bool = False,
+    grammar: Compiled | None = None,
 ) -> list[Request]:
     """One request for each choice of each prompt: choice i has seed + i.
 
@@ -164,7 +166,8 @@ def requests_for(
         most = min(max_tokens or limit, limit - len(ids))
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
         found += [
-            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain) for seed in seeds
+            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar)
+            for seed in seeds
         ]
     if service.stopping:
         raise Refused(503, "the server is stopping")
