@@ -27,8 +27,8 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @contextmanager
-def served(slots=2, service=(), sampling=None, **guard):
-    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=400)
+def served(slots=2, service=(), sampling=None, context=400, **guard):
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
     with Model(target, [SssdPlanner() for _ in range(slots)], budget=8, sampling=sampling) as model:
         app = make_app(Service(model, "tiny", **dict(service)), **guard)
@@ -316,7 +316,10 @@ BAD = [
     (HELLO | {"logit_bias": {"a": 1}}, "logit_bias"),
     (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
     (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
-    (HELLO | {"tools": [{"type": "function"}]}, "tools"),
+    (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
+    (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
+    (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"}, "tool_choice"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls"),
     (HELLO | {"response_format": {"type": "xml"}}, "no type 'xml'"),
     (HELLO | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema of type object"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),

@@ -29,6 +29,7 @@ from edgespec.server.texts import (
     server_sent,
     usage_of,
 )
+from edgespec.server.tools import Call, Tools, choose_tools, replayed
 from edgespec.text import Message, render_chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -113,16 +114,33 @@ def conversation(messages: Sequence[dict[str, Any]]) -> list[Message]:
                 400, f"messages.{i}.role is {role!r}, but must be one of {', '.join(ROLES)}", param="messages"
             )
         role = "system" if role == "developer" else role
-        found.append({"role": role, "content": plain_text(message.get("content"), f"messages.{i}.content")})
+        turn = {"role": role, "content": plain_text(message.get("content"), f"messages.{i}.content")}
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list) or not all(
+                isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+            ):
+                raise Refused(400, f"messages.{i}.tool_calls is no list of calls", param="messages")
+            turn["tool_calls"] = [replayed(c["function"].get("name"), c["function"].get("arguments")) for c in calls]
+        found.append(turn)
     if not found:
         raise Refused(400, "messages is empty: give at least one", param="messages")
     return found
 
 
-def refuse_tools(tools: Any, tool_choice: Any) -> None:
-    """Better than an answer that does not call them. Raises Refused."""
-    if tools and tool_choice != "none":
-        raise Refused(400, "tools: this server cannot call tools yet; leave them out, or set tool_choice to none")
+def tools_of(vocab: Vocab, tools: Sequence[Any] | None, choice: Any) -> Tools | None:
+    """The tools of a chat request. Raises Refused, UsageError."""
+    given = [tool.get("function") for tool in tools or () if isinstance(tool, dict) and tool.get("type") == "function"]
+    functions = [function if isinstance(function, dict) else {} for function in given]
+    if isinstance(choice, dict):
+        return choose_tools(vocab, functions, "auto", str((choice.get("function") or {}).get("name")))
+    return choose_tools(vocab, functions, choice or "auto", None)
+
+
+def one_form(tools: Tools | None, grammar: Grammar | None) -> Grammar | None:
+    """The form of an answer: of a call that is required, or the one asked for. Raises Refused for both."""
+    if tools and tools.required and grammar:
+        raise Refused(400, "response_format and a tool that must be called cannot be had together")
+    return tools.required if tools and tools.required else grammar
 
 
 def grammar_of(form: dict[str, Any] | None, extra: "Extra", where: str = "response_format") -> Grammar | None:
@@ -157,18 +175,22 @@ async def chat(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     service: Service = http.app.state.service
     body = await read_body(http, ChatBody)
-    refuse_tools(body.tools, body.tool_choice)
-    grammar = await compiled(service, grammar_of(body.response_format, body.edgespec))
+    tools = tools_of(service.model.target.vocab, body.tools, body.tool_choice)
+    grammar = await compiled(service, one_form(tools, grammar_of(body.response_format, body.edgespec)))
     most = body.top_logprobs or 0
     if not 0 <= most <= MOST_LOG_PROBS:
         raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")
-    ids = await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body.messages))
+    ids = await asyncio.to_thread(
+        render_chat, service.model.target.vocab, conversation(body.messages), tools.functions if tools else None
+    )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     requests = requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
         log_probs=most if body.logprobs else None, plain=body.edgespec.plain, grammar=grammar,
     )  # fmt: skip
-    return await answer(http, service, body, Texts(service, requests), ChatShape(service.model.target.vocab))
+    return await answer(
+        http, service, body, Texts(service, requests, tools is not None), ChatShape(service.model.target.vocab)
+    )
 
 
 async def completions(http: HttpRequest) -> Response:
@@ -214,17 +236,29 @@ class ChatShape:
     def __init__(self, vocab: Vocab) -> None:
         self.vocab = vocab
 
-    def choice(self, text: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def choice(self, one: Answer) -> dict[str, Any]:
         """A text that is done."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": self.told(chunks)}
+        message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+        if one.calls:
+            message |= {"content": one.text or None, "tool_calls": [self.call(call) for call in one.calls]}
+        return {"message": message, "logprobs": self.told(one.chunks)}
+
+    def call(self, call: Call) -> dict[str, Any]:
+        """A call of a tool."""
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def first(self) -> dict[str, Any] | None:
         """What a stream begins with."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def delta(self, text: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def delta(self, one: Answer, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """What a pass has added."""
-        return {"delta": {"content": text}, "logprobs": self.told(chunks)}
+        calls, first = [piece for piece in one.new if isinstance(piece, Call)], len(one.calls)
+        delta: dict[str, Any] = {"content": "".join(piece for piece in one.new if isinstance(piece, str))}
+        if calls:
+            first -= len(calls)
+            delta["tool_calls"] = [{"index": first + i, **self.call(call)} for i, call in enumerate(calls)]
+        return {"delta": delta, "logprobs": self.told(chunks)}
 
     def last(self) -> dict[str, Any]:
         """What comes with the reason of the end."""
@@ -252,21 +286,21 @@ class CompletionShape:
     def __init__(self, vocab: Vocab) -> None:
         self.vocab = vocab
 
-    def choice(self, text: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def choice(self, one: Answer) -> dict[str, Any]:
         """A text that is done."""
-        return {"text": text, "logprobs": self.told(chunks)}
+        return {"text": one.text, "logprobs": self.told(one.chunks)}
 
     def first(self) -> dict[str, Any] | None:
         """What a stream begins with."""
         return None
 
-    def delta(self, text: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def delta(self, one: Answer, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """What a pass has added."""
-        return self.choice(text, chunks)
+        return {"text": "".join(piece for piece in one.new if isinstance(piece, str)), "logprobs": self.told(chunks)}
 
     def last(self) -> dict[str, Any]:
         """What comes with the reason of the end."""
-        return self.choice("", ())
+        return {"text": "", "logprobs": None}
 
     def told(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         """Log-probabilities, if they were asked for."""
@@ -297,8 +331,7 @@ async def answer(
 
     def whole() -> dict[str, Any]:
         choices = [
-            {"index": i, **shape.choice(one.text, one.chunks), "finish_reason": one.stats.finish_reason}
-            for i, one in enumerate(texts.answers)
+            {"index": i, **shape.choice(one), "finish_reason": one.finish_reason} for i, one in enumerate(texts.answers)
         ]
         told = {"usage": usage_of(texts.answers), "edgespec": account(texts.answers)}
         return {**head, "choices": choices, **told}
@@ -321,18 +354,16 @@ async def _stream(
             yield None, None
             continue
         index, event = found
+        one = texts.answers[index]
         if isinstance(event, Wrote):
-            text = "".join(part.text for part in event.chunks)
-            trace = (
-                {"edgespec": traced(event, texts.answers[index], shape.vocab)}
-                if body.edgespec.trace == "passes"
-                else {}
-            )
-            if text or trace or event.chunks[0].log_probs:
-                name, data = chunk(index, shape.delta(text, event.chunks))
+            trace = {"edgespec": traced(event, one, shape.vocab)} if body.edgespec.trace == "passes" else {}
+            if one.new or trace or event.chunks[0].log_probs:
+                name, data = chunk(index, shape.delta(one, event.chunks))
                 yield name, data | trace
         elif isinstance(event, Ended):
-            yield chunk(index, shape.last(), texts.answers[index].stats.finish_reason)
+            if one.new:  # what might have become a call
+                yield chunk(index, shape.delta(one, ()))
+            yield chunk(index, shape.last(), one.finish_reason)
     if body.stream_options and body.stream_options.include_usage:
         yield None, {**head, "choices": [], "usage": usage_of(texts.answers), "edgespec": account(texts.answers)}
     yield None, "[DONE]"

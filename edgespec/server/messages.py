@@ -1,6 +1,7 @@
 """Anthropic's dialect: /v1/messages and /v1/messages/count_tokens."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from edgespec.jobs import Ended, Wrote
-from edgespec.server.chat import refuse_tools
+from edgespec.server.chat import compiled
 from edgespec.server.errors import Refused
 from edgespec.server.texts import (
     Answer,
@@ -23,6 +24,7 @@ from edgespec.server.texts import (
     sampling_of,
     server_sent,
 )
+from edgespec.server.tools import Call, Tools, choose_tools, replayed
 from edgespec.text import Message, render_chat
 
 # A line that Claude Code puts first and changes with every request, so that no prefix would ever be found again.
@@ -56,9 +58,7 @@ def block_text(content: Any, where: str) -> str:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in ("thinking", "redacted_thinking"):
             continue
-        if kind == "tool_result":
-            found.append(block_text(block.get("content"), where))
-        elif kind == "text" and isinstance(block.get("text"), str):
+        if kind == "text" and isinstance(block.get("text"), str):
             found.append(block["text"])
         else:
             raise Refused(
@@ -80,33 +80,70 @@ def conversation(body: CountBody) -> list[Message]:
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise Refused(400, f"messages.{i}.role is {role!r}, but must be user or assistant", param="messages")
-        found.append({"role": role, "content": block_text(message.get("content"), f"messages.{i}.content")})
+        found += turns(str(role), message.get("content"), f"messages.{i}.content")
     if not body.messages:
         raise Refused(400, "messages is empty: give at least one", param="messages")
     return found
 
 
-async def prompt_ids(service: Service, body: CountBody) -> list[int]:
+def turns(role: str, content: Any, where: str) -> list[Message]:
+    """A message: results of tools are messages of their own, and calls stand beside the text. Raises Refused."""
+    blocks = content if isinstance(content, list) else [content]
+    kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
+    found: list[Message] = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block_text(block.get("content"), where)}
+        for block, kind in zip(blocks, kinds, strict=True)
+        if kind == "tool_result"
+    ]
+    calls = [
+        replayed(b.get("name"), b.get("input")) for b, kind in zip(blocks, kinds, strict=True) if kind == "tool_use"
+    ]
+    rest = [b for b, kind in zip(blocks, kinds, strict=True) if kind not in ("tool_result", "tool_use")]
+    if rest or calls or not found:
+        text = block_text(rest if isinstance(content, list) else content, where)
+        found.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {})})
+    return found
+
+
+def tools_of(service: Service, body: CountBody) -> Tools | None:
+    """The tools that the model may call; the provider's own are passed over. Raises Refused."""
+    given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
+    functions = [
+        {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]} for t in given
+    ]
+    choice = body.tool_choice or {}
+    mode, name = (
+        {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type")),
+        choice.get("name"),
+    )
+    return choose_tools(service.model.target.vocab, functions, str(mode or "auto"), name)
+
+
+async def prompt_ids(service: Service, body: CountBody, tools: Tools | None) -> list[int]:
     """Token ids of the conversation. Raises Refused."""
-    refuse_tools(body.tools, (body.tool_choice or {}).get("type"))
-    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body))
+    shown = tools.functions if tools else None
+    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body), shown)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """POST /v1/messages/count_tokens."""
     body = await read_body(http, CountBody)
-    return JSONResponse({"input_tokens": len(await prompt_ids(http.app.state.service, body))})
+    service: Service = http.app.state.service
+    return JSONResponse({"input_tokens": len(await prompt_ids(service, body, tools_of(service, body)))})
 
 
 async def messages(http: HttpRequest) -> Response:
     """POST /v1/messages."""
     service: Service = http.app.state.service
     body = await read_body(http, MessagesBody)
-    ids = await prompt_ids(service, body)
+    tools = tools_of(service, body)
+    ids = await prompt_ids(service, body, tools)
+    grammar = await compiled(service, tools.required if tools else None)
     requests = requests_for(
-        service, [ids], sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop_sequences
-    )
-    texts = Texts(service, requests)
+        service, [ids], sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop_sequences,
+        grammar=grammar,
+    )  # fmt: skip
+    texts = Texts(service, requests, tools is not None)
     head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name}
     if body.stream:
         return server_sent(http, _stream(head, texts))
@@ -114,9 +151,27 @@ async def messages(http: HttpRequest) -> Response:
     def whole() -> dict[str, Any]:
         (one,) = texts.answers
         told = {"usage": usage(one), "edgespec": account(texts.answers)}
-        return {**head, "content": [{"type": "text", "text": one.text}], **ending(one), **told}
+        return {**head, "content": [block(piece) for piece in joined(one.pieces)], **ending(one), **told}
 
     return await answer_whole(http, texts, whole)
+
+
+def joined(pieces: Sequence[str | Call]) -> list[str | Call]:
+    """Neighbouring texts as one."""
+    found = list[str | Call]()
+    for piece in pieces:
+        if found and isinstance(piece, str) and isinstance(found[-1], str):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return found
+
+
+def block(piece: str | Call) -> dict[str, Any]:
+    """A block of an answer's content."""
+    if isinstance(piece, str):
+        return {"type": "text", "text": piece}
+    return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": json.loads(piece.arguments)}
 
 
 def usage(answer: Answer) -> dict[str, int]:
@@ -134,6 +189,8 @@ def ending(answer: Answer) -> dict[str, str | None]:
     """Why the text ends."""
     if answer.stop_found is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_found}
+    if answer.calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     reason = "max_tokens" if answer.stats.finish_reason == "length" else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
@@ -144,20 +201,33 @@ async def _stream(head: dict[str, Any], texts: Texts) -> AsyncIterator[tuple[str
     def event(kind: str, **fields: Any) -> tuple[str, Any]:
         return kind, {"type": kind, **fields}
 
-    begun = False
+    begun, number, is_open = False, -1, False  # the last block's number, and whether it is a text that goes on
     async for found in texts.events():
         if not begun:
             empty: Sequence[Any] = []
             begin = {**head, "content": empty, "stop_reason": None, "stop_sequence": None, "usage": usage(one)}
             yield event("message_start", message=begin)
-            yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
             begun = True
         if found is None:
             yield event("ping")
-        elif isinstance(found[1], Wrote):
-            if text := "".join(chunk.text for chunk in found[1].chunks):
-                yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
-        elif isinstance(found[1], Ended):
-            yield event("content_block_stop", index=0)
+            continue
+        for piece in one.new if isinstance(found[1], Wrote | Ended) else ():
+            if is_open and isinstance(piece, Call):
+                yield event("content_block_stop", index=number)
+            if not is_open or isinstance(piece, Call):
+                number += 1
+                empty_block: dict[str, Any] = {"text": ""} if isinstance(piece, str) else {"input": {}}
+                shown = block(piece) | empty_block
+                yield event("content_block_start", index=number, content_block=shown)
+            is_open = isinstance(piece, str)
+            if isinstance(piece, str):
+                yield event("content_block_delta", index=number, delta={"type": "text_delta", "text": piece})
+            else:
+                delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+                yield event("content_block_delta", index=number, delta=delta)
+                yield event("content_block_stop", index=number)
+        if isinstance(found[1], Ended):
+            if is_open:
+                yield event("content_block_stop", index=number)
             yield event("message_delta", delta=ending(one), usage=usage(one))
             yield event("message_stop")

@@ -22,6 +22,7 @@ from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
 from edgespec.server.errors import Refused, error_body, refusal
+from edgespec.server.tools import Call, Regions
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 
@@ -183,16 +184,44 @@ class Answer:
 
     request: Request
     stats: GenerationStats = field(default_factory=GenerationStats)
-    text: str = ""
+    regions: Regions = field(default_factory=lambda: Regions(False))
+    pieces: list[str | Call] = field(default_factory=list)  # content and calls so far
+    new: list[str | Call] = field(default_factory=list)  # those of the last event
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None  # the stop string that ended it
+
+    def take(self, pieces: list[str | Call]) -> None:
+        """More of it is certain."""
+        self.new = pieces
+        self.pieces += pieces
+
+    @property
+    def text(self) -> str:
+        """What is content."""
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[Call]:
+        """What is called."""
+        return [piece for piece in self.pieces if isinstance(piece, Call)]
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's."""
+        return "tool_calls" if self.calls else self.stats.finish_reason
 
 
 class Texts:
     """The texts of one HTTP request: iterate to follow them, once."""
 
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
-        self.answers = [Answer(request) for request in requests]
+    def __init__(self, service: Service, requests: Sequence[Request], calling: bool = False) -> None:
+        """
+        Args:
+            service: what answers.
+            requests: one for each text.
+            calling: look for calls of tools.
+        """
+        self.answers = [Answer(request, regions=Regions(calling)) for request in requests]
         self._service = service
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
@@ -216,10 +245,11 @@ class Texts:
                     continue
                 answer = self.answers[number]
                 if isinstance(event, Wrote):
-                    answer.text += "".join(chunk.text for chunk in event.chunks)
+                    answer.take(answer.regions.push("".join(chunk.text for chunk in event.chunks)))
                     answer.chunks += event.chunks
                 elif isinstance(event, Ended):
                     left -= 1
+                    answer.take(answer.regions.finish())
                     answer.stop_found = jobs[number].text.stop_found
                     if event.error is not None:
                         raise event.error
