@@ -14,6 +14,7 @@ Whoever waits for a text makes the passes, so a program with one thread needs no
 passes at once, or `start` is called, a thread of its own makes them all.
 """
 
+import atexit
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ class Scheduler:
             if self._thread is None and not self._closing:
                 self._thread = Thread(target=self._run, name="edgespec passes", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)  # nothing may be in an engine while the program ends
 
     def close(self) -> None:
         """End all texts, after the pass that is being made, and free sessions and planners. Safe to call twice."""
@@ -147,6 +149,7 @@ class Scheduler:
             self._wake.notify()
         if self._thread:
             self._thread.join()
+            atexit.unregister(self.close)
         with self._turn:
             for job in [*self._inbox, *self._waiting]:
                 self._tell(job, Ended(Closed("the model was closed")))

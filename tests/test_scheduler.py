@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 from contextlib import aclosing, suppress
 from functools import cache
 from itertools import pairwise, product
@@ -129,7 +131,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["none", "sssd", "specexec", "auto"]),
     st.sampled_from(list(SHAPES)),
@@ -553,6 +555,17 @@ class TestModel:
             assert len(model.generate("hello 1", max_tokens=5).token_ids) == 5  # the text that was left is in the way
             assert len(list(left)) == 19
             assert model.scheduler._thread is None
+
+    def test_a_program_may_end_in_the_middle(self):
+        script = (
+            "import threading\nfrom edgespec.backends.reference import ReferenceBackend, random_model\n"
+            "from edgespec.model import Model\nfrom edgespec.planners.none import NonePlanner\n"
+            "model = Model(ReferenceBackend(random_model(2, vocab_size=258)), NonePlanner())\n"
+            "model.scheduler.start()\nchunks = model.stream('hello', max_tokens=400)\nprint(next(chunks).token_id)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.strip().isdigit()
 
     def test_closing_ends_what_is_written(self):
         model = self.model(1)

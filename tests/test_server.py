@@ -13,12 +13,16 @@ from edgespec.backends.reference import ReferenceBackend, random_model
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
+from edgespec.server import texts
 from edgespec.server.app import STATIC, make_app
+from edgespec.server.chat import ChatBody
+from edgespec.server.errors import Refused
 from edgespec.server.guard import Guard
 from edgespec.server.texts import MOST_BODY, Service
 from edgespec.tree import Source
@@ -373,6 +377,18 @@ class TestErrors:
         assert client.get("/v1/nothing").status_code == 404
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
         assert client.get("/v1/chat/completions").status_code == 405
+
+    def test_a_body_that_does_not_come(self, monkeypatch):
+        monkeypatch.setattr(texts, "BODY_SECONDS", 0.05)
+
+        async def never():
+            await asyncio.sleep(60)
+
+        head = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": head}
+        with pytest.raises(Refused, match="did not come") as raised:
+            asyncio.run(texts.read_body(Request(scope, never), ChatBody))
+        assert raised.value.status == 408
 
     def test_too_many_at_once(self):
         with served(slots=1, service={"most_waiting": 1}) as client:

@@ -105,7 +105,9 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
                 service.stopping = self.should_exit = True
                 end_texts.start()
 
-    config = uvicorn.Config(app, log_level="info" if log else "warning", access_log=log, lifespan="on")
+    config = uvicorn.Config(
+        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False
+    )
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     click.echo(

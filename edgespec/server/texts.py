@@ -27,6 +27,7 @@ from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 
 MOST_BODY = 8 * 2**20  # bytes
+BODY_SECONDS = 60.0  # in which it must have come
 MOST_DEPTH = 64  # of JSON
 MOST_CHOICES = 8
 MOST_STOPS = 16
@@ -95,13 +96,17 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
     """The request's JSON.
 
     Raises:
-        Refused: it is too long, not JSON, or not of this kind.
+        Refused: it is too long, comes too slowly, is not JSON, or not of this kind.
     """
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MOST_BODY:
-            raise Refused(413, f"the body is larger than {MOST_BODY} bytes")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MOST_BODY:
+                    raise Refused(413, f"the body is larger than {MOST_BODY} bytes")
+    except TimeoutError as error:
+        raise Refused(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from error
     try:
         found = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
