@@ -287,11 +287,12 @@ class Scheduler:
             group.append(slot)
             room -= rows
         trees, spent = list[DraftTree](), perf_counter()
-        fair = room if len(group) == 1 else -(-TIMES_FAIR * room // max(1, len(group)))
+        alone = len(group) == 1 and reader is None
+        fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
         for slot in group.copy():
             assert slot.generation
             try:
-                trees.append(slot.generation.plan(min(room, fair)))
+                trees.append(slot.generation.plan(None if alone else fair))
             except Exception as error:  # this text's alone
                 group.remove(slot)
                 self._end(slot, error)

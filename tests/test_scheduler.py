@@ -442,6 +442,21 @@ def test_progress_stop_strings_and_log_probs():
     assert [value for _, value in told.best] == pytest.approx(np.sort(log_probs)[::-1][:3], abs=1e-6)
 
 
+def test_a_text_alone_is_guessed_as_without_a_scheduler():
+    """The same trees, so the same number of passes."""
+    for shape in SHAPES:
+        target, stats = backend(shape, sessions=2), GenerationStats()
+        sampling = SamplingParams(temperature=0.7, seed=2)
+        (planner,) = planners("specexec", 1)
+        options = {"max_tokens": 40, "budget": 40, "stats": stats}
+        list(generate_tokens(target, target.open(), planner, PROMPTS[2], sampling, **options))
+        scheduler = Scheduler(target, planners("specexec", 1), budget=40)
+        reader = Reader(scheduler, 2, 0.7, 2, 40)
+        run(scheduler)
+        assert (reader.stats.passes, reader.stats.drafted) == (stats.passes, stats.drafted)
+        scheduler.close()
+
+
 @pytest.mark.parametrize("name", ["none", "sssd", "specexec", "auto"])
 def test_a_text_can_be_written_plainly(name):
     scheduler = Scheduler(backend(), planners(name, 2), budget=8)
