@@ -281,23 +281,26 @@ Examples:
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages from there in; repeatable.")
 @click.option("--grace", type=int, default=30, show_default=True, help="Seconds that texts have left at the end.")
 @click.option("--log-requests", "log", is_flag=True, help="A line for each request, without its text.")
+@click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 @click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
 @MODEL_OPTIONS
 @click.option("--no-memory-of-costs", is_flag=True, help="As for run.")
 def serve(
     model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
-    hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, log: bool, **options: Any,
+    hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, log: bool, yes: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer programs on this machine that speak OpenAI's or Anthropic's dialect, with MODEL as for `edgespec run`."""
     from edgespec.cli import serve as server
 
     server.check_server()
     keys = server.read_keys(api_key, api_key_file)
-    with server.open_socket(host, port, keys, no_key) as listening, _load(model, options) as loaded:
-        for note in loaded.notes:
-            click.echo(click.style(note, dim=True), err=True)
-        name = Path(model).stem
-        server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
+    with server.open_socket(host, port, keys, no_key) as listening:
+        _pull(model, options, yes)
+        with _load(model, options) as loaded:
+            for note in loaded.notes:
+                click.echo(click.style(note, dim=True), err=True)
+            name = Path(model).stem
+            server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
 
 
 @cli.command(
