@@ -26,7 +26,7 @@ lint: .venv/test
 
 .venv/test: .venv/run Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,convert,mlx,nf4,torch]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,convert,mlx,nf4,server,torch]"
 	touch $@
 
 clean:

@@ -304,22 +304,48 @@ def prefill(
     """
     held = common_prefix(session.token_ids, token_ids)
     session.rewind(session.kept(min(held, len(token_ids) - 1) if want_last else held))
-    last, limits = None, backend.capabilities
-    exact = limits.exact
-    most = min(limits.max_nodes, exact.prompts.most) if exact else limits.max_nodes
+    last, again = None, False
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))
-    while (start := len(session.token_ids)) < len(token_ids):
-        end = start + most - session.owed if exact is None or not exact.blocks else start - start % most + most
-        piece = token_ids[start:end]
-        nodes = np.arange(len(piece), dtype=np.int32)
-        wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
-        work = Work(session, np.asarray(piece, np.int32), nodes - 1, wanted, prompt=True)
-        last = backend.forward([work])[0], len(piece) - 1
-        session.commit(nodes.tolist())
+    while len(session.token_ids) < len(token_ids):
+        work = prompt_work(backend.capabilities, session, token_ids, want_last=want_last)
+        try:
+            last = backend.forward([work])[0], len(work.token_ids) - 1
+        except ContextFull:
+            if again or not session.token_ids or len(token_ids) > backend.capabilities.context_length:
+                raise
+            session.rewind(0)  # the cache had to be put in order, and the prompt cannot go on where it stands now
+            again = True
+            continue
+        session.commit(list(range(len(work.token_ids))))
         if progress:
             progress(len(session.token_ids), len(token_ids))
     return last if want_last else None
+
+
+def prompt_work(
+    limits: Capabilities,
+    session: Session,
+    token_ids: Sequence[int],
+    *,
+    want_last: bool = False,
+    most: int | None = None,
+) -> Work:
+    """The next part of a prompt whose beginning is the session's committed tokens; the session has no nodes.
+
+    `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
+    """
+    exact, start = limits.exact, len(session.token_ids)
+    if exact and exact.blocks:
+        end = start - start % exact.prompts.most + exact.prompts.most
+    else:
+        end = start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.owed
+        if most is not None:
+            end = min(end, start + most)
+    piece = np.asarray(token_ids[start:end], np.int32)
+    nodes = np.arange(len(piece), dtype=np.int32)
+    wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
+    return Work(session, piece, nodes - 1, wanted, prompt=True)
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:

@@ -162,7 +162,7 @@ def _length(at: int) -> int:
     return 1024 << (at - 1) if at > 0 else 0
 
 
-def goodput(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> FloatArray:
+def goodput(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0, texts: int = 1) -> FloatArray:
     """Tokens per second of a round that keeps the 0, 1, …, n best nodes, shape [n + 1].
 
     Args:
@@ -170,9 +170,10 @@ def goodput(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0
         spent: seconds of drafting.
         cost: of the target's passes.
         trust: how many guesses prove right for each that these probabilities promise.
+        texts: whose trees share the pass; each has a root, and writes a token at least.
     """
-    tokens = np.concatenate([[1.0], 1 + trust * np.cumsum(np.exp(log_probs))])
-    return tokens / (spent + cost.seconds(np.arange(1, len(tokens) + 1)))
+    tokens = texts + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
+    return tokens / (spent + cost.seconds(np.arange(texts, texts + len(tokens))))
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
@@ -180,6 +181,25 @@ def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1
     rates = goodput(-np.sort(-log_probs), spent, cost, trust)
     size = int(np.argmax(rates))
     return size, float(rates[size])
+
+
+def split(log_probs: Sequence[FloatArray], most: int, spent: float, cost: Curve | None) -> list[int]:
+    """How many of its best nodes each text's tree keeps where they share a pass: a predictable text gets more.
+
+    A node is at most as probable as its parent, so the best nodes of all trees together are again trees.
+
+    Args:
+        log_probs: of each tree's nodes, the root left out.
+        most: nodes that the pass has room for besides the roots.
+        spent: seconds of drafting.
+        cost: of the target's passes; None: as many nodes are kept as there is room for.
+    """
+    owner = np.repeat(np.arange(len(log_probs)), [len(values) for values in log_probs])
+    values = np.concatenate([*log_probs, np.zeros(0)])
+    order = np.argsort(-values, kind="stable")[:most]
+    if cost is not None:
+        order = order[: int(np.argmax(goodput(values[order], spent, cost, texts=len(log_probs))))]
+    return [int(count) for count in np.bincount(owner[order], minlength=len(log_probs))]
 
 
 def chain_goodput(agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve) -> float:

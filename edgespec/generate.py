@@ -9,6 +9,8 @@ A `Generation` is one text being written. Whoever runs it makes the passes, so t
     work = generation.work(tree)                    what to evaluate
     logits = target.forward([work])[0]              one pass, of this text alone or of many
     round_ = generation.take(logits)                walk, keep
+
+`scheduler.py` does so for many.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +19,31 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, most_nodes, prefill
+from edgespec.backend import (
+    Backend,
+    Logits,
+    Session,
+    Work,
+    check_room,
+    common_prefix,
+    most_nodes,
+    prefill,
+    prompt_work,
+)
+from edgespec.grammar import Constraint
 from edgespec.planners import Context, Planner
-from edgespec.sampling import Noise, SamplingParams, sample
+from edgespec.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.stats import GenerationStats
-from edgespec.tree import DraftTree, Source, best_nodes
+from edgespec.tree import DraftTree, Source, best_nodes, shallow
 from edgespec.verify import walk
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """How probable the target took a token to be, by its logits as they are: before bias, penalties, temperature."""
+
+    log_prob: float
+    best: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +53,16 @@ class Round:
     tokens: list[int]
     sources: list[Source]  # who guessed each token; TARGET for the bonus
     finished: str  # "" while the text goes on, else the finish reason
+    tree: DraftTree  # that was evaluated
+    path: list[int]  # its nodes that are text now, the root first
+    log_probs: list[LogProbs]  # of each token, where they were asked for
 
 
 class Generation:
-    """One text being written: `read_prompt`, then `plan`, `work` and `take` in turn until it is `finished`."""
+    """One text being written: `read_prompt`, then `plan`, `work` and `take` in turn until it is `finished`.
+
+    Instead of `read_prompt`: `begin`, then `prompt_work` and `take_prompt` in turn while something is `unread`.
+    """
 
     def __init__(
         self,
@@ -49,6 +76,8 @@ class Generation:
         budget: int,
         stats: GenerationStats,
         stop_ids: frozenset[int] | None = None,
+        log_probs: int | None = None,
+        grammar: Constraint | None = None,
     ) -> None:
         """
         Args:
@@ -61,6 +90,8 @@ class Generation:
             budget: most draft nodes per pass.
             stats: filled in as the rounds go by.
             stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
+            log_probs: rounds tell how probable tokens were, and so many of the likeliest; None: they do not.
+            grammar: what the text must look like, at its beginning.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -76,6 +107,8 @@ class Generation:
         self._comparable = True  # with plain decoding, whose passes the planner has measured
         self._prompt_ids = prompt_ids
         self._sampling = sampling
+        self._log_probs, self._told = log_probs, list[LogProbs]()
+        self._grammar = grammar
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
@@ -84,22 +117,54 @@ class Generation:
         stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
-    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Make the prompt but for its last token the session's text; `progress` as for `backend.prefill`."""
+    def begin(self) -> None:
+        """Keep what the session holds of the prompt, and let the planner read it: a draft is quick.
+
+        Raises:
+            ContextFull: the prompt does not fit into the draft's context.
+        """
         started = perf_counter()
         self.stats.cached_tokens = self.session.kept(common_prefix(self.session.token_ids, self.token_ids[:-1]))
-        self._planner.begin(self._prompt_ids)  # the draft first: it is quick, and its context may be the smaller one
-        prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
+        self._planner.begin(self._prompt_ids)
+        self.session.rewind(self.stats.cached_tokens)
         self.stats.prefill_seconds = perf_counter() - started
 
-    def plan(self) -> DraftTree:
-        """A tree rooted at the last committed token."""
+    @property
+    def unread(self) -> int:
+        """Prompt tokens that the target has yet to read; the last one is the first tree's root."""
+        return max(0, len(self._prompt_ids) - 1 - len(self.session.token_ids))
+
+    def prompt_work(self, most: int | None = None) -> Work:
+        """The next part of the prompt, at most so many tokens; other texts' passes may have come between."""
+        self.session.rewind(self.session.kept(len(self.session.token_ids)))
+        work = prompt_work(self.target.capabilities, self.session, self._prompt_ids[:-1], most=most)
+        self._given = perf_counter()
+        return work
+
+    def take_prompt(self, work: Work) -> None:
+        """The part is read."""
+        self.session.commit(list(range(len(work.token_ids))))
+        self.stats.prefill_seconds += perf_counter() - self._given
+
+    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Make the prompt but for its last token the session's text; `progress` as for `backend.prefill`."""
+        self.begin()
+        started = perf_counter()
+        prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
+        self.stats.prefill_seconds += perf_counter() - started
+
+    def plan(self, most: int | None = None) -> DraftTree:
+        """A tree rooted at the last committed token, with at most so many guesses."""
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
         context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
         budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
-        tree = best_nodes(self._planner.plan(context, budget), budget, limits.max_leaves)
+        budget = budget if most is None else min(budget, most)
+        tree = self._planner.plan(context, budget)
+        if self._grammar and budget:
+            tree = shallow(self._grammar.guess(tree, self.token_ids), room)
+        tree = best_nodes(tree, budget, limits.max_leaves)
         self._drafted = self._planner.model_seconds - drafted
         return tree
 
@@ -110,8 +175,13 @@ class Generation:
         self._waited, self._given = self.target.wait_seconds, perf_counter()
         return work
 
-    def take(self, logits: Logits) -> Round:
-        """Walk the tree with the target's own samples, and keep what they say."""
+    def take(self, logits: Logits, *, alone: bool = True) -> Round:
+        """Walk the tree with the target's own samples, and keep what they say.
+
+        Args:
+            logits: of the work's nodes.
+            alone: the pass evaluated nothing else, so that its time tells what such a tree costs.
+        """
         began, waited = perf_counter(), self.target.wait_seconds - self._waited
         passed, tree = began - self._given, self._tree
         result = walk(tree, lambda node, accepted: self._sample(logits, node, accepted))
@@ -119,7 +189,7 @@ class Generation:
         sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
         del sources[len(output) :]
         self.session.commit(result.path[: len(output)])  # the last token of the output is the next root
-        self._planner.accept(output, passed)
+        self._planner.accept(output, passed if alone else 0.0)
         self.token_ids.extend(output)
         stats = self.stats
         stats.count(sources, drafted=len(tree) - 1)
@@ -127,13 +197,15 @@ class Generation:
         stats.draft_seconds += self._drafted
         stats.target_seconds += passed
         stats.wait_seconds += waited
-        self._count_plain(passed if len(tree) == 1 else len(output) * self._planner.plain_seconds, began)
+        plain = self._planner.plain_seconds if alone else 0.0
+        self._count_plain(passed if alone and len(tree) == 1 else len(output) * plain, plain > 0, began)
         stats.plan_seconds += perf_counter() - self._started - self._drafted - passed
-        return Round(output, sources, self.finished)
+        told, self._told = self._told[: len(output)], []
+        return Round(output, sources, self.finished, tree, result.path[: len(output)], told)
 
-    def _count_plain(self, passes: float, began: float) -> None:
+    def _count_plain(self, passes: float, known: bool, began: float) -> None:
         """Plain decoding would have spent so many seconds in passes for this round's tokens, and sampled them, too."""
-        if self._planner.plain_seconds == 0:
+        if not known:
             self._comparable = False  # one round that cannot be compared leaves no figure for the text
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
@@ -142,7 +214,21 @@ class Generation:
         """The target's own token after a node of the tree, `accepted` being the path to it."""
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
-        return sample(logits.row(node), position, self._sampling, self._noise, self._prompt_ids, output)
+        row = logits.row(node)
+        allowed = self._grammar.masked(row) if self._grammar else row
+        token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
+        if self._grammar:
+            self._grammar.accept(token)  # where the walk goes on from here, it does with this token
+        if self._log_probs is not None:
+            self._told.append(told(row, token, self._log_probs))
+        return token
+
+
+def told(row: Float32Array, token: int, count: int) -> LogProbs:
+    """What a row of logits [V] says of a token, and of the `count` likeliest."""
+    total = log_sum_exp(row)
+    ids = top_ids(row, count) if count else ()
+    return LogProbs(float(row[token]) - total, [(int(i), float(row[i]) - total) for i in ids])
 
 
 def generate_tokens(

@@ -5,43 +5,31 @@ with edgespec.load("smollm2-135m") as model:
     print(model.chat("Why is the sky blue?", max_tokens=100).text)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from edgespec.backend import Backend, check_room, check_same_vocab, choose_backend, load_backend, load_options
+from edgespec.backend import Backend, check_room
 from edgespec.errors import UsageError
-from edgespec.exact import check_choice, settle
-from edgespec.generate import generate_tokens
+from edgespec.grammar import Compiled, Compiler, Grammar
+from edgespec.jobs import Chunk, Ended, Event, Reading, Request, Wrote
+from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, close_all, open_backends, recall_pace
 from edgespec.models.own_sampling import choose_sampling
-from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.models.registry import find_model, local_path
 from edgespec.planners import Planner
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
 from edgespec.planners.paced import Pace, new_pace
-from edgespec.remembered import identity, machine, recall
-from edgespec.remembered import remember as keep
 from edgespec.sampling import SamplingParams
+from edgespec.scheduler import Scheduler
 from edgespec.stats import GenerationStats
 from edgespec.text import Message, TextStream, render_chat, user_messages
-from edgespec.tree import Source
 
-DEFAULT_BUDGET = 64
-WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
-DEFAULT_CONTEXT = 4096
-FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
-RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
+MOST_PARALLEL = 32  # texts at once
 
 Prompt = str | Sequence[Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What became certain with one token."""
-
-    text: str  # may be empty: half a character, or what may become a stop string
-    token_id: int
-    source: Source  # who guessed the token
 
 
 @dataclass(slots=True)
@@ -59,35 +47,38 @@ class GenerationResult:
 
 
 class Model:
-    """A loaded target with its planner. Keeps the last text's cache, so a longer prompt costs only its new part.
+    """A loaded target with its planners. Keeps the last texts' caches, so a longer prompt costs only its new part.
 
-    One generation at a time: it is not for use from several threads.
+    Safe to call from several threads and asyncio tasks: `scheduler.py` has their texts share passes.
     """
 
     def __init__(
         self,
         target: Backend,
-        planner: Planner,
+        planner: Planner | Sequence[Planner],
         *,
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """
         Args:
-            target: the model whose text is wanted.
-            planner: where guesses come from; it holds the draft.
-            budget: most guessed tokens per pass.
+            target: the model whose text is wanted; loaded for as many sessions as there are planners.
+            planner: where guesses come from, holding a session of the draft; several: so many texts at once.
+            budget: most guessed tokens per pass of a text.
             sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
+            pace: what the planners know of passes' costs, by which texts share a pass.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
         self.target = target
-        self.planner = planner
+        self.planners = [planner] if isinstance(planner, Planner) else list(planner)
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
-        self._session = target.open()
+        self.scheduler = Scheduler(target, self.planners, budget=budget, cost=pace.target if pace else None)
         self._owned: list[Backend] = []
+        self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
         self._notes: list[str] = []
 
@@ -102,6 +93,7 @@ class Model:
         *,
         max_tokens: int = 512,
         stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -112,6 +104,7 @@ class Model:
             prompt: raw text, or messages for the model's chat template.
             max_tokens: most tokens to generate.
             stop: strings that end the text; not part of it.
+            grammar: what the text must look like: of `edgespec.json_schema`, `regex` or `lark`.
             stats: filled in while it runs.
             progress: called with (prompt tokens read, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
@@ -120,39 +113,77 @@ class Model:
             UsageError: empty prompt, or a value out of range.
             ContextFull: the prompt does not fit into the context.
         """
+        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
+        TextStream(self.target.vocab, stop)  # refuse bad stop strings now
+        return self._stream(request, stats, progress)
+
+    def _stream(
+        self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
+    ) -> Iterator[Chunk]:
+        with closing(self.scheduler.events(request, stats)) as events:
+            for event in events:
+                yield from _chunks(event, progress)
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 512,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        stats: GenerationStats | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Chunk]:
+        """As `stream`, for asyncio: other tasks go on meanwhile, and their texts share passes with this one.
+
+        A task that is cancelled, or leaves the loop, ends its text after the pass that is being made. To leave early:
+        `async with contextlib.aclosing(model.astream(…)) as chunks`.
+        """
+        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def emit(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = self.scheduler.submit(request, emit, stats)
+        self.scheduler.start()
+        try:
+            while not isinstance(event := await events.get(), Ended):
+                for chunk in _chunks(event, progress):
+                    yield chunk
+            _chunks(event, progress)
+        finally:
+            job.cancel()
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 512,
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """What `stream` asks the scheduler for; arguments and errors as there."""
         params = replace(self.sampling, **_known(sampling))
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1")
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
-        stats = stats if stats is not None else GenerationStats()
-        return self._stream(prompt_ids, params, max_tokens, TextStream(self.target.vocab, stop), stats, progress)
+        compiled = self.compile(grammar) if grammar else None
+        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled)
 
-    def _stream(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        max_tokens: int,
-        text: TextStream,
-        stats: GenerationStats,
-        progress: Callable[[int, int], None] | None,
-    ) -> Iterator[Chunk]:
-        rounds = generate_tokens(
-            self.target, self._session, self.planner, prompt_ids, params,
-            max_tokens=max_tokens, budget=self.budget, stats=stats, progress=progress,
-        )  # fmt: skip
-        for round_ in rounds:
-            for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
-                piece = text.push(token)
-                last = text.stopped or (round_.finished and i + 1 == len(round_.tokens))
-                if last:
-                    piece += text.finish()
-                if text.stopped:
-                    stats.finish_reason = "stop"
-                    stats.drop(round_.sources[i + 1 :])
-                yield Chunk(piece, token, source)
-                if last:
-                    return
+    def compile(self, grammar: Grammar) -> Compiled:
+        """A grammar made ready for this model; the first takes half a second.
+
+        Raises:
+            UsageError: it is wrong, or asks for what cannot be done.
+            MissingPackage: llguidance is not installed.
+        """
+        if self._compiler is None:
+            self._compiler = Compiler(self.target.vocab)
+        return self._compiler.compiled(grammar)
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Generate and return everything at once; arguments as for `stream`."""
@@ -186,8 +217,7 @@ class Model:
         """Free sessions and models, and remember what passes cost. Safe to call twice."""
         self._at_close()
         self._at_close = lambda: None
-        self.planner.close()
-        self._session.close()
+        self.scheduler.close()
         close_all(self._owned)
 
     def __enter__(self) -> Self:
@@ -214,6 +244,7 @@ def load(
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
     exact: str | None = None,
+    parallel: int = 1,
     models_file: str | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -249,6 +280,7 @@ def load(
             from host memory. Default: what is free.
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
+        parallel: how many texts may be written at once; each has room for a whole context in the cache.
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
         progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of
@@ -259,6 +291,8 @@ def load(
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
+    if not 1 <= parallel <= MOST_PARALLEL:
+        raise UsageError(f"parallel is {parallel}, but must be from 1 to {MOST_PARALLEL}")
     entry = find_model(target, models_file)
     defaults = entry.defaults
     planner = planner or defaults.planner or "auto"
@@ -275,14 +309,14 @@ def load(
     wide = fixed and budget >= WIDE and guesses
     backends = open_backends(
         entry, used, models_file, context_length=context_length, budget=budget, wide=wide, exact=exact,
-        remember=remember, progress=progress, say=say, **engine,
+        sessions=parallel, remember=remember, progress=progress, say=say, **engine,
     )  # fmt: skip
     try:
         limits = backends[0].capabilities
         pace = None if fixed else new_pace(limits.streams, limits.experts)
-        made = make_planner(planner, backends, datastore, pace, **planner_options)
+        made = [make_planner(planner, backends, datastore, pace, **planner_options) for _ in range(parallel)]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
-        model = Model(backends[0], made, budget=budget, sampling=sampling)
+        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace)
     except BaseException:
         close_all(backends)
         raise
@@ -301,130 +335,13 @@ def load(
     return model
 
 
-def recall_pace(
-    pace: Pace, sources: Sequence[str], target: Backend, options: Mapping[str, int | str | None]
-) -> Callable[[], None]:
-    """Fill in what earlier runs have learned of the same models, loaded alike; returns what keeps it for later ones."""
-    about = {
-        "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
-        "target": identity(local_path(sources[0], fetch=False)),
-        "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
-        "exact": target.capabilities.exact.name if target.capabilities.exact else "",
-        "experts": str(target.capabilities.experts),
-        **options,
-    }  # fmt: skip
-    try:
-        if known := recall(about):
-            pace.recall(known)
-    except (KeyError, TypeError, ValueError):  # written by another version: learned anew
-        pass
-    return lambda: keep(about, pace.as_dict()) if pace.target.at(0) else None
-
-
-def choose_budget(budget: int | None, entry: Entry) -> int:
-    """The budget asked for, else the model's, else the program's.
-
-    Raises:
-        UsageError: it is below 1.
-    """
-    budget = budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET
-    if budget < 1:
-        raise UsageError(f"budget is {budget}, but must be at least 1")
-    return budget
-
-
-def open_backends(
-    entry: Entry,
-    draft: str | None,
-    models_file: str | None,
-    *,
-    context_length: int | None,
-    budget: int,
-    wide: bool = False,
-    backend: str | None = None,
-    exact: str | None = None,
-    remember: bool = True,
-    progress: Callable[[int, int], None] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    **options: Any,
-) -> list[Backend]:
-    """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
-
-    The draft stays in memory; the target gets what the draft leaves.
-
-    Args:
-        entry: the target.
-        draft: a name, path or source.
-        models_file: as for `load`.
-        context_length: as for `load`.
-        budget: most guessed tokens per pass.
-        wide: passes will mostly have many nodes.
-        backend: as for `load`; the two may differ only where it is not given.
-        exact: as for `load`; it concerns the target.
-        remember: as for `load`.
-        progress: as for `load`.
-        say: as for `load`.
-        options: what `load` hands to the engines; None = not given.
-
-    Raises:
-        EdgespecError: anything that is wrong, as one line.
-    """
-    check_choice(exact)
-    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
-    names = [backend or choose_backend(is_folder(source)) for source in sources]
-    check_engine_options(names, options)
-    paths = [local_path(source, say=say) for source in sources]
-    common = {name: value for name, value in options.items() if value is not None and name not in FOR_TARGET}
-    common |= {
-        "context_length": context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT,
-        "budget": budget,
-        "wide": wide,
-    }
-    for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact}
-    for_target |= {"progress": progress} if progress else {}
-    # An engine that can plan for both is told; any other finds what a draft loaded before has left.
-    together = len(set(names)) == 1 and "beside" in load_options(names[0])
-    backends: list[Backend] = []
-    try:
-        if draft and not together:
-            backends.append(_load_with(names[1], paths[1], common | RESIDENT))
-        beside = {"beside": paths[1:]} if together else {}
-        backends.insert(0, _load_with(names[0], paths[0], common | for_target | beside))
-        if draft and together:
-            backends.append(_load_with(names[1], paths[1], common | RESIDENT))
-        if draft:
-            check_same_vocab(backends[0].vocab, backends[1].vocab)
-        settle(backends[0], paths[0], exact, keep=remember, say=say)
-    except BaseException:
-        close_all(backends)
-        raise
-    return backends
-
-
-def _load_with(name: str, path: str, options: Mapping[str, Any]) -> Backend:
-    """Load, with those of the options that the backend has."""
-    known = load_options(name)
-    return load_backend(name, path, **{option: value for option, value in options.items() if option in known})
-
-
-def check_engine_options(backends: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Refuse an option that was given (is not None) and that none of these backends has.
-
-    Raises:
-        UsageError: names the option and the backend, with what it has.
-    """
-    known = frozenset[str]().union(*map(load_options, backends))
-    for option, value in options.items():
-        if value is not None and option not in known:
-            names = " and ".join(dict.fromkeys(backends))
-            others = ", ".join(name for name in options if name in known) or "none"
-            raise UsageError(f"the backend {names} has no option {option!r}; its options: {others}")
-
-
-def close_all(backends: Sequence[Backend]) -> None:
-    """Free models."""
-    for backend in backends:
-        backend.close()
+def _chunks(event: Event, progress: Callable[[int, int], None] | None) -> Sequence[Chunk]:
+    """What an event tells a reader; raises what ended the text."""
+    if isinstance(event, Ended) and event.error is not None:
+        raise event.error
+    if isinstance(event, Reading) and progress:
+        progress(event.done, event.total)
+    return event.chunks if isinstance(event, Wrote) else ()
 
 
 def _known(sampling: dict[str, Any]) -> dict[str, Any]:

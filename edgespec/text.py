@@ -1,6 +1,7 @@
 """Text in and out: chat templates, streaming detokenisation, stop strings."""
 
 import codecs
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -33,6 +34,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False  # a stop string was found: the text is complete
+        self.stop_found: str | None = None  # which it was
 
     def push(self, token_id: int) -> str:
         """The text that is certain after one more token; may be empty."""
@@ -48,17 +50,18 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
+            at, self.stop_found = min(found)
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+            return text[:at]
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
@@ -72,9 +75,9 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
     return [{"role": "system", "content": system}, question] if system else [question]
 
 
-def render_chat(vocab: Vocab, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's answer; raises as `chat_text` does."""
-    text = chat_text(vocab, messages, answer=True)
+def render_chat(vocab: Vocab, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`."""
+    text = chat_text(vocab, messages, answer=True, tools=tools)
     return vocab.encode(text, add_bos=not _starts_with_bos(vocab, text), parse_special=True)
 
 
@@ -116,6 +119,7 @@ def chat_text(
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
         template = environment.from_string(vocab.chat_template)

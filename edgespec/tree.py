@@ -23,6 +23,7 @@ class Source(IntEnum):
     DRAFT = 1  # guessed by the draft model
     INPUT = 2  # copied from the prompt or from the output so far
     DATASTORE = 3  # copied from a datastore
+    GRAMMAR = 4  # all that a grammar allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,11 @@ def best_nodes(tree: DraftTree, budget: int, max_leaves: int) -> DraftTree:
     if few and len(tree) <= budget + 1:
         return tree
     return select(tree, choose(tree.parents, tree.log_probs, budget, max_leaves))
+
+
+def shallow(tree: DraftTree, depth: int) -> DraftTree:
+    """The tree without the nodes that are deeper; the root stays."""
+    return select(tree, tree.depth <= max(0, depth))
 
 
 def choose(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max_leaves: int) -> NDArray[np.bool_]:

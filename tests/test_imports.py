@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ["llama_cpp", "torch", "mlx", "transformers", "pydivsufsort", "prompt_toolkit", "jinja2", "huggingface_hub"]
-HEAVY += ["gguf", "safetensors", "tokenizers", "ml_dtypes"]
+HEAVY += ["gguf", "safetensors", "tokenizers", "ml_dtypes", "starlette", "uvicorn", "llguidance"]
 
 
 def test_importing_the_package_imports_no_engine() -> None:
@@ -57,18 +57,18 @@ def inside(module: str, *rooms: str) -> bool:
 
 def test_the_loop_knows_neither_the_rooms_around_it_nor_an_engine() -> None:
     loop = {name: found for name, found in modules().items() if name.count(".") < 2 or inside(name, "planners")}
-    rooms = ("backends", "cli", "measure", "models", "planners", "weights")
+    rooms = ("backends", "cli", "measure", "models", "planners", "server", "weights")
     loop = {name: found for name, found in loop.items() if name not in {f"edgespec.{room}" for room in rooms}}
     assert len(loop) > 12
     for name, found in loop.items():
-        assert not {other for other in found if inside(other, "weights", "measure", "cli", "backends")}, name
+        assert not {other for other in found if inside(other, "weights", "measure", "cli", "server", "backends")}, name
 
 
 def test_backends_know_neither_measuring_nor_the_command_line() -> None:
     backends = {name: found for name, found in modules().items() if inside(name, "backends")}
     assert len(backends) > 8
     for name, found in backends.items():
-        assert not {other for other in found if inside(other, "measure", "cli")}, name
+        assert not {other for other in found if inside(other, "measure", "cli", "server")}, name
 
 
 def test_only_measuring_names_a_backend() -> None:

@@ -16,6 +16,7 @@ import gguf
 from gguf_files import byte_level_vocab, sentencepiece_vocab
 
 from edgespec.errors import EdgespecError, RegistryError, UsageError
+from edgespec.loading import close_all, open_backends
 from edgespec.measure import pair as pair_module
 from edgespec.measure import pair_report, recording
 from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair
@@ -23,7 +24,7 @@ from edgespec.measure.pair_checks import check_pair
 from edgespec.measure.pair_report import append_entry, check_writable, figures, picture, ranking, recommendation, table
 from edgespec.measure.recording import QUESTIONS, questions, record
 from edgespec.measure.replay import replay
-from edgespec.model import Model, close_all, open_backends
+from edgespec.model import Model
 from edgespec.models.registry import Entry, find_model, read_models
 from edgespec.planners.choice import make_planner
 from edgespec.text import user_messages

@@ -13,8 +13,9 @@ from edgespec import __version__, remembered
 from edgespec.backend import choose_backend, load_options, load_vocab
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
+from edgespec.cli.options import EXACT_HELP, KV_TYPE_HELP, MEMORY_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS
 from edgespec.cli.pairs import pair
-from edgespec.cli.terminal import LoadingBar, write_answer
+from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
 from edgespec.models.registry import find_model, is_folder, local_path
@@ -46,81 +47,6 @@ def cli() -> None:
     """Run language models that are too big for this machine, with exactly the text they would write alone."""
 
 
-def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    """None for auto."""
-    if value in (None, "auto"):
-        return None
-    try:
-        return int(value)
-    except ValueError as error:
-        raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
-
-
-GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as its memory takes]"
-KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
-EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
-MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
-MODEL_OPTIONS = _options(
-    click.option(
-        "--draft",
-        metavar="MODEL",
-        shell_complete=complete_model,
-        help="Draft model that guesses; a name, path or source like MODEL.",
-    ),
-    click.option("--datastore", metavar="FILE", help="Datastore to copy guesses from (auto, sssd)."),
-    click.option(
-        "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
-    ),
-    click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
-    click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
-    click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
-    click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
-    click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
-    click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
-    click.option("--exact", metavar="NAME", help=EXACT_HELP),
-    click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
-    click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
-    click.option("--gpu-memory", metavar="SIZE", help="torch: GPU memory to use, such as 10G. [default: what is free]"),
-    click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
-    click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
-    click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
-    click.option(
-        "--tau",
-        type=float,
-        help="specexec, chain: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
-    ),
-    click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
-    click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
-)
-SAMPLING_OPTIONS = _options(
-    click.option(
-        "--temperature",
-        "-t",
-        type=float,
-        help="0 = always the likeliest token. [default: the model's, else 0; bench: 0]",
-    ),
-    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 = all."),
-    click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
-    click.option("--min-p", type=float, help="Keep tokens at least this much as likely as the best."),
-    click.option("--repetition-penalty", type=float, help="Above 1: seen tokens become less likely."),
-    click.option("--presence-penalty", type=float, help="Subtracted from tokens already written."),
-    click.option("--frequency-penalty", type=float, help="Subtracted for each time a token was written."),
-    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit; repeatable."),
-    click.option(
-        "--seed", type=int, help="Same seed, same text. [default: run: a new one, see --json or /stats; bench: 0]"
-    ),
-)
-
-
 @cli.command(
     epilog="""\b
 Examples:
@@ -144,6 +70,8 @@ Examples:
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
 @SAMPLING_OPTIONS
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")
+@click.option("--json-schema", metavar="FILE", help="Answer in JSON by the schema in FILE.")
+@click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
@@ -151,11 +79,11 @@ Examples:
 @click.option(
     "--show-drafts",
     is_flag=True,
-    help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore.",
+    help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore, yellow grammar.",
 )
 def run(
     model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, yes: bool, show_drafts: bool,
-    max_tokens: int, stop: tuple[str, ...], **options: Any,
+    max_tokens: int, stop: tuple[str, ...], json_schema: str | None, grammar: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT with MODEL: a name from `edgespec models`, a GGUF file, a model folder, or one of the hub.
 
@@ -176,12 +104,13 @@ def run(
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
+    form = read_grammar(json_schema, grammar)
     _pull(model, options, yes)
     with _load(model, options) as loaded:
         for note in loaded.notes:
             click.echo(click.style(note, dim=True), err=True)
         system = system or loaded.system
-        answer_options = {"max_tokens": max_tokens, "stop": stop, **sampling}
+        answer_options = {"max_tokens": max_tokens, "stop": stop, "grammar": form, **sampling}
         if text is None:
             from edgespec.cli.chat import chat
 
@@ -259,6 +188,45 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     context_length = options.pop("ctx")
     with LoadingBar(model) as bar:
         return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  edgespec serve big.gguf --draft small.gguf          then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
+  edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
+)
+@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
+@click.option("--parallel", type=int, default=4, show_default=True, help="Texts written at once; others wait.")
+@click.option("--api-key", metavar="KEY", help="Key that clients must send; others can see it: better a file.")
+@click.option("--api-key-file", metavar="FILE", help="Keys, one a line. [default: $EDGESPEC_API_KEY]")
+@click.option("--no-key", is_flag=True, help="Let everybody in who reaches --host.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages from there in; repeatable.")
+@click.option("--grace", type=int, default=30, show_default=True, help="Seconds that texts have left at the end.")
+@click.option("--log-requests", "log", is_flag=True, help="A line for each request, without its text.")
+@click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
+@click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
+@MODEL_OPTIONS
+@click.option("--no-memory-of-costs", is_flag=True, help="As for run.")
+def serve(
+    model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
+    hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, log: bool, yes: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Answer programs on this machine that speak OpenAI's or Anthropic's dialect, with MODEL as for `edgespec run`."""
+    from edgespec.cli import serve as server
+
+    server.check_server()
+    keys = server.read_keys(api_key, api_key_file)
+    with server.open_socket(host, port, keys, no_key) as listening:
+        _pull(model, options, yes)
+        with _load(model, options) as loaded:
+            for note in loaded.notes:
+                click.echo(click.style(note, dim=True), err=True)
+            name = Path(model).stem
+            server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
 
 
 @cli.command(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.model import DEFAULT_BUDGET, DEFAULT_CONTEXT
+from edgespec.loading import DEFAULT_BUDGET, DEFAULT_CONTEXT
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.sampling import SamplingParams

@@ -1,14 +1,18 @@
 """What a person sees while the program works: the answer as it grows, and bars for what takes long."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
+from edgespec.errors import UsageError
+from edgespec.grammar import Grammar, json_schema, lark
 from edgespec.model import GenerationResult, Model
 from edgespec.tree import Source
 
-COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta"}  # TARGET stays plain
+# TARGET stays plain.
+COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow"}
 
 
 def write_answer(
@@ -37,6 +41,23 @@ def write_answer(
             if not quiet and result.text and not result.text.endswith("\n"):
                 click.echo()
     return False
+
+
+def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
+    """What an answer must look like: a JSON schema or a Lark grammar in a file, or None.
+
+    Raises:
+        UsageError: both are given, or the file cannot be read.
+    """
+    if schema_file and lark_file:
+        raise UsageError("give --json-schema or --grammar, not both")
+    if not (file := schema_file or lark_file):
+        return None
+    try:
+        text = Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: cannot be read: {error}") from error
+    return json_schema(text) if schema_file else lark(text)
 
 
 class PrefillBar:

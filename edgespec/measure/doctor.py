@@ -18,7 +18,7 @@ import numpy as np
 from edgespec.backend import Backend, Work, choose_backend, installed_backends, load_backend, load_options, most_nodes
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.exact import check_choice, line, settle, tokens
-from edgespec.model import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
+from edgespec.loading import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.remembered import everything, identity
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from edgespec.errors import EdgespecError
+from edgespec.loading import DEFAULT_BUDGET
 from edgespec.measure.offload_worker import Task, evict
-from edgespec.model import DEFAULT_BUDGET
 from edgespec.planners.choice import USE_DRAFT
 from edgespec.weights.machine import disk_bandwidth, format_size
 

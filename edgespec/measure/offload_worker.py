@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from edgespec.backend import Backend, Work, load_backend, prefill
-from edgespec.model import DEFAULT_BUDGET, Model, close_all, open_backends
+from edgespec.loading import DEFAULT_BUDGET, close_all, open_backends
+from edgespec.model import Model
 from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.choice import make_planner
 from edgespec.planners.paced import new_pace

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from edgespec.backend import Backend
 from edgespec.errors import UsageError
+from edgespec.loading import WIDE, choose_budget, close_all, open_backends
 from edgespec.measure.lossless import explain
-from edgespec.model import WIDE, Model, choose_budget, close_all, open_backends
+from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
 from edgespec.planners.paced import new_pace

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from edgespec.cost import Curve
 from edgespec.sampling import Noise, SamplingParams
@@ -23,6 +23,7 @@ class Context:
     least: float = 0.0  # a guess less probable than this does not pay
 
 
+@runtime_checkable
 class Planner(Protocol):
     """Guesses trees. Never touches the target."""
 
@@ -45,7 +46,10 @@ class Planner(Protocol):
         """A tree rooted at the last committed token with at most `budget` nodes besides the root."""
 
     def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """What the target really wrote, accepted tokens, then the bonus, and how long its pass took."""
+        """What the target really wrote, accepted tokens, then the bonus, and how long its pass took.
+
+        0 seconds: the pass was shared with other texts, and part of the tree may have been left out of it.
+        """
 
     def close(self) -> None:
         """Free what `begin` and `plan` took (a session in the draft's cache)."""

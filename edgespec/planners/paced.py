@@ -222,15 +222,17 @@ class PacedPlanner:
         if (planned := self._planned) is None:
             return
         pace, gained = self._pace, len(tokens) - 1
-        pace.target.add(planned.nodes, seconds, planned.length)
+        alone = seconds > 0
+        if alone:
+            pace.target.add(planned.nodes, seconds, planned.length)
         self._text.fade(1)
-        if planned.copied:
+        if planned.copied and alone:
             pace.copies.add(gained, planned.copied)
         if planned.drafted is not None:
             hits, asked = agreed(planned.drafted, tokens)
             pace.agreement.add(hits, asked)
             self._text.add(hits, asked)
-            if planned.rate:
+            if planned.rate and alone:
                 pace.worth.add(len(tokens), planned.rate * (seconds + planned.seconds))
 
     def close(self) -> None:

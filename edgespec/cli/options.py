@@ -1,0 +1,84 @@
+"""Options that several commands have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from edgespec.cli.completion import complete_model
+from edgespec.errors import UsageError
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    """None for auto."""
+    if value in (None, "auto"):
+        return None
+    try:
+        return int(value)
+    except ValueError as error:
+        raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
+
+
+GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as its memory takes]"
+KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
+EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
+MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
+MODEL_OPTIONS = _options(
+    click.option(
+        "--draft",
+        metavar="MODEL",
+        shell_complete=complete_model,
+        help="Draft model that guesses; a name, path or source like MODEL.",
+    ),
+    click.option("--datastore", metavar="FILE", help="Datastore to copy guesses from (auto, sssd)."),
+    click.option(
+        "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
+    ),
+    click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
+    click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
+    click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
+    click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
+    click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
+    click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
+    click.option("--exact", metavar="NAME", help=EXACT_HELP),
+    click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
+    click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
+    click.option("--gpu-memory", metavar="SIZE", help="torch: GPU memory to use, such as 10G. [default: what is free]"),
+    click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
+    click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
+    click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
+    click.option(
+        "--tau",
+        type=float,
+        help="specexec, chain: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
+    ),
+    click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
+    click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
+)
+SAMPLING_OPTIONS = _options(
+    click.option(
+        "--temperature",
+        "-t",
+        type=float,
+        help="0 = always the likeliest token. [default: the model's, else 0; bench: 0]",
+    ),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 = all."),
+    click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
+    click.option("--min-p", type=float, help="Keep tokens at least this much as likely as the best."),
+    click.option("--repetition-penalty", type=float, help="Above 1: seen tokens become less likely."),
+    click.option("--presence-penalty", type=float, help="Subtracted from tokens already written."),
+    click.option("--frequency-penalty", type=float, help="Subtracted for each time a token was written."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit; repeatable."),
+    click.option(
+        "--seed", type=int, help="Same seed, same text. [default: run: a new one, see --json or /stats; bench: 0]"
+    ),
+)

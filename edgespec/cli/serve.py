@@ -1,0 +1,117 @@
+"""`edgespec serve`: the model behind HTTP until somebody stops it."""
+
+import os
+import socket
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from threading import Thread, Timer
+from types import FrameType
+from typing import Any
+
+import click
+
+from edgespec.errors import MissingPackage, UsageError
+from edgespec.model import Model
+
+KEY = "EDGESPEC_API_KEY"  # in the environment
+
+
+def check_server() -> None:
+    """Refuse before a model is loaded. Raises MissingPackage."""
+    for package in ("starlette", "uvicorn"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingPackage(package, "server", "edgespec serve") from error
+
+
+def read_keys(key: str | None, key_file: str | None) -> list[str]:
+    """The keys given: by option, in a file with one a line, or in the environment.
+
+    Raises:
+        UsageError: the file cannot be read, or has none.
+    """
+    if key_file is None:
+        found = key or os.environ.get(KEY)
+        return [found] if found else []
+    try:
+        lines = [line.strip() for line in Path(key_file).read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {key_file}: cannot be read: {error}") from error
+    if not any(lines):
+        raise UsageError(f"--api-key-file {key_file}: has no key; write one a line")
+    return [*filter(None, lines), *([key] if key else [])]
+
+
+def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> socket.socket:
+    """Listen, so that a bad address is found before a model is loaded.
+
+    Raises:
+        UsageError: the address is not this machine's, is in use, or is reached by others and no key is asked for.
+    """
+    if not 0 <= port < 65536:
+        raise UsageError(f"--port is {port}, but must be from 0 to 65535")
+    if not keys and not no_key and not is_loopback(host):
+        raise UsageError(
+            f"--host {host} can be reached from other machines: give a key with --api-key-file or ${KEY}, or --no-key"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return listening
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach it."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log: bool, **guard: Any) -> None:
+    """Answer until SIGINT or SIGTERM; then texts that are being written have `grace` seconds left.
+
+    Args:
+        model: what answers.
+        name: what it is called.
+        listening: from `open_socket`.
+        grace: seconds; a second signal ends them.
+        log: a line for each request, without what it says.
+        guard: who may ask: as for `make_app`.
+    """
+    import uvicorn
+
+    from edgespec.server.app import make_app
+    from edgespec.server.texts import Service
+
+    service = Service(model, name)
+    app = make_app(service, **guard)
+
+    end_texts = Timer(grace, model.scheduler.close)
+    end_texts.daemon = True
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if service.stopping:
+                end_texts.cancel()
+                Thread(target=model.scheduler.close).start()  # texts end with an error, and with them their connections
+            else:
+                service.stopping = self.should_exit = True
+                end_texts.start()
+
+    config = uvicorn.Config(
+        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False
+    )
+    host, port = listening.getsockname()[:2]
+    where = f"[{host}]" if ":" in host else host
+    click.echo(
+        f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic); Ctrl-C ends"
+    )
+    Server(config).run(sockets=[listening])
+    end_texts.cancel()

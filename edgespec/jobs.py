@@ -1,0 +1,113 @@
+"""What passes between the scheduler and those who want texts: requests, events, and how a request is called off."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from edgespec.errors import EdgespecError
+from edgespec.generate import LogProbs, Round
+from edgespec.grammar import Compiled
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.text import TextStream
+from edgespec.tree import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A text that is wanted."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop: Sequence[str] = ()  # strings that end the text
+    log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
+    plain: bool = False  # guess nothing: plain decoding
+    grammar: Compiled | None = None  # what the text must look like
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What became certain with one token."""
+
+    text: str  # may be empty: half a character, or what may become a stop string
+    token_id: int
+    source: Source  # who guessed the token
+    log_probs: LogProbs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """So much of the prompt is read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """A pass has written these tokens."""
+
+    chunks: list[Chunk]
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last event of a text."""
+
+    error: Exception | None = None
+
+
+Event = Reading | Wrote | Ended
+
+
+class Cancelled(EdgespecError):
+    """Nobody wants the text any more."""
+
+
+class Closed(EdgespecError):
+    """The model was closed."""
+
+
+class Job:
+    """A request on its way."""
+
+    def __init__(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats, text: TextStream):
+        self.request = request
+        self.stats = stats
+        self.cancelled = False
+        self.text = text
+        self.emit = emit
+
+    def cancel(self) -> None:
+        """Stop after the pass that is being made. Safe to call from any thread, and twice."""
+        self.cancelled = True
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the model was loaded."""
+
+    passes: int = 0
+    pass_seconds: float = 0.0
+    works: int = 0
+    nodes: int = 0  # guesses evaluated
+    requests: dict[str, int] = field(default_factory=dict)  # how they ended -> how many
+    tokens: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in Source})
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def chunks_of(round_: Round, text: TextStream, stats: GenerationStats) -> list[Chunk]:
+    """A round's tokens as text, up to a stop string."""
+    chunks = list[Chunk]()
+    for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
+        piece = text.push(token)
+        if text.stopped or (round_.finished and i + 1 == len(round_.tokens)):
+            piece += text.finish()
+        chunks.append(Chunk(piece, token, source, round_.log_probs[i] if round_.log_probs else None))
+        if text.stopped:
+            stats.finish_reason = "stop"
+            stats.drop(round_.sources[i + 1 :])
+            break
+    return chunks

@@ -1,0 +1,418 @@
+"""Many texts, one model: each pass of the target serves all of them.
+
+A round:
+    1. requests come in, those that were cancelled leave, and one that waits gets a slot: a session and a planner
+    2. every text that is being written plans a tree, as if alone; the pass's rows go to the best nodes of all trees
+    3. prompts are read in the same pass, where the engine can do so without changing a bit, else in passes by turns
+    4. one `Backend.forward`; each text walks its tree, keeps what the target says, and tells its reader
+
+Texts do not depend on company: noise belongs to the position, and passes are kept in shapes that agree to the bit
+(`exact.py`), or are equal but for rounding. A slot keeps its text when it is idle, and a prompt that begins alike
+starts from there: exact token prefixes only.
+
+Whoever waits for a text makes the passes, so a program with one thread needs no other. As soon as two threads want
+passes at once, or `start` is called, a thread of its own makes them all.
+"""
+
+import atexit
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from statistics import fmean
+from threading import Condition, Lock, Thread
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, most_nodes
+from edgespec.cost import PassCost, split
+from edgespec.errors import ContextFull
+from edgespec.generate import Generation
+from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Reading, Request, Wrote, chunks_of
+from edgespec.planners import Planner
+from edgespec.stats import GenerationStats
+from edgespec.text import TextStream
+from edgespec.tree import DraftTree, best_nodes
+
+TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
+FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
+LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
+TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
+MOST_AGAIN = 3  # times that a prompt is read once more
+WORTH_SHARING = TILE  # tokens by which another session's text must be the better start, to be forked
+
+
+@dataclass(slots=True)
+class Slot:
+    """A session of the target and what guesses for it."""
+
+    session: Session
+    planner: Planner
+    job: Job | None = None
+    generation: Generation | None = None
+    used: int = 0  # when it was last given to a job: a number that grows
+    passed: int = 0  # the pass that it last took part in
+    again: int = 0  # times that its prompt is read once more, since the cache had to be put in order
+
+
+Batch = list[tuple[Slot, Work]]
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(
+        self, target: Backend, planners: Sequence[Planner], *, budget: int, cost: PassCost | None = None
+    ) -> None:
+        """
+        Args:
+            target: loaded for as many sessions as there are planners.
+            planners: one for each text that may be written at once.
+            budget: most guesses of a text in a pass.
+            cost: of the target's passes, which it learns on; None: the trees take all the room that a pass has.
+        """
+        self.target = target
+        self.counts = Counts()
+        self._budget = budget
+        self._cost = cost
+        self._prompt_cost = PassCost(slope=1.0)
+        self._slots = [Slot(target.open(), planner) for planner in planners]
+        self._inbox: deque[Job] = deque()
+        self._waiting: list[Job] = []
+        self._turn = Lock()  # held by whoever makes a pass
+        self._wake = Condition()
+        self._thread: Thread | None = None
+        self._closing = False
+        self._served = 0
+        self._read_last = False  # the last pass read a prompt
+        self._tree_seconds = 0.0  # of the last that did not
+
+    # What any thread may call.
+
+    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Job:
+        """Ask for a text.
+
+        Args:
+            request: what is wanted.
+            emit: told of every event, in whatever thread makes passes; must be quick.
+            stats: filled in as the text grows.
+
+        Raises:
+            ContextFull: the prompt leaves no room for a token.
+            UsageError: a stop string is empty.
+            Closed: the model was closed.
+        """
+        check_room(self.target, len(request.prompt_ids))
+        text = TextStream(self.target.vocab, request.stop)
+        job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
+        with self._wake:
+            if self._closing:
+                raise Closed("the model was closed")
+            self._inbox.append(job)
+            self._wake.notify()
+        return job
+
+    def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
+        """Ask for a text, and take part in making passes until it is done. Arguments and errors as for `submit`."""
+        found: SimpleQueue[Event] = SimpleQueue()
+        job = self.submit(request, found.put, stats)
+        try:
+            while True:
+                while found.empty() and self._thread is None:
+                    if not self._turn.acquire(blocking=False):
+                        self.start()  # somebody else makes passes: from now on a thread of its own does
+                        break
+                    try:
+                        self.step()
+                    finally:
+                        self._turn.release()
+                event = found.get()
+                yield event
+                if isinstance(event, Ended):
+                    return
+        finally:
+            job.cancel()
+
+    def start(self) -> None:
+        """From now on a thread makes the passes."""
+        with self._wake:
+            if self._thread is None and not self._closing:
+                self._thread = Thread(target=self._run, name="edgespec passes", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # nothing may be in an engine while the program ends
+
+    def close(self) -> None:
+        """End all texts, after the pass that is being made, and free sessions and planners. Safe to call twice."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread:
+            self._thread.join()
+            atexit.unregister(self.close)
+        with self._turn:
+            for job in [*self._inbox, *self._waiting]:
+                self._tell(job, Ended(Closed("the model was closed")))
+            self._inbox.clear()
+            self._waiting.clear()
+            for slot in self._slots:
+                if slot.job:
+                    self._end(slot, Closed("the model was closed"))
+                slot.planner.close()
+                slot.session.close()
+            self._slots.clear()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._inbox) + len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Texts that are being read or written."""
+        return sum(slot.job is not None for slot in self._slots)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens in the target's cache."""
+        return sum(len(slot.session.token_ids) for slot in self._slots)
+
+    # What only the thread that has the turn calls.
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self.waiting or self.active)
+                if self._closing:
+                    return
+            with self._turn:
+                self.step()
+
+    def step(self) -> None:
+        """One round, if there is anything to do."""
+        self._waiting.extend(self._inbox.popleft() for _ in range(len(self._inbox)))
+        for job in [job for job in self._waiting if job.cancelled]:
+            self._waiting.remove(job)
+            self._finish(job, Cancelled("cancelled"))
+        for slot in self._slots:
+            if slot.job and slot.job.cancelled:
+                self._end(slot, Cancelled("cancelled"))
+        self._admit()
+        active = sorted((slot for slot in self._slots if slot.generation), key=lambda slot: slot.used)
+        reading = [slot for slot in active if slot.generation and slot.generation.unread]
+        writing = [slot for slot in active if slot not in reading]
+        together = self._prompts_ride_along()
+        if reading and (together or not writing or not self._read_last):
+            self._pass(writing if together else [], reading[0])
+        elif writing:
+            self._pass(writing, None)
+
+    def _prompts_ride_along(self) -> bool:
+        """Whether parts of prompts and trees may share a pass."""
+        exact = self.target.capabilities.exact
+        return exact is None or (exact.prompts == exact.trees and not exact.blocks)
+
+    def _admit(self) -> None:
+        """Give the first of the waiting that need not wait longer a slot."""
+        idle = [slot for slot in self._slots if slot.job is None]
+        reading = [slot.generation for slot in self._slots if slot.generation and slot.generation.unread]
+        for job in self._waiting if idle else ():
+            prompt = job.request.prompt_ids
+            source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
+            shared = common_prefix(source.session.token_ids, prompt)
+            coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
+            if coming <= shared:
+                self._waiting.remove(job)
+                self._begin(job, self._slot_for(source, shared, idle))
+                return
+            # else another is just reading what this begins with: it starts from there, a little later
+
+    def _slot_for(self, source: Slot, shared: int, idle: list[Slot]) -> Slot:
+        """The idle slot for a prompt that begins with so many of the source's tokens."""
+        empty = [slot for slot in idle if not slot.session.token_ids]
+        held = len(source.session.token_ids)
+        if source.job is None and 2 * shared >= held and (held < shared + WORTH_SHARING or not empty):
+            return source
+        slot = min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
+        if slot is not source and shared >= WORTH_SHARING:
+            slot.session.close()
+            slot.session = source.session.fork()
+        return slot
+
+    def _begin(self, job: Job, slot: Slot) -> None:
+        request, self._served = job.request, self._served + 1
+        slot.job, slot.used, slot.again = job, self._served, 0
+        try:
+            slot.generation = Generation(
+                self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
+                max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
+                log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
+            )  # fmt: skip
+            slot.generation.begin()
+        except Exception as error:  # this text's alone
+            self._end(slot, error)
+            return
+        self.counts.prompt_tokens += len(request.prompt_ids)
+        self.counts.cached_tokens += job.stats.cached_tokens
+        self._tell(job, Reading(len(slot.session.token_ids), len(request.prompt_ids) - 1))
+
+    def _pass(self, writing: list[Slot], reader: Slot | None) -> None:
+        """One forward for texts that are written, as many as it has room for, and for the next part of a prompt."""
+        try:
+            batch = self._plan(writing, reader)
+            if reader and reader.generation:
+                batch.append((reader, self._part(reader.generation, batch)))
+            started = perf_counter()
+            logits = self._forward(batch) if batch else []
+            self._learn(batch, perf_counter() - started)
+            for (slot, work), found in zip(batch, logits, strict=False):
+                if work.prompt:
+                    self._was_read(slot, work)
+                else:
+                    self._took(slot, found, alone=len(batch) == 1)
+        except BaseException:  # Ctrl-C in a thread that makes its own passes: nodes must not stay
+            for slot in self._slots:
+                slot.session.rewind(len(slot.session.token_ids))
+            raise
+
+    def _plan(self, writing: list[Slot], reader: Slot | None) -> Batch:
+        """Trees of those who have waited longest, as many as a pass has room for, and in it their best nodes."""
+        limits = self.target.capabilities
+        room, group = most_nodes(limits, 0), list[Slot]()
+        if reader and reader.generation:
+            room -= min(TILE, reader.generation.unread, room // 2)
+        for slot in sorted(writing, key=lambda slot: slot.passed):
+            if (rows := 1 + slot.session.owed) > room:
+                break
+            group.append(slot)
+            room -= rows
+        trees, spent = list[DraftTree](), perf_counter()
+        alone = len(group) == 1 and reader is None
+        fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
+        for slot in group.copy():
+            assert slot.generation
+            try:
+                trees.append(slot.generation.plan(None if alone else fair))
+            except Exception as error:  # this text's alone
+                group.remove(slot)
+                self._end(slot, error)
+        spent = perf_counter() - spent
+        if len(group) > 1:
+            length = fmean(len(slot.session.token_ids) for slot in group)
+            cost = self._cost.at(round(length)) if self._cost else None
+            sizes = split([tree.log_probs[1:] for tree in trees], room, spent, cost)
+            trees = [best_nodes(tree, size, limits.max_leaves) for tree, size in zip(trees, sizes, strict=True)]
+        return [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
+
+    def _part(self, reading: Generation, batch: Batch) -> Work:
+        """The next part of a prompt, in the room that the trees leave; small enough that they need not wait long."""
+        limits, session = self.target.capabilities, reading.session
+        session.rewind(session.kept(len(session.token_ids)))
+        taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
+        start, room = len(session.token_ids), limits.max_nodes - taken
+        if limits.exact and batch:
+            room = min(room, limits.exact.prompts.most - taken)
+        others = any(slot.generation and not slot.generation.unread for slot in self._slots)
+        if others and not limits.streams:
+            room = min(room, self._quick(taken))
+        end = start + room
+        if end < start + reading.unread and end - end % TILE > start:
+            end -= end % TILE
+        return reading.prompt_work(end - start)
+
+    def _quick(self, taken: int) -> int:
+        """Tokens of a prompt that can be read, besides the rows that are taken, while those who write wait a moment."""
+        curve = self._prompt_cost.at(0)
+        if curve is None:
+            return FIRST_PIECE
+        sizes = np.arange(TILE, self.target.capabilities.max_nodes + TILE, TILE)
+        quick = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self._tree_seconds)
+        return TILE * max(1, int(np.count_nonzero(quick)))
+
+    def _forward(self, batch: Batch) -> list[Logits]:
+        """One pass; empty if it could not be made, and another is to be tried."""
+        try:
+            return self.target.forward([work for _, work in batch])
+        except ContextFull as error:
+            self._make_room(batch, error)
+        except Exception as error:  # nobody knows what is left of their texts in the cache
+            for slot, _ in batch:
+                self._end(slot, error)
+                slot.session.rewind(0)
+        return []
+
+    def _make_room(self, batch: Batch, error: ContextFull) -> None:
+        """The cache is full: forget a text that nobody writes, else end the youngest."""
+        *_, (slot, work) = batch
+        idle = [slot for slot in self._slots if slot.job is None and slot.session.token_ids]
+        if work.prompt and slot.again < MOST_AGAIN and slot.session.token_ids:
+            slot.session.rewind(0)  # perhaps it was only put in order, and the prompt cannot go on where it stands now
+            slot.again += 1
+        elif idle:
+            min(idle, key=lambda slot: slot.used).session.rewind(0)
+        else:
+            slot = max((slot for slot, _ in batch), key=lambda slot: slot.used)
+            written = slot.job and slot.job.stats.tokens
+            if slot.job and written:
+                slot.job.stats.finish_reason = "length"
+            self._end(slot, None if written else error)
+
+    def _learn(self, batch: Batch, seconds: float) -> None:
+        counts, nodes = self.counts, sum(len(work.token_ids) for _, work in batch)
+        trees = [work for _, work in batch if not work.prompt]
+        counts.passes += 1
+        counts.pass_seconds += seconds
+        counts.works += len(batch)
+        counts.nodes += sum(len(work.token_ids) - 1 for work in trees)
+        self._read_last = len(trees) < len(batch)
+        for number, (slot, _) in enumerate(batch):
+            slot.passed = counts.passes + number
+        if self._read_last:
+            self._prompt_cost.add(nodes, seconds)
+            return
+        self._tree_seconds = seconds
+        if self._cost and len(batch) > 1:  # a planner learns what a pass over its tree alone takes
+            self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
+
+    def _was_read(self, slot: Slot, work: Work) -> None:
+        assert slot.generation
+        assert slot.job
+        slot.generation.take_prompt(work)
+        self._tell(slot.job, Reading(len(slot.session.token_ids), len(slot.job.request.prompt_ids) - 1))
+
+    def _took(self, slot: Slot, logits: Logits, alone: bool) -> None:
+        """Keep what the target says of a tree, and tell the reader."""
+        job = slot.job
+        assert slot.generation
+        assert job
+        try:
+            round_ = slot.generation.take(logits, alone=alone)
+            chunks = chunks_of(round_, job.text, job.stats)
+        except Exception as error:  # this text's alone
+            self._end(slot, error)
+            slot.session.rewind(0)
+            return
+        for chunk in chunks:
+            self.counts.tokens[chunk.source.name.lower()] += 1
+        self._tell(job, Wrote(chunks, round_))
+        if round_.finished or job.text.stopped:
+            self._end(slot, None)
+
+    def _end(self, slot: Slot, error: Exception | None) -> None:
+        """The slot is idle; its text stays."""
+        job, slot.job, slot.generation = slot.job, None, None
+        if job:
+            self._finish(job, error)
+
+    def _finish(self, job: Job, error: Exception | None) -> None:
+        if error is not None:
+            job.stats.finish_reason = "interrupted"
+        reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
+        self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
+        self._tell(job, Ended(error))
+
+    def _tell(self, job: Job, event: Event) -> None:
+        try:
+            job.emit(event)
+        except Exception:  # its reader is gone
+            job.cancel()

@@ -1,0 +1,155 @@
+"""The server: which path does what."""
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgespec.errors import EdgespecError
+from edgespec.server import chat, messages, responses
+from edgespec.server.errors import Refused, error_body, refusal
+from edgespec.server.guard import Guard
+from edgespec.server.metrics import metrics
+from edgespec.server.texts import Service
+
+STATIC = Path(__file__).parent / "static"
+# The last is for those that nobody thought of: they are logged as well.
+ERRORS: tuple[type[Exception], ...] = (Refused, EdgespecError, UnicodeEncodeError, Exception)
+
+
+def make_app(
+    service: Service, *, keys: Collection[str] = (), hosts: Collection[str] = (), origins: Collection[str] = ()
+) -> ASGIApp:
+    """The ASGI application.
+
+    Args:
+        service: what answers; the caller closes its model.
+        keys: as for `Guard`.
+        hosts: as for `Guard`.
+        origins: as for `Guard`.
+    """
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat.chat, methods=["POST"]),
+            Route("/v1/completions", chat.completions, methods=["POST"]),
+            Route("/v1/messages", messages.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+            Route("/v1/responses", responses.responses, methods=["POST"]),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", show_model),
+            Route("/health", health),
+            Route("/metrics", show_metrics),
+            Route("/", page),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        exception_handlers={HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse),
+        lifespan=_lifespan,
+    )
+    app.state.service = service
+    return Guard(Counting(app, service), keys=keys, hosts=hosts, origins=origins)
+
+
+class Counting:
+    """Counts answers by path and status."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                known = scope["path"] if message["status"] != 404 else "other"
+                self._service.answered[known, message["status"]] += 1
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    app.state.service.model.scheduler.start()
+    yield
+    app.state.service.stopping = True
+
+
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
+    refused = refusal(error)
+    headers = {"Retry-After": "5"} if refused.status in (429, 503) else None
+    return JSONResponse(error_body(refused, http.url.path), refused.status, headers=headers)
+
+
+async def _no_such_path(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = "there is no such path" if error.status_code == 404 else error.detail
+    return JSONResponse(
+        error_body(Refused(error.status_code, f"{http.method} {http.url.path}: {what}"), http.url.path),
+        error.status_code,
+        headers=error.headers,
+    )
+
+
+def _card(service: Service) -> dict[str, Any]:
+    limits = service.model.target.capabilities
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "edgespec",
+        "type": "model",
+        "display_name": service.name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "meta": {"n_ctx": limits.context_length, "n_vocab": service.model.target.vocab.size},
+    }
+
+
+async def list_models(http: HttpRequest) -> Response:
+    """GET /v1/models: one, with the keys of both dialects."""
+    card = _card(http.app.state.service)
+    ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    return JSONResponse({"object": "list", "data": [card], **ends})
+
+
+async def show_model(http: HttpRequest) -> Response:
+    """GET /v1/models/NAME: whatever the name, it is the one that is loaded."""
+    return JSONResponse(_card(http.app.state.service))
+
+
+async def health(http: HttpRequest) -> Response:
+    """GET /health: what runs here, and how."""
+    service: Service = http.app.state.service
+    target, scheduler = service.model.target, service.model.scheduler
+    exact = target.capabilities.exact
+    found = {
+        "status": "stopping" if service.stopping else "ok",
+        "model": service.name,
+        "engine": target.name,
+        "planner": service.model.planners[0].name,
+        "exact": exact.name if exact else None,
+        "streams": target.capabilities.streams,
+        "context_length": target.capabilities.context_length,
+        "parallel": len(service.model.planners),
+        "active": scheduler.active,
+        "waiting": scheduler.waiting,
+    }
+    return JSONResponse(found)
+
+
+async def show_metrics(http: HttpRequest) -> Response:
+    """GET /metrics."""
+    return PlainTextResponse(metrics(http.app.state.service), media_type="text/plain; version=0.0.4")
+
+
+async def page(http: HttpRequest) -> Response:
+    """GET /: the page."""
+    return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})

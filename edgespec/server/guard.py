@@ -1,0 +1,131 @@
+"""Who may ask: a local server is open to every page that a browser shows, unless it looks at who sends.
+
+In this order: the Host must be one that no attacker's name server can answer for; an Origin must be this server's own
+or allowed; bodies must be JSON, which a page cannot send to another origin unasked; then the key.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Collection
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgespec.server.errors import Refused, error_body
+
+PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
+PUBLIC_FOLDER = "/static/"
+# For the page: nothing may come from, or go to, anywhere else.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SAFETY = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+LOCAL_NAMES = ("localhost", "host.docker.internal")
+SLOW_READER = 60.0  # seconds after which a client that does not read is left
+
+
+class Guard:
+    """The outermost layer. Also leaves clients that do not read what they asked for."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Collection[str] = (),
+        hosts: Collection[str] = (),
+        origins: Collection[str] = (),
+        slow_reader: float = SLOW_READER,
+    ) -> None:
+        """
+        Args:
+            app: what is guarded.
+            keys: one of them must be sent, if there are any.
+            hosts: names that requests may be sent to, besides addresses and names of this machine.
+            origins: of pages that may send requests, besides this server's own.
+            slow_reader: seconds that a client may leave data unread.
+        """
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._hosts = {host.lower() for host in hosts}
+        self._origins = set(origins)
+        self._slow_reader = slow_reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        refused = self.refused(scope)
+        if refused:
+            await JSONResponse(error_body(refused, scope["path"]), refused.status)(scope, receive, send)
+            return
+        left = False
+
+        async def patient(message: Message) -> None:
+            nonlocal left
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *SAFETY]}
+            try:
+                await asyncio.wait_for(send(message), self._slow_reader)
+            except TimeoutError:
+                left = True
+                raise
+
+        try:
+            await self._app(scope, receive, patient)
+        except BaseException:
+            if not left:
+                raise
+
+    def refused(self, scope: Scope) -> Refused | None:
+        """Why this request is not let in; None: it is."""
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        host = headers.get("host", [])
+        if len(host) != 1 or not self._known(host[0]):
+            return Refused(403, f"this server does not answer for the host {', '.join(host)!r}; see --allow-host")
+        for origin in headers.get("origin", []):
+            if origin != f"{scope['scheme']}://{host[0]}" and origin not in self._origins:
+                return Refused(403, f"pages of {origin!r} may not use this server; see --allow-origin")
+        if "origin" not in headers and "cross-site" in headers.get("sec-fetch-site", []):
+            return Refused(403, "another site's page may not use this server")
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kind = ", ".join(headers.get("content-type", [""])).partition(";")[0].strip().lower()
+            if kind != "application/json":
+                return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
+        public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER)
+        if self._keys and not public and not self._has_key(headers):
+            return Refused(401, "a key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY")
+        return None
+
+    def _known(self, host: str) -> bool:
+        try:
+            parts = urlsplit(f"//{host}")
+            name, _ = (parts.hostname or "").rstrip("."), parts.port
+        except ValueError:
+            return False
+        if not name or parts.username is not None or parts.path or parts.query or parts.fragment:
+            return False
+        try:
+            ip_address(name)
+            return True  # no name server was asked
+        except ValueError:
+            return name in LOCAL_NAMES or name.endswith(".localhost") or name in self._hosts
+
+    def _has_key(self, headers: dict[str, list[str]]) -> bool:
+        sent = [value.removeprefix("Bearer ").strip() for value in headers.get("authorization", [])]
+        sent += headers.get("x-api-key", [])
+        found = False
+        for value in sent:
+            for key in self._keys:
+                found |= hmac.compare_digest(value.encode("latin-1", "replace"), key)
+        return found

@@ -1,0 +1,238 @@
+"""Texts that follow a grammar: equal with and without guesses, and what the definition says they are."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+
+from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec.backend import prefill
+from edgespec.errors import UsageError
+from edgespec.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
+from edgespec.jobs import Request, Wrote
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import Noise, SamplingParams, sample
+from edgespec.scheduler import Scheduler
+from edgespec.text import user_messages
+from edgespec.tree import Source, make_tree
+
+MODEL = random_model(2, vocab_size=258, sharpness=2.0)
+TARGET = ReferenceBackend(MODEL, sessions=3)
+DRAFT = ReferenceBackend(perturbed(MODEL, 0.2, 1), sessions=3)
+COMPILER = Compiler(TARGET.vocab)
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Prague"]},
+        "days": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["city", "days", "ok"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": json_schema(CITY),
+    "object": json_object(),
+    "regex": regex(r"(yes|no|[0-9]{1,3}é?), because .{0,5}\."),
+    "lark": lark('start: "<" name ">" /[a-z]*/ "</" name ">"\nname: "bold" | "body"'),
+}
+PLANNERS = {
+    "none": NonePlanner,
+    "sssd": lambda: SssdPlanner(depth=6),
+    "specexec": lambda: SpecExecPlanner(DRAFT, depth=5, beam=4),
+}
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    top_k=st.sampled_from([0, 0, 1, 20]),
+    top_p=st.sampled_from([1.0, 0.6]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    logit_bias=st.sampled_from([{}, {40: 5.0}]),
+    seed=st.integers(0, 5),
+)
+
+
+def write(requests, planner, slots=1, budget=12):
+    scheduler = Scheduler(TARGET, [PLANNERS[planner]() for _ in range(slots)], budget=budget)
+    found = [[] for _ in requests]
+    jobs = [scheduler.submit(request, events.append) for request, events in zip(requests, found, strict=True)]
+    while scheduler.waiting or scheduler.active:
+        scheduler.step()
+    scheduler.close()
+    tokens = [[c.token_id for e in events if isinstance(e, Wrote) for c in e.chunks] for events in found]
+    return tokens, [job.stats for job in jobs]
+
+
+def by_definition(prompt, sampling, grammar, count):
+    """The text, with each token tried against the grammar: what is not allowed has no chance."""
+    session, noise, output = TARGET.open(), Noise(sampling.seed, TARGET.vocab.size), []
+    matcher = COMPILER.compiled(grammar).matcher.deep_copy()
+    while len(output) < count and (not output or output[-1] != TARGET.vocab.eos_id):
+        logits, node = prefill(TARGET, session, [*prompt, *output], want_last=True)
+        allowed = [bool(matcher.validate_tokens([token])) for token in range(TARGET.vocab.size)]
+        allowed[TARGET.vocab.eos_id] = matcher.is_accepting()
+        row = np.where(allowed, logits.row(node), -np.inf).astype(np.float32)
+        output.append(sample(row, len(prompt) + len(output), sampling, noise, prompt, output))
+        if output[-1] != TARGET.vocab.eos_id:
+            assert matcher.consume_token(output[-1])
+    session.close()
+    return output
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@settings(max_examples=12, deadline=None)
+@given(samplings, st.sampled_from(["sssd", "specexec"]), st.sampled_from([1, 7, 30]))
+def test_the_text_is_the_one_of_the_definition(kind, sampling, planner, budget):
+    prompt = TARGET.vocab.encode('{"city": "Prague"', add_bos=True, parse_special=False)
+    request = Request(prompt, sampling, 45, grammar=COMPILER.compiled(GRAMMARS[kind]))
+    (output,), _ = write([request], planner, budget=budget)
+    assert output == by_definition(prompt, sampling, GRAMMARS[kind], 45)
+    if output[-1] == TARGET.vocab.eos_id:
+        text = b"".join(map(TARGET.vocab.token_bytes, output)).decode()
+        if kind in ("schema", "object"):
+            assert isinstance(json.loads(text), dict)
+        elif kind == "regex":
+            assert re.fullmatch(r"(yes|no|[0-9]{1,3}é?), because .{0,5}\.", text)
+
+
+def test_texts_with_and_without_grammars_share_passes():
+    prompt = TARGET.vocab.encode("hello", add_bos=True, parse_special=False)
+    kinds = [*GRAMMARS.values(), None]
+    requests = [
+        Request(prompt, SamplingParams(temperature=1.0, seed=seed), 40, grammar=grammar and COMPILER.compiled(grammar))
+        for seed in range(2)
+        for grammar in kinds
+    ]
+    alone = [write([request], "none", budget=0)[0][0] for request in requests]
+    together, stats = write(requests, "specexec", slots=3)
+    assert together == alone
+    assert all(one.tokens_by_source["grammar"] == 0 for one in stats[4::5])
+
+
+def test_forced_text_saves_passes_and_imposes_nothing():
+    prompt = TARGET.vocab.encode("hello", add_bos=True, parse_special=False)
+    request = Request(prompt, SamplingParams(), 100, grammar=COMPILER.compiled(GRAMMARS["schema"]))
+    (output,), (stats,) = write([request], "none", budget=20)
+    assert stats.tokens_by_source["grammar"] > 15
+    assert stats.passes < stats.tokens / 2
+    assert set(json.loads(bytes(b"".join(map(TARGET.vocab.token_bytes, output))))) == {"city", "days", "ok"}
+
+
+def test_a_tree_loses_what_is_refused_and_gains_what_is_forced():
+    encode = TARGET.vocab.encode
+    constraint = COMPILER.compiled(GRAMMARS["schema"]).start()
+    good, bad = (encode(text, add_bos=False, parse_special=False) for text in ('{"city":"Paris"', '{"cat'))
+    parents = [-1, *range(len(good)), 3, 9]  # `bad` turns off behind '{"c', and a lonely node behind '{"city":"'
+    wrong = encode("x", add_bos=False, parse_special=False)[0]
+    assert good[:3] == bad[:3]
+    tree = make_tree([9, *good, bad[3], wrong], parents, -0.1 * np.arange(len(parents)), [0] + [1] * (len(parents) - 1))
+    found = constraint.guess(tree, [9])
+    assert (found.log_probs[1:] <= found.log_probs[found.parents[1:]]).all()
+    texts = []
+    for leaf in set(range(len(found))) - set(found.parents.tolist()):
+        path, node = [], leaf
+        while node:
+            path.append(int(found.token_ids[node]))
+            node = int(found.parents[node])
+        texts.append(b"".join(map(TARGET.vocab.token_bytes, path[::-1])).decode())
+    assert any(text.startswith('{"city":"Paris","days":[') for text in texts)
+    matcher = COMPILER.compiled(GRAMMARS["schema"]).matcher
+    for text in texts:
+        assert matcher.validate_tokens(encode(text, add_bos=False, parse_special=False)) == len(text)
+    assert {Source(source).name for source in found.source[1:].tolist()} == {"DRAFT", "GRAMMAR"}
+
+
+def test_what_cannot_be_used_is_one_line():
+    bad = [
+        (lambda: json_schema("{"), "not a JSON object"),
+        (lambda: json_schema("[1]"), "not a JSON object"),
+        (lambda: COMPILER.compiled(json_schema({"type": "cat"})), "json_schema cannot be used"),
+        (lambda: COMPILER.compiled(regex("(")), "regex cannot be used"),
+        (lambda: COMPILER.compiled(lark("start: nothing")), "lark cannot be used"),
+        (lambda: COMPILER.compiled(regex("a" * (MOST_BYTES + 1))), "longer than 65536"),
+    ]
+    for make, says in bad:
+        with pytest.raises(UsageError, match=says) as raised:
+            make()
+        assert "\n" not in str(raised.value)
+
+
+def test_a_text_that_leaves_the_grammar_never_comes():
+    """Nothing that the mask allows is refused by the grammar: the constraint stays usable to the end."""
+    constraint, generator = COMPILER.compiled(GRAMMARS["object"]).start(), np.random.default_rng(1)
+    assert isinstance(constraint, Constraint)
+    for _ in range(60):
+        row = constraint.masked(generator.normal(size=TARGET.vocab.size).astype(np.float32))
+        token = int(row.argmax())
+        assert np.isfinite(row[token])
+        if token == TARGET.vocab.eos_id:
+            break
+        constraint.accept(token)
+        assert not constraint._matcher.get_error()
+
+
+def test_on_a_model_of_its_own_words(smollm2_tiny):
+    """Words of several bytes: forced text is cut as the model's tokenizer cuts it."""
+    with edgespec.load(str(smollm2_tiny), planner="sssd", budget=16, threads=1, context_length=512) as model:
+        known = {
+            "properties": {"city": CITY["properties"]["city"], "ok": {"type": "boolean"}},
+            "required": ["city", "ok"],
+        }
+        form = edgespec.json_schema({"type": "object", "additionalProperties": False, **known})
+        for seed in range(2):
+            options = {"max_tokens": 60, "temperature": 1.0, "seed": seed, "grammar": form}
+            result = model.chat("Which city?", **options)
+            assert set(json.loads(result.text)) == {"city", "ok"}
+            assert result.stats.tokens_by_source["grammar"] >= 5
+            request = model.request(user_messages("Which city?"), **options)
+            events = model.scheduler.events(replace(request, plain=True))
+            plain = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
+            assert plain == result.token_ids
+
+
+def test_the_command_line(run, tmp_path):
+    path = tmp_path / "tiny.npz"
+    MODEL.save(str(path))
+    (tmp_path / "schema.json").write_text(json.dumps(CITY))
+    (tmp_path / "rules.lark").write_text('start: "yes" | "no"')
+    common = ["run", str(path), "hello", "--backend", "reference", "--seed", "1", "-n", "80"]
+    code, out, _ = run(*common, "--json-schema", str(tmp_path / "schema.json"), "--json")
+    assert code == 0
+    assert set(json.loads(json.loads(out)["text"])) == {"city", "days", "ok"}
+    code, out, _ = run(*common, "--grammar", str(tmp_path / "rules.lark"))
+    assert out.strip() in ("yes", "no")
+    for arguments, says in [
+        (["--json-schema", "nowhere.json"], "nowhere.json"),
+        (["--json-schema", str(tmp_path / "rules.lark")], "not a JSON object"),
+        (["--grammar", str(tmp_path / "schema.json")], "lark cannot be used"),
+        (["--grammar", "a", "--json-schema", "b"], "not both"),
+    ]:
+        code, out, error = run(*common, *arguments)
+        assert (code, out) == (2, "")
+        assert says in error
+        assert len(error.strip().splitlines()) == 1
+
+
+def test_without_the_package_the_command_is_named():
+    script = (
+        "import sys; sys.modules['llguidance'] = None\n"
+        "from edgespec.backends.reference import ReferenceVocab\nfrom edgespec.grammar import Compiler\n"
+        "from edgespec.errors import MissingPackage\n"
+        "try: Compiler(ReferenceVocab(64))\nexcept MissingPackage as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "a grammar needs the package 'llguidance': pip install 'edgespec[server]'"

@@ -1,0 +1,593 @@
+"""Many texts in shared passes: each is what it is alone, whatever comes, goes and fails around it."""
+
+import asyncio
+import math
+import subprocess
+import sys
+from contextlib import aclosing, suppress
+from functools import cache
+from itertools import pairwise, product
+from threading import Thread
+
+import numpy as np
+import pytest
+from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backend import Exact, ShapeClass, prefill
+from edgespec.cost import Curve, goodput, split
+from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.generate import generate_tokens
+from edgespec.jobs import Cancelled, Closed, Ended, Reading, Request, Wrote
+from edgespec.model import Model
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import PacedPlanner, new_pace
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.scheduler import TILE, Scheduler
+from edgespec.stats import GenerationStats
+
+CONTEXT = 300
+MODEL = random_model(1, vocab_size=48, sharpness=3.0)
+MODEL.unembedding[1] = 0  # texts seldom end early
+DRAFT = perturbed(MODEL, 0.2, 1)
+LONG = np.random.default_rng(5).integers(3, 48, 2 * TILE + 30).tolist()
+PROMPTS = [[5], [7, 8, 9], LONG[:20], LONG[: TILE + 9], LONG, [*LONG[:100], 9, 9], [4, *LONG[:90]]]
+SHAPES = {
+    "any": None,
+    "one class": Exact("wide", ShapeClass(1, 41), ShapeClass(1, 41)),
+    "two classes": Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 41)),
+    "blocks": Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 32), blocks=True),
+}
+
+
+def backend(shape="any", *, sessions=3, max_nodes=41, leaves=64, kind=ReferenceBackend):
+    found = kind(MODEL, context_length=CONTEXT, max_nodes=max_nodes, max_leaves=leaves, sessions=sessions)
+    if SHAPES[shape]:
+        found.keep_to(SHAPES[shape])
+    return found
+
+
+def draft(sessions=3):
+    return ReferenceBackend(DRAFT, context_length=CONTEXT, sessions=sessions)
+
+
+def planners(name, count, pace=None):
+    drafts = draft(count)
+    pace = pace or new_pace(False)
+    return [
+        {
+            "none": lambda: NonePlanner(),
+            "sssd": lambda: SssdPlanner(depth=6),
+            "specexec": lambda: SpecExecPlanner(drafts, depth=5, beam=3),
+            "auto": lambda: PacedPlanner("auto", pace, SssdPlanner(depth=6), SpecExecPlanner(drafts, cost=pace.draft)),
+        }[name]()
+        for _ in range(count)
+    ]
+
+
+@cache
+def alone(prompt: int, temperature: float, seed: int, max_tokens: int) -> list[int]:
+    """The text that a request has to get."""
+    target = backend(sessions=1)
+    sampling, stats = SamplingParams(temperature=temperature, seed=seed), GenerationStats()
+    rounds = generate_tokens(
+        target, target.open(), NonePlanner(), PROMPTS[prompt], sampling, max_tokens=max_tokens, budget=1, stats=stats
+    )
+    return [token for round_ in rounds for token in round_.tokens]
+
+
+class Reader:
+    """Gathers the events of one request."""
+
+    def __init__(self, scheduler, prompt=0, temperature=0.0, seed=0, max_tokens=8, **more):
+        self.key = prompt, temperature, seed, max_tokens
+        self.events, self.stats = [], GenerationStats()
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        request = Request(PROMPTS[prompt], sampling, max_tokens, **more)
+        self.job = scheduler.submit(request, self.events.append, self.stats)
+
+    @property
+    def tokens(self):
+        return [chunk.token_id for event in self.events if isinstance(event, Wrote) for chunk in event.chunks]
+
+    @property
+    def ended(self):
+        return next((event for event in self.events if isinstance(event, Ended)), None)
+
+    def check(self):
+        """The text is the one that is written alone, or, if it was called off, its beginning."""
+        assert isinstance(self.events[-1], Ended)
+        assert sum(isinstance(event, Ended) for event in self.events) == 1
+        expected = alone(*self.key)
+        if self.ended.error is None:
+            assert self.tokens == expected
+            assert self.stats.tokens == len(expected)
+        else:
+            assert isinstance(self.ended.error, Cancelled)
+            assert self.job.cancelled
+            assert self.tokens == expected[: len(self.tokens)]
+
+
+def run(scheduler, most=3000):
+    for _ in range(most):
+        if not scheduler.waiting and not scheduler.active:
+            return
+        scheduler.step()
+    raise AssertionError("some text never ends")
+
+
+requests = st.tuples(
+    st.just("ask"),
+    st.integers(0, len(PROMPTS) - 1),
+    st.sampled_from([0.0, 0.7, 1.0]),
+    st.integers(0, 2),
+    st.sampled_from([1, 5, 12]),
+)
+actions = st.one_of(
+    requests, requests, st.tuples(st.just("step"), st.integers(1, 6)), st.tuples(st.just("cancel"), st.integers(0, 9))
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["none", "sssd", "specexec", "auto"]),
+    st.sampled_from(list(SHAPES)),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 3, 64]),
+    st.lists(actions, min_size=1, max_size=18),
+)
+def test_random_schedules_change_no_text(name, shape, slots, leaves, schedule):
+    target, pace = backend(shape, sessions=slots, leaves=leaves), new_pace(False)
+    guessing = planners(name, slots, pace)
+    scheduler = Scheduler(target, guessing, budget=12, cost=pace.target if name == "auto" else None)
+    readers = []
+    for what, *values in schedule:
+        if what == "ask":
+            readers.append(Reader(scheduler, *values))
+        elif what == "cancel":
+            if readers:
+                readers[values[0] % len(readers)].job.cancel()
+        else:
+            for _ in range(values[0]):
+                scheduler.step()
+        assert scheduler.active <= slots
+    run(scheduler)
+    for reader in readers:
+        reader.check()
+    scheduler.close()
+    assert target.open_sessions == 0
+    assert all(planner._drafter.draft.open_sessions == 0 for planner in guessing if name == "specexec")
+
+
+class Recording(ReferenceBackend):
+    """Notes every pass, and fails when it is told to."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.passes, self.failing = [], lambda batch: None
+
+    def forward(self, batch):
+        if error := self.failing(batch):
+            raise error
+        self.passes.append([(len(work.token_ids), work.prompt) for work in batch])
+        return super().forward(batch)
+
+
+def test_texts_share_passes_and_no_pass_is_too_large():
+    for shape in SHAPES:
+        target = backend(shape, sessions=5, kind=Recording)
+        scheduler = Scheduler(target, planners("specexec", 5), budget=12)
+        readers = [Reader(scheduler, prompt, 0.7, prompt, 60) for prompt in (0, 1, 2, 2, 1)]
+        run(scheduler)
+        for reader in readers:
+            reader.check()
+        assert max(sum(not prompt for _, prompt in works) for works in target.passes) >= 4
+        scheduler.close()
+
+
+def test_more_texts_than_rows_take_turns():
+    target = backend("two classes", sessions=10, kind=Recording)
+    scheduler = Scheduler(target, planners("none", 10), budget=4)
+    readers = [Reader(scheduler, 1, 0.7, seed, 12) for seed in range(10)]
+    run(scheduler)
+    for reader in readers:
+        reader.check()
+    assert max(len(works) for works in target.passes) == 7
+    ends = [reader.stats.passes for reader in readers]
+    assert max(ends) <= 12
+    scheduler.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_long_prompt_does_not_stop_those_who_write(shape):
+    target = backend(shape, kind=Recording)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    writer = Reader(scheduler, 1, 0.7, 1, 12)
+    scheduler.step()
+    scheduler.step()
+    reader = Reader(scheduler, 4, 0.7, 1, 12)
+    before = len(target.passes)
+    run(scheduler)
+    writer.check()
+    reader.check()
+    kinds = [{"prompt" if prompt else "tree" for _, prompt in works} for works in target.passes[before:]]
+    until = max(i for i, kind in enumerate(kinds) if "prompt" in kind)
+    assert until >= 3
+    assert all("tree" in one | other for one, other in pairwise(kinds[:until]))
+    if shape in ("any", "one class"):
+        assert {"tree", "prompt"} in kinds
+    scheduler.close()
+
+
+def test_a_part_of_a_prompt_ends_where_a_tile_does():
+    target = backend("any", sessions=1, max_nodes=70, kind=Recording)
+    scheduler = Scheduler(target, planners("none", 1), budget=4)
+    Reader(scheduler, 4)
+    run(scheduler)
+    sizes = [size for ((size, prompt),) in target.passes if prompt]
+    assert sizes == [TILE, TILE, len(LONG) - 1 - 2 * TILE]
+    scheduler.close()
+
+
+def test_a_kept_text_is_taken_up_and_shared():
+    target = backend(sessions=3)
+    scheduler = Scheduler(target, planners("sssd", 3), budget=4)
+    first = Reader(scheduler, 4, 0.7, 1)
+    run(scheduler)
+    again = Reader(scheduler, 4, 0.7, 2)  # the same prompt: its session is taken over
+    run(scheduler)
+    other = Reader(scheduler, 5, 0.7, 2)  # shares 100 tokens
+    busy = Reader(scheduler, 4, 0.7, 3)
+    run(scheduler)
+    for reader in (first, again, other, busy):
+        reader.check()
+    assert first.stats.cached_tokens == 0
+    assert again.stats.cached_tokens == len(LONG) - 1
+    assert other.stats.cached_tokens == 100
+    assert busy.stats.cached_tokens == len(LONG) - 1  # a fork of what is being written, or what came before it
+    scheduler.close()
+
+
+def test_requests_that_begin_alike_read_their_beginning_once():
+    """Choices of one prompt come at the same moment: all but the first wait until it is read."""
+    target = backend(sessions=3, kind=Recording)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, 4, 1.0, seed) for seed in range(3)]
+    run(scheduler)
+    for reader in readers:
+        reader.check()
+    assert sum(size for works in target.passes for size, prompt in works if prompt) == len(LONG) - 1
+    scheduler.close()
+
+
+def test_calling_off_takes_one_pass():
+    target = backend(kind=Recording)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, 1, 1.0, seed, 100) for seed in range(5)]
+    for _ in range(8):
+        scheduler.step()
+    passes = len(target.passes)
+    for reader in readers:
+        reader.job.cancel()
+    scheduler.step()
+    assert len(target.passes) == passes
+    assert scheduler.active == scheduler.waiting == 0
+    for reader in readers:
+        reader.check()
+        assert reader.stats.finish_reason == "interrupted"
+    assert scheduler.counts.requests == {"interrupted": 5}
+    scheduler.close()
+
+
+class Breaking(NonePlanner):
+    """Fails in its second round."""
+
+    def plan(self, context, budget):
+        if len(context.token_ids) > context.prompt_length:
+            raise ModelError("this planner is broken")
+        return super().plan(context, budget)
+
+
+def test_an_error_of_one_text_ends_only_that():
+    target = backend(sessions=2)
+    scheduler = Scheduler(target, [Breaking(), NonePlanner()], budget=4)
+    broken, whole = Reader(scheduler, 1), Reader(scheduler, 2)
+    run(scheduler)
+    assert str(broken.ended.error) == "this planner is broken"
+    whole.check()
+    again = Reader(scheduler, 0, max_tokens=1)
+    run(scheduler)
+    again.check()
+    scheduler.close()
+
+
+def test_a_pass_that_fails_ends_those_in_it():
+    target = backend(kind=Recording)
+    scheduler = Scheduler(target, planners("specexec", 3), budget=4)
+    readers = [Reader(scheduler, 1, 1.0, seed, 100) for seed in range(3)]
+    for _ in range(8):
+        scheduler.step()
+    target.failing = lambda batch: ModelError("the disk is gone")
+    scheduler.step()
+    assert [str(reader.ended.error) for reader in readers] == ["the disk is gone"] * 3
+    target.failing = lambda batch: None
+    later = Reader(scheduler, 4, 0.7, 1)
+    run(scheduler)
+    later.check()
+    assert later.stats.cached_tokens == 0  # nobody knows what the failed pass has left
+    scheduler.close()
+
+
+def test_ctrl_c_leaves_everything_fit_for_the_next_text():
+    target = backend(kind=Recording, sessions=1)
+    scheduler = Scheduler(target, planners("specexec", 1), budget=4)
+    events = scheduler.events(Request(PROMPTS[1], SamplingParams(), 20))
+    next(events)
+    target.failing = lambda batch: KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        list(events)
+    target.failing = lambda batch: None
+    reader = Reader(scheduler, 2, 1.0, 1, 12)
+    run(scheduler)
+    reader.check()
+    scheduler.close()
+
+
+def test_a_prompt_is_read_again_when_the_cache_was_put_in_order():
+    """Engines then refuse to go on where it stands; once it stands at the beginning they take it."""
+    for reading in ("scheduler", "prefill"):
+        target = backend("two classes", kind=Recording, sessions=1)
+        moved = [False]
+
+        def failing(batch, moved=moved):
+            if batch[0].prompt and len(batch[0].session.token_ids) > 60 and not moved[0]:
+                moved[0] = True
+                return ContextFull("a prompt cannot be continued")
+            return None
+
+        target.failing = failing
+        if reading == "prefill":
+            session = target.open()
+            prefill(target, session, LONG)
+            assert session.token_ids == LONG
+        else:
+            scheduler = Scheduler(target, planners("none", 1), budget=4)
+            reader = Reader(scheduler, 4, 0.7, 1)
+            run(scheduler)
+            reader.check()
+        assert moved[0]
+
+
+def test_a_cache_that_is_full_forgets_the_idle_then_ends_the_youngest():
+    target = backend(kind=Recording)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    Reader(scheduler, 4)
+    run(scheduler)
+    readers = [Reader(scheduler, 1, 0.7, 1, 12), Reader(scheduler, 2, 0.7, 1, 12)]
+    target.failing = lambda batch: (
+        ContextFull("full") if sum(len(slot.session.token_ids) for slot in scheduler._slots) > 40 else None
+    )
+    run(scheduler)
+    readers[0].check()
+    written = readers[1].tokens
+    assert 0 < len(written) < 12
+    assert written == alone(2, 0.7, 1, 12)[: len(written)]
+    assert readers[1].ended.error is None
+    assert readers[1].stats.finish_reason == "length"
+    scheduler.close()
+
+
+def test_what_cannot_be_served_is_refused_at_once():
+    scheduler = Scheduler(backend(sessions=1), planners("none", 1), budget=4)
+    sampling = SamplingParams()
+    with pytest.raises(ContextFull, match="300"):
+        scheduler.submit(Request([5] * 300, sampling, 4), lambda event: None)
+    with pytest.raises(UsageError, match="stop string"):
+        scheduler.submit(Request([5], sampling, 4, stop=[""]), lambda event: None)
+    queued = Reader(scheduler)
+    scheduler.close()
+    scheduler.close()
+    assert isinstance(queued.ended.error, Closed)
+    with pytest.raises(Closed):
+        scheduler.submit(Request([5], sampling, 4), lambda event: None)
+
+
+def test_a_reader_that_raises_is_gone():
+    scheduler = Scheduler(backend(), planners("none", 3), budget=4)
+
+    def gone(event):
+        raise RuntimeError("the loop is closed")
+
+    job = scheduler.submit(Request([5], SamplingParams(), 100), gone)
+    other = Reader(scheduler, 1)
+    run(scheduler)
+    assert job.cancelled
+    assert job.stats.tokens < 100
+    other.check()
+    scheduler.close()
+
+
+def test_progress_stop_strings_and_log_probs():
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=2)
+    sampling = SamplingParams(temperature=0.8, seed=4)
+    prompt = target.vocab.encode("to be or not to be", add_bos=True, parse_special=False)
+    found = {}
+    for name in ("none", "sssd"):
+        scheduler = Scheduler(target, planners(name, 1), budget=8)
+        events = list(scheduler.events(Request(prompt, sampling, 30, log_probs=3)))
+        assert [(e.done, e.total) for e in events if isinstance(e, Reading)] == [(0, 18), (18, 18)]
+        chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
+        found[name] = [(chunk.token_id, chunk.log_probs) for chunk in chunks]
+        text, stats = "".join(chunk.text for chunk in chunks), GenerationStats()
+        stop = text[10:12]
+        events = list(scheduler.events(Request(prompt, sampling, 30, stop=[stop]), stats))
+        chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
+        assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
+        assert stats.finish_reason == "stop"
+        assert stats.tokens == len(chunks)
+        scheduler.close()
+    assert found["none"] == found["sssd"]
+    assert len(found["none"]) == 30
+    session = target.open()
+    prefill(target, session, prompt)
+    last = prefill(target, session, prompt, want_last=True)
+    row = last[0].row(last[1]).astype(np.float64)
+    log_probs = row - row.max() - math.log(np.exp(row - row.max()).sum())
+    token, told = found["none"][0]
+    assert told.log_prob == pytest.approx(log_probs[token], abs=1e-6)
+    assert [i for i, _ in told.best] == np.argsort(-log_probs)[:3].tolist()
+    assert [value for _, value in told.best] == pytest.approx(np.sort(log_probs)[::-1][:3], abs=1e-6)
+
+
+def test_a_text_alone_is_guessed_as_without_a_scheduler():
+    """The same trees, so the same number of passes."""
+    for shape in SHAPES:
+        target, stats = backend(shape, sessions=2), GenerationStats()
+        sampling = SamplingParams(temperature=0.7, seed=2)
+        (planner,) = planners("specexec", 1)
+        options = {"max_tokens": 40, "budget": 40, "stats": stats}
+        list(generate_tokens(target, target.open(), planner, PROMPTS[2], sampling, **options))
+        scheduler = Scheduler(target, planners("specexec", 1), budget=40)
+        reader = Reader(scheduler, 2, 0.7, 2, 40)
+        run(scheduler)
+        assert (reader.stats.passes, reader.stats.drafted) == (stats.passes, stats.drafted)
+        scheduler.close()
+
+
+@pytest.mark.parametrize("name", ["none", "sssd", "specexec", "auto"])
+def test_a_text_can_be_written_plainly(name):
+    scheduler = Scheduler(backend(), planners(name, 2), budget=8)
+    plain, usual = Reader(scheduler, 3, max_tokens=12, plain=True), Reader(scheduler, 3, max_tokens=12)
+    run(scheduler)
+    plain.check()
+    usual.check()
+    assert plain.stats.drafted == 0
+    assert plain.stats.passes == 12
+    assert (usual.stats.drafted > 0) == (name != "none")
+    scheduler.close()
+
+
+def test_the_split_is_the_best_there_is():
+    generator = np.random.default_rng(3)
+    for _ in range(40):
+        texts = [-np.sort(generator.exponential(1.0, generator.integers(0, 5))) for _ in range(3)]
+        cost = Curve(np.array([1.0, 8.0]), np.array([1.0, 1.0 + 3 * generator.random()]), 0.3)
+        most, spent = int(generator.integers(0, 12)), float(generator.random())
+
+        def rate(sizes, texts=texts, cost=cost, spent=spent):
+            gained = 3 + sum(np.exp(text[:size]).sum() for text, size in zip(texts, sizes, strict=True))
+            return gained / (spent + float(cost.seconds(3 + sum(sizes))))
+
+        every = [sizes for sizes in product(*(range(len(text) + 1) for text in texts)) if sum(sizes) <= most]
+        found = split(texts, most, spent, cost)
+        assert sum(found) <= most
+        assert rate(found) == pytest.approx(max(map(rate, every)))
+        assert sum(split(texts, most, spent, None)) == min(most, sum(map(len, texts)))
+    assert split([np.zeros(0)], 5, 0.0, None) == [0]
+    assert split([], 5, 0.0, None) == []
+    assert np.array_equal(goodput(texts[0], spent, cost), goodput(texts[0], spent, cost, texts=1))
+
+
+class TestModel:
+    """The Python API on top."""
+
+    def model(self, slots=2, planner="specexec"):
+        target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots)
+        target.model.unembedding[1] = 0  # texts seldom end early
+        drafts = ReferenceBackend(perturbed(target.model, 0.2, 1), sessions=slots)
+        made = [SpecExecPlanner(drafts, depth=5) if planner == "specexec" else NonePlanner() for _ in range(slots)]
+        return Model(target, made, budget=10)
+
+    def expected(self, count):
+        with self.model(1, "none") as model:
+            return [model.generate(f"hello {i}", max_tokens=25, temperature=0.9, seed=i) for i in range(count)]
+
+    def test_threads_share_a_model(self):
+        expected, found = self.expected(7), {}
+        for slots in (1, 3):
+            with self.model(slots) as model:
+
+                def ask(i, model=model):
+                    found[i] = model.generate(f"hello {i}", max_tokens=25, temperature=0.9, seed=i)
+
+                threads = [Thread(target=ask, args=(i,)) for i in range(7)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            assert [found[i].text for i in range(7)] == [result.text for result in expected]
+            assert [found[i].stats.tokens for i in range(7)] == [25] * 7
+
+    def test_tasks_share_a_model(self):
+        expected = self.expected(5)
+
+        async def ask(model, i):
+            chunks = model.astream(f"hello {i}", max_tokens=25, temperature=0.9, seed=i)
+            return "".join([chunk.text async for chunk in chunks])
+
+        async def everything():
+            with self.model(3) as model:
+                found = await asyncio.gather(*(ask(model, i) for i in range(5)))
+                return found, model.scheduler.counts.works / model.scheduler.counts.passes
+
+        found, works = asyncio.run(everything())
+        assert found == [result.text for result in expected]
+        assert works > 1.5
+
+    def test_a_task_that_is_cancelled_frees_its_slot(self):
+        async def everything():
+            with self.model(1) as model:
+                first = model.astream("hello", max_tokens=400)
+                async with aclosing(first) as chunks:
+                    async for _ in chunks:
+                        break
+
+                async def endless():
+                    async for _ in model.astream("hello", max_tokens=400):
+                        await asyncio.sleep(0)
+
+                task = asyncio.create_task(endless())
+                await asyncio.sleep(0.01)
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+                text = [chunk.token_id async for chunk in model.astream("hello 0", max_tokens=25)]
+                with pytest.raises(ContextFull):
+                    [chunk async for chunk in model.astream("a" * 600)]
+                return text, model.scheduler.counts.requests
+
+        text, ended = asyncio.run(everything())
+        assert len(text) == 25
+        assert ended == {"interrupted": 2, "length": 1}
+
+    def test_one_thread_needs_no_other(self):
+        with self.model(1) as model:
+            left = model.stream("hello", max_tokens=20)
+            next(left)
+            assert len(model.generate("hello 1", max_tokens=5).token_ids) == 5  # the text that was left is in the way
+            assert len(list(left)) == 19
+            assert model.scheduler._thread is None
+
+    def test_a_program_may_end_in_the_middle(self):
+        script = (
+            "import threading\nfrom edgespec.backends.reference import ReferenceBackend, random_model\n"
+            "from edgespec.model import Model\nfrom edgespec.planners.none import NonePlanner\n"
+            "model = Model(ReferenceBackend(random_model(2, vocab_size=258)), NonePlanner())\n"
+            "model.scheduler.start()\nchunks = model.stream('hello', max_tokens=400)\nprint(next(chunks).token_id)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.strip().isdigit()
+
+    def test_closing_ends_what_is_written(self):
+        model = self.model(1)
+        chunks = model.stream("hello", max_tokens=20)
+        next(chunks)
+        model.close()
+        with pytest.raises(Closed):
+            list(chunks)
+        with pytest.raises(Closed):
+            model.generate("hello")

@@ -1,0 +1,62 @@
+"""Shared passes on llama.cpp: texts are equal to the bit to those written alone, whatever happens to the cache."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from edgespec.backends.llamacpp.backend import load
+
+from edgespec.exact import settle
+from edgespec.jobs import Request, Wrote
+from edgespec.models.made_up import Shape, write_made_up
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.scheduler import Scheduler
+
+TEXT = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 20
+PROMPTS = [TEXT[:40], TEXT[:900], f"{TEXT[:700]}Or not.", TEXT[30:1000], f"{TEXT[:1200]}He did."]
+
+
+@pytest.mark.parametrize("asked", ["narrow", "wide"])
+def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder):
+    path = smollm2_folder / "made-up-for-the-scheduler.gguf"
+    if not path.exists():
+        write_made_up(path, Shape(2, 256, 512, 4, 2, vocab=1), smollm2, lambda done, total: None)
+    target = load(str(path), context_length=512, budget=16, sessions=4, threads=2, exact=asked)
+    try:
+        settle(target, str(path), asked)
+        ids = [target.vocab.encode(prompt, add_bos=True, parse_special=False) for prompt in PROMPTS]
+        asks = [Request(ids[i % 5], SamplingParams(temperature=1.0, seed=i), 10 + 3 * i) for i in range(9)]
+
+        def write(slots, planner, cache):
+            """All texts, with so many at once; between passes the cache is put in order now and then."""
+            scheduler, found = Scheduler(target, [planner() for _ in range(slots)], budget=16), [[] for _ in asks]
+            generator, jobs = np.random.default_rng(slots), []
+            try:
+                for i, ask in enumerate(asks):
+                    jobs.append(scheduler.submit(ask, found[i].append))
+                    if i == 4:
+                        scheduler.submit(asks[3], lambda event: None).cancel()
+                    for _ in range(int(generator.integers(0, 6)) if cache else 10**6):
+                        if not (scheduler.waiting or scheduler.active):
+                            break
+                        scheduler.step()
+                    if cache and i % 3 == 2:
+                        target.cells.put_in_order([slot.session for slot in scheduler._slots])
+                    if not cache:
+                        scheduler._slots[0].session.rewind(0)
+                while scheduler.waiting or scheduler.active:
+                    scheduler.step()
+                works = scheduler.counts.works / scheduler.counts.passes
+            finally:
+                scheduler.close()
+            return [[c.token_id for e in events if isinstance(e, Wrote) for c in e.chunks] for events in found], works
+
+        alone, _ = write(1, NonePlanner, cache=False)
+        together, works = write(4, SssdPlanner, cache=True)
+        assert works > 1.2
+        assert together == alone
+    finally:
+        target.close()

@@ -1,0 +1,567 @@
+"""The server's dialects, errors and locks, on a small model in numpy."""
+
+import asyncio
+import json
+import re
+import time
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from starlette.requests import Request
+from starlette.testclient import TestClient
+
+from edgespec.model import Model
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.server import texts
+from edgespec.server.app import STATIC, make_app
+from edgespec.server.chat import ChatBody
+from edgespec.server.errors import Refused
+from edgespec.server.guard import Guard
+from edgespec.server.texts import MOST_BODY, Service
+from edgespec.tree import Source
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@contextmanager
+def served(slots=2, service=(), sampling=None, context=400, **guard):
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
+    target.model.unembedding[1] = 0  # texts seldom end early
+    with Model(target, [SssdPlanner() for _ in range(slots)], budget=8, sampling=sampling) as model:
+        app = make_app(Service(model, "tiny", **dict(service)), **guard)
+        with TestClient(app, base_url="http://127.0.0.1:8080", raise_server_exceptions=False) as client:
+            client.model = model
+            yield client
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served() as client:
+        yield client
+
+
+def alone(client, prompt, **options):
+    """The text that the Python API writes."""
+    return client.model.generate(prompt, **options).text
+
+
+def stream(client, path, body):
+    """The data of all events; comments left out."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    return [line.removeprefix("data: ") for line in lines]
+
+
+class TestChat:
+    def test_an_answer(self, client):
+        body = HELLO | {"max_tokens": 20, "temperature": 0.9, "seed": 3, "model": "gpt-4o", "stop": []}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        (choice,) = answer["choices"]
+        expected = client.model.chat("hello", max_tokens=20, temperature=0.9, seed=3)
+        assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+        assert choice["finish_reason"] == "length"
+        assert answer["object"] == "chat.completion"
+        assert answer["model"] == "gpt-4o"
+        usage = answer["usage"]
+        assert usage["completion_tokens"] == 20
+        assert usage["prompt_tokens"] + 20 == usage["total_tokens"]
+        details = usage["completion_tokens_details"]
+        stats = answer["edgespec"]["stats"][0]
+        assert details["accepted_prediction_tokens"] == 20 - stats["tokens_by_source"]["target"]
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == stats["drafted"]
+
+    def test_a_stream_is_the_whole(self, client):
+        body = HELLO | {"max_tokens": 20, "temperature": 0.9, "seed": 4, "stream_options": {"include_usage": True}}
+        whole = client.post("/v1/chat/completions", json=body).json()
+        *chunks, done = stream(client, "/v1/chat/completions", body)
+        assert done == "[DONE]"
+        chunks = [json.loads(chunk) for chunk in chunks]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
+        assert text == whole["choices"][0]["message"]["content"]
+        assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == 20
+        assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    def test_a_seed_is_drawn_and_told(self, client):
+        first = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20}).json()
+        second = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20}).json()
+        seeds = [answer["edgespec"]["seed"] for answer in (first, second)]
+        assert seeds[0] != seeds[1]
+        again = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20, "seed": seeds[0]}).json()
+        assert again["choices"] == first["choices"] != second["choices"]
+        assert again["system_fingerprint"] == first["system_fingerprint"]
+
+    def test_choices_have_the_seeds_that_follow(self, client):
+        body = HELLO | {"max_tokens": 12, "seed": 2**64 - 1, "n": 3}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert texts == [
+            client.model.chat("hello", max_tokens=12, temperature=1.0, seed=seed).text for seed in (2**64 - 1, 0, 1)
+        ]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert answer["usage"]["completion_tokens"] == 36
+        parts = {0: "", 1: "", 2: ""}
+        for chunk in stream(client, "/v1/chat/completions", body)[:-1]:
+            (choice,) = json.loads(chunk)["choices"]
+            parts[choice["index"]] += choice["delta"].get("content", "")
+        assert list(parts.values()) == texts
+
+    def test_log_probs(self, client):
+        body = HELLO | {"max_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 3}
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        told = choice["logprobs"]["content"]
+        assert "".join(bytes(token["bytes"]).decode("utf-8", "replace") for token in told)
+        assert len(told) == 6
+        for token in told:
+            values = [other["logprob"] for other in token["top_logprobs"]]
+            assert len(values) == 3
+            assert values == sorted(values, reverse=True)
+            assert token["logprob"] <= values[0] <= 0
+        streamed = [json.loads(chunk) for chunk in stream(client, "/v1/chat/completions", body)[:-1]]
+        found = [c["choices"][0]["logprobs"] for c in streamed]
+        assert [token for part in found if part for token in part["content"]] == told
+
+    def test_stop_strings_bias_and_penalties(self, client):
+        whole = alone(client, "to be or not", max_tokens=30, temperature=0.7, seed=2)
+        body = {"prompt": "to be or not", "max_tokens": 30, "temperature": 0.7, "seed": 2, "stop": whole[7:9]}
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+        assert choice["text"] == whole[: whole.index(whole[7:9])]
+        assert choice["finish_reason"] == "stop"
+        token = client.model.target.vocab.encode("e", add_bos=False, parse_special=False)[0]
+        body = HELLO | {"max_tokens": 5, "logit_bias": {str(token): 1000}, "temperature": 0}
+        assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == "eeeee"
+        body |= {"frequency_penalty": 2, "presence_penalty": -2, "logit_bias": {}, "repetition_penalty": 1.3}
+        expected = client.model.chat(
+            "hello", max_tokens=5, frequency_penalty=2, presence_penalty=-2, repetition_penalty=1.3
+        )
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == expected.text
+
+    def test_contents_of_parts_and_roles(self, client):
+        parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+        messages = [{"role": "developer", "content": "be good"}, {"role": "user", "content": parts}]
+        same = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hello"}]
+        answers = [
+            client.post("/v1/chat/completions", json={"messages": m, "max_tokens": 8, "seed": 1}).json()
+            for m in (messages, same)
+        ]
+        assert answers[0]["choices"] == answers[1]["choices"]
+
+    def test_a_trace_shows_every_pass(self, client):
+        body = HELLO | {"max_tokens": 20, "seed": 5, "edgespec": {"trace": "passes"}}
+        chunks = [json.loads(chunk) for chunk in stream(client, "/v1/chat/completions", body)[:-1]]
+        traces = [chunk["edgespec"] for chunk in chunks if "edgespec" in chunk]
+        assert sum(len(trace["tokens"]) for trace in traces) == 20
+        for trace in traces:
+            tree = trace["pass"]
+            assert len(tree["token_ids"]) == len(tree["parents"]) == len(tree["log_probs"]) == len(tree["sources"])
+            assert tree["path"][0] == 0
+            assert len(tree["path"]) == len(trace["tokens"])
+        assert "edgespec" not in json.loads(stream(client, "/v1/chat/completions", HELLO | {"max_tokens": 3})[1])
+
+    def test_what_the_model_proposes_is_the_default(self):
+        with served(sampling=SamplingParams(temperature=0.5, top_k=3)) as client:
+            answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 15, "seed": 3}).json()
+            expected = client.model.chat("hello", max_tokens=15, temperature=0.5, top_k=3, seed=3)
+            assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+class TestCompletions:
+    def test_prompts_of_all_kinds(self, client):
+        ids = client.model.target.vocab.encode("to be", add_bos=True, parse_special=False)
+        expected = alone(client, "to be", max_tokens=9, temperature=1.0, seed=1)
+        for prompt in ("to be", ["to be"], ids, [ids]):
+            body = {"prompt": prompt, "max_tokens": 9, "seed": 1}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["choices"][0]["text"] == expected
+            assert answer["object"] == "text_completion"
+        body = {"prompt": ["to be", "or not"], "max_tokens": 9, "seed": 1, "n": 2, "logprobs": 2}
+        answer = client.post("/v1/completions", json=body).json()
+        assert [choice["text"] for choice in answer["choices"]] == [
+            alone(client, prompt, max_tokens=9, temperature=1.0, seed=seed)
+            for prompt in ("to be", "or not")
+            for seed in (1, 2)
+        ]
+        assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 9
+        chunks = [
+            json.loads(chunk) for chunk in stream(client, "/v1/completions", {"prompt": ids, "max_tokens": 9})[:-1]
+        ]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+class TestMessages:
+    BODY: ClassVar = HELLO | {"max_tokens": 20, "model": "claude", "temperature": 0.9}
+
+    def test_an_answer_and_a_stream(self, client):
+        system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}, {"type": "text", "text": "be good"}]
+        body = self.BODY | {"system": system, "seed": 3}
+        answer = client.post("/v1/messages", json=body).json()
+        messages = [{"role": "system", "content": "be good"}, *HELLO["messages"]]
+        expected = client.model.chat(messages, max_tokens=20, temperature=0.9, seed=3)
+        assert answer["content"] == [{"type": "text", "text": expected.text}]
+        assert answer["stop_reason"] == "max_tokens"
+        usage = answer["usage"]
+        assert usage["output_tokens"] == 20
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected.stats.prompt_tokens
+        events = [json.loads(data) for data in stream(client, "/v1/messages", body)]
+        kinds = [event["type"] for event in events]
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+        assert text == expected.text
+
+    def test_stop_sequences_and_counts(self, client):
+        text = client.post("/v1/messages", json=self.BODY | {"seed": 4}).json()["content"][0]["text"]
+        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["@@", text[5:7]]}).json()
+        assert answer["stop_reason"] == "stop_sequence"
+        assert answer["stop_sequence"] == text[5:7]
+        counted = client.post("/v1/messages/count_tokens", json=HELLO).json()["input_tokens"]
+        assert counted == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
+
+    def test_errors_have_its_form(self, client):
+        for body in ({}, self.BODY | {"max_tokens": 0}, self.BODY | {"messages": [{"role": "cat", "content": ""}]}):
+            answer = client.post("/v1/messages", json=body)
+            assert answer.status_code == 400
+            assert answer.json()["type"] == "error"
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+class TestResponses:
+    def test_an_answer_and_a_stream(self, client):
+        body = {"input": "hello", "instructions": "be good", "max_output_tokens": 20, "temperature": 0.9, "seed": 3}
+        answer = client.post("/v1/responses", json=body).json()
+        messages = [{"role": "system", "content": "be good"}, *HELLO["messages"]]
+        expected = client.model.chat(messages, max_tokens=20, temperature=0.9, seed=3)
+        assert answer["output"][0]["content"][0]["text"] == expected.text
+        assert answer["status"] == "incomplete"
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert answer["usage"]["output_tokens"] == 20
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+        events = [json.loads(data) for data in stream(client, "/v1/responses", body | {"input": [item]})]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[0]["type"] == "response.created"
+        assert events[-1]["type"] == "response.incomplete"
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == expected.text
+        text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        assert text == expected.text
+
+    def test_what_it_does_not_keep(self, client):
+        answer = client.post("/v1/responses", json={"input": "hello", "previous_response_id": "resp_1"})
+        assert answer.status_code == 400
+        assert "whole conversation" in answer.json()["error"]["message"]
+        # Tools of the provider's own are passed over: a client sends them whether they are there or not.
+        answer = client.post(
+            "/v1/responses", json={"input": "hello", "tools": [{"type": "web_search"}], "max_output_tokens": 3}
+        )
+        assert answer.status_code == 200
+
+
+class TestSchemas:
+    SCHEMA: ClassVar = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "London"]}, "n": {"type": "integer"}},
+        "required": ["city", "n"],
+        "additionalProperties": False,
+    }
+
+    def test_json_by_a_schema(self, client):
+        pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.SCHEMA}}
+        for seed in range(4):
+            body = HELLO | {"max_tokens": 200, "seed": seed, "response_format": form}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            text = answer["choices"][0]["message"]["content"]
+            assert set(json.loads(text)) == {"city", "n"}
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            sources = answer["edgespec"]["stats"][0]["tokens_by_source"]
+            assert sources["grammar"] > 10
+            plain = client.post("/v1/chat/completions", json=body | {"edgespec": {"plain": True}}).json()
+            assert plain["choices"] == answer["choices"]
+            assert plain["edgespec"]["stats"][0]["drafted"] == 0
+
+    def test_other_forms(self, client):
+        pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+        body = {"prompt": "a", "max_tokens": 60, "seed": 1, "edgespec": {"regex": "(yes|no), [0-9]{2}"}}
+        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert re.fullmatch("(yes|no), [0-9]{2}", text)
+        form = {"format": {"type": "json_schema", "name": "a", "schema": self.SCHEMA}}
+        answer = client.post("/v1/responses", json={"input": "hello", "text": form, "max_output_tokens": 200}).json()
+        assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"city", "n"}
+
+
+BAD = [
+    ({}, "messages"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "cat", "content": "x"}]}, "messages.0.role is 'cat'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "only text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "only text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    (HELLO | {"temperature": -1}, "temperature is -1"),
+    (HELLO | {"temperature": "hot"}, "temperature"),
+    (HELLO | {"top_p": 0}, "top_p is 0"),
+    (HELLO | {"n": 9}, "n is 9"),
+    (HELLO | {"max_tokens": 0}, "max_tokens is 0"),
+    (HELLO | {"stop": [""]}, "stop string"),
+    (HELLO | {"stop": ["a"] * 17}, "17 stop strings"),
+    (HELLO | {"logit_bias": {"a": 1}}, "logit_bias"),
+    (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
+    (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+    (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
+    (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
+    (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"}, "tool_choice"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls"),
+    (HELLO | {"response_format": {"type": "xml"}}, "no type 'xml'"),
+    (HELLO | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema of type object"),
+    (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),
+    (HELLO | {"response_format": {"type": "json_schema", "schema": {"enum": ["a" * 70000]}}}, "longer than 65536"),
+    (HELLO | {"edgespec": {"regex": "("}}, "regex cannot be used"),
+    (HELLO | {"edgespec": {"lark": "start: nothing"}}, "lark cannot be used"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "holds 400"),
+]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("body", "says"), BAD)
+    def test_bad_values_are_one_line(self, client, body, says):
+        answer = client.post(
+            "/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert says in error["message"]
+        assert "\n" not in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+    def test_the_context_is_named(self, client):
+        answer = client.post("/v1/completions", json={"prompt": "a" * 600})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"",
+            b"{",
+            b'{"messages": NaN}',
+            b'{"a": "\xff"}',
+            b"[1]",
+            b'{"a":' + b"[" * 99 + b"]" * 99 + b"}",
+            b"[" * 10**5,
+        ],
+    )
+    def test_bodies_that_are_no_json(self, client, data):
+        answer = client.post("/v1/chat/completions", content=data, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert "body" in answer.json()["error"]["message"]
+
+    def test_limits_and_paths(self, client):
+        def pieces():
+            for _ in range(MOST_BODY // 2**20 + 1):
+                yield b" " * 2**20
+
+        answer = client.post("/v1/chat/completions", content=pieces(), headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+        assert client.get("/v1/nothing").status_code == 404
+        assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert client.get("/v1/chat/completions").status_code == 405
+
+    def test_a_body_that_does_not_come(self, monkeypatch):
+        monkeypatch.setattr(texts, "BODY_SECONDS", 0.05)
+
+        async def never():
+            await asyncio.sleep(60)
+
+        head = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": head}
+        with pytest.raises(Refused, match="did not come") as raised:
+            asyncio.run(texts.read_body(Request(scope, never), ChatBody))
+        assert raised.value.status == 408
+
+    def test_too_many_at_once(self):
+        with served(slots=1, service={"most_waiting": 1}) as client:
+            answer = client.post("/v1/completions", json={"prompt": "a", "n": 3})
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"]
+            assert client.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 200
+
+    def test_a_server_that_stops_refuses(self):
+        with served(service={"stopping": True}) as client:
+            answer = client.post("/v1/chat/completions", json=HELLO)
+            assert answer.status_code == 503
+            assert client.get("/health").json()["status"] == "stopping"
+
+    def test_an_error_in_the_middle_is_the_last_event(self):
+        with served() as client:
+            forward, passes = client.model.target.forward, []
+
+            def failing(batch):
+                passes.append(1)
+                if len(passes) > 3:
+                    raise RuntimeError("secret")
+                return forward(batch)
+
+            client.model.target.forward = failing
+            *_, last = stream(client, "/v1/chat/completions", HELLO | {"max_tokens": 50})
+            assert json.loads(last)["error"]["message"] == "an error in the server: RuntimeError"
+            assert client.post("/v1/chat/completions", json=HELLO).status_code == 500
+            events = stream(client, "/v1/messages", HELLO | {"max_tokens": 50})
+            assert json.loads(events[-1])["type"] == "error"
+
+
+class TestGuard:
+    @pytest.mark.parametrize(
+        ("headers", "status"),
+        [
+            ({}, 200),
+            ({"host": "localhost"}, 200),
+            ({"host": "LOCALHOST.:99"}, 200),
+            ({"host": "[::1]:8080"}, 200),
+            ({"host": "192.168.1.5"}, 200),
+            ({"host": "a.localhost"}, 200),
+            ({"host": "host.docker.internal:8080"}, 200),
+            ({"host": "box.lan"}, 200),
+            ({"host": "evil.example"}, 403),
+            ({"host": ""}, 403),
+            ({"host": ":8080"}, 403),
+            ({"host": "localhost@evil.example"}, 403),
+            ({"host": "localhost.evil.example"}, 403),
+            ({"host": "localhost:port"}, 403),
+            ({"origin": "http://127.0.0.1:8080"}, 200),
+            ({"origin": "https://chat.example"}, 200),
+            ({"origin": "http://127.0.0.1:9"}, 403),
+            ({"origin": "null"}, 403),
+            ({"origin": "http://evil.example"}, 403),
+            ({"host": "evil.example", "origin": "http://evil.example"}, 403),  # its name server says 127.0.0.1
+            ({"sec-fetch-site": "cross-site"}, 403),
+            ({"sec-fetch-site": "same-origin"}, 200),
+            ({"authorization": ""}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"authorization": "Bearer wrong", "x-api-key": "right"}, 200),
+            ({"authorization": "", "x-api-key": "Bearer right"}, 401),
+        ],
+    )
+    def test_who_is_let_in(self, headers, status):
+        with served(keys=["other", "right"], hosts=["box.lan"], origins=["https://chat.example"]) as client:
+            sent = {"authorization": "Bearer right"} | headers
+            assert client.get("/v1/models", headers=sent).status_code == status
+            answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 1}, headers=sent)
+            assert answer.status_code == status
+            assert "access-control-allow-origin" not in answer.headers
+            if status != 200:
+                assert answer.json()["error"]["message"]
+
+    def test_what_a_form_can_send_is_refused(self, client):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"):
+            answer = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"content-type": kind})
+            assert answer.status_code == 415
+        answer = client.post(
+            "/v1/chat/completions",
+            content=json.dumps(HELLO | {"max_tokens": 1}),
+            headers={"content-type": "application/json; charset=utf-8"},
+        )
+        assert answer.status_code == 200
+
+    def test_health_is_public(self):
+        with served(keys=["right"]) as client:
+            assert client.get("/metrics").status_code == 401
+            health = client.get("/health").json()
+            assert (health["status"], health["planner"], health["parallel"]) == ("ok", "sssd", 2)
+
+
+class TestPage:
+    def test_it_is_there_and_asks_nobody_else(self):
+        with served(keys=["right"]) as client:
+            answer = client.get("/")
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            used = re.findall(r'(?:src|href)="(static/[^"]+)"', answer.text)
+            assert len(used) == 2
+            for path in [*used, "static/tree.js"]:
+                assert client.get(f"/{path}").status_code == 200
+            texts = [file.read_text("utf-8") for file in STATIC.iterdir()]
+            addresses = {found for text in texts for found in re.findall(r"https?://[^\s\"'`]+", text)}
+            assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
+            assert not any("innerHTML" in text for text in texts)
+            assert client.get("/static/%2e%2e/app.py").status_code == 404
+
+    def test_every_id_that_the_script_uses_is_there(self):
+        page = (STATIC / "index.html").read_text("utf-8")
+        script = (STATIC / "app.js").read_text("utf-8")
+        used = set(re.findall(r'\$\("([\w-]+)"\)', script))
+        assert len(used) > 15
+        assert used <= set(re.findall(r'id="([\w-]+)"', page))
+        sources = re.search(r"SOURCES = \[([^\]]+)\]", script)[1]
+        assert [source.name.lower() for source in Source] == re.findall(r'"(\w+)"', sources)
+
+    def test_the_same_plainly(self, client):
+        body = HELLO | {"max_tokens": 30, "seed": 5}
+        usual = client.post("/v1/chat/completions", json=body).json()
+        plain = client.post("/v1/chat/completions", json=body | {"edgespec": {"plain": True}}).json()
+        assert plain["choices"] == usual["choices"]
+        assert plain["edgespec"]["stats"][0]["drafted"] == 0 < usual["edgespec"]["stats"][0]["drafted"]
+
+
+def test_models_and_metrics():
+    with served() as client:
+        card = client.get("/v1/models").json()["data"][0]
+        assert card["id"] == "tiny"
+        assert card["meta"]["n_ctx"] == 400
+        assert client.get("/v1/models/tiny").json() == card
+        client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 7})
+        client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 7})
+        lines = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+        written = sum(int(value) for name, value in lines.items() if name.startswith("edgespec_tokens_total"))
+        assert written == 14
+        assert lines['edgespec_requests_total{path="/v1/chat/completions",status="200"}'] == "2"
+        assert lines['edgespec_texts_total{ended="length"}'] == "2"
+        assert int(lines['edgespec_prompt_tokens_total{cached="true"}']) > 0
+        assert lines["edgespec_active"] == "0"
+
+
+def test_silence_is_filled_with_pings():
+    with served(service={"ping_seconds": 0.05}) as client:
+        forward = client.model.target.forward
+
+        def slow(batch):
+            time.sleep(0.12)
+            return forward(batch)
+
+        client.model.target.forward = slow
+        body = HELLO | {"max_tokens": 3, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert ": ping" in list(answer.iter_lines())
+        with client.stream("POST", "/v1/messages", json=body) as answer:
+            assert "event: ping" in list(answer.iter_lines())
+
+
+def test_a_client_that_does_not_read_is_left():
+    ended = []
+
+    async def endless(scope, receive, send):
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        finally:
+            ended.append(True)
+
+    async def stuck(message):
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Guard(endless, slow_reader=0.05)(scope, None, stuck))
+    assert ended

@@ -1,0 +1,263 @@
+"""The server as its users meet it: real clients over real sockets, and clients that leave."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
+
+import uvicorn
+
+from edgespec.model import Model
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.server.app import make_app
+from edgespec.server.texts import Service
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@contextmanager
+def listening(slots=2, **guard):
+    """(model, port) of a server in a thread."""
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=500)
+    target.model.unembedding[1] = 0  # texts seldom end early
+    with (
+        Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,
+        socket.create_server(("127.0.0.1", 0)) as sock,
+    ):
+        config = uvicorn.Config(make_app(Service(model, "tiny"), **guard), log_level="warning", lifespan="on")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield model, sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with listening(keys=["secret"]) as found:
+        yield found
+
+
+@pytest.fixture
+def expected(server):
+    return server[0].chat(HELLO, max_tokens=20, temperature=0.9, seed=3).text
+
+
+class TestOpenAI:
+    @pytest.fixture
+    def client(self, server):
+        openai = pytest.importorskip("openai", reason="the client is not installed: pip install openai")
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server[1]}/v1", api_key="secret", max_retries=0) as client:
+            yield client
+
+    def test_chat(self, client, expected):
+        options = {"model": "any", "messages": HELLO, "max_completion_tokens": 20, "temperature": 0.9, "seed": 3}
+        answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+        assert answer.choices[0].message.content == expected
+        assert answer.usage.completion_tokens == 20
+        assert len(answer.choices[0].logprobs.content) == 20
+        chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+        assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens >= 0
+
+    def test_completions_responses_and_models(self, client, server, expected):
+        text = server[0].generate("to be", max_tokens=9, temperature=0.9, seed=3).text
+        answer = client.completions.create(model="any", prompt="to be", max_tokens=9, temperature=0.9, seed=3)
+        assert answer.choices[0].text == text
+        options = {"model": "any", "input": "hello", "max_output_tokens": 20, "temperature": 0.9}
+        options["extra_body"] = {"seed": 3}
+        assert client.responses.create(**options).output_text == expected
+        events = list(client.responses.create(**options, stream=True))
+        assert events[-1].response.output_text == expected
+        assert [model.id for model in client.models.list()] == ["tiny"]
+
+    def test_errors_have_their_types(self, client, server):
+        import openai
+
+        with pytest.raises(openai.BadRequestError, match="temperature is -1"):
+            client.chat.completions.create(model="any", messages=HELLO, temperature=-1)
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.completions.create(model="any", prompt="a" * 600)
+        assert raised.value.code == "context_length_exceeded"
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+
+
+class TestAnthropic:
+    @pytest.fixture
+    def client(self, server):
+        anthropic = pytest.importorskip("anthropic", reason="the client is not installed: pip install anthropic")
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server[1]}", api_key="secret", max_retries=0) as client:
+            yield client
+
+    def test_messages(self, client, expected):
+        options = {"model": "claude", "messages": HELLO, "max_tokens": 20}
+        options["extra_body"] = {"seed": 3, "temperature": 0.9}
+        answer = client.messages.create(**options)
+        assert answer.content[0].text == expected
+        assert answer.stop_reason == "max_tokens"
+        with client.messages.stream(**options) as stream:
+            assert "".join(stream.text_stream) == expected
+            assert stream.get_final_message().usage.output_tokens == 20
+        assert client.messages.count_tokens(model="claude", messages=HELLO).input_tokens > 5
+        assert [model.id for model in client.models.list()] == ["tiny"]
+
+    def test_errors_have_their_types(self, client):
+        import anthropic
+
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0"):
+            client.messages.create(model="claude", messages=HELLO, max_tokens=0)
+
+
+def ask(port, **body):
+    """A socket that has sent a request for a long text."""
+    data = json.dumps({"messages": HELLO, "max_tokens": 450, **body}).encode()
+    sock = socket.create_connection(("127.0.0.1", port))
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return sock
+
+
+def until(what):
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_clients_that_leave_free_their_slots(streaming):
+    with listening(slots=1) as (model, port):
+        forward = model.target.forward
+
+        def slow(batch):
+            time.sleep(0.02)
+            return forward(batch)
+
+        model.target.forward = slow
+        scheduler = model.scheduler
+        writing, queued = ask(port, stream=streaming), ask(port, stream=streaming)
+        until(lambda: scheduler.active == 1 and scheduler.waiting == 1 and scheduler.counts.passes > 3)
+        queued.close()  # while it waits
+        until(lambda: scheduler.waiting == 0)
+        writing.close()
+        until(lambda: scheduler.active == 0)
+        assert scheduler.counts.requests == {"interrupted": 2}
+        model.target.forward = forward
+        answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json={"messages": HELLO, "max_tokens": 3})
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_many_clients_at_once():
+    """Counts add up, and nothing is left over."""
+    with listening(slots=4) as (model, port):
+        found, threads = {}, threading.active_count()
+
+        def client(number):
+            with httpx.Client(base_url=f"http://localhost:{port}") as http:
+                for turn in range(3):
+                    body = {"messages": HELLO, "max_tokens": 6 + turn, "seed": number, "n": 1 + turn % 2}
+                    answer = http.post("/v1/chat/completions", json=body).json()
+                    found[number, turn] = [choice["message"]["content"] for choice in answer["choices"]]
+
+        clients = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+        for one in clients:
+            one.start()
+        for one in clients:
+            one.join()
+        for (number, turn), texts in found.items():
+            for i, text in enumerate(texts):
+                alone = model.chat(HELLO, max_tokens=6 + turn, temperature=1.0, seed=number + i)
+                assert text == alone.text
+        assert len(found) == 24
+        assert model.scheduler.active == model.scheduler.waiting == 0
+        assert model.target.open_sessions == 4
+        assert threading.active_count() <= threads + 12  # asyncio's workers
+
+
+class TestCommand:
+    """What is wrong is said before a model is loaded."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--host", "0.0.0.0", "--port", "0"], "--no-key"),
+            (["--host", "192.0.2.1", "--port", "0", "--no-key"], "cannot listen on 192.0.2.1"),
+            (["--port", "70000"], "from 0 to 65535"),
+            (["--api-key-file", "nowhere.txt"], "nowhere.txt"),
+            (["--port", "0", "--parallel", "0"], "parallel is 0"),
+            (["--port", "0", "--planner", "magic"], "no planner 'magic'"),
+        ],
+    )
+    def test_bad_options(self, run, arguments, says, monkeypatch):
+        monkeypatch.delenv("EDGESPEC_API_KEY", raising=False)
+        code, _, error = run("serve", "smollm2-135m", *arguments)
+        assert code == 2
+        assert says in error
+        assert len(error.strip().splitlines()) == 1
+
+    def test_a_port_in_use(self, run):
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            code, _, error = run("serve", "smollm2-135m", "--port", str(sock.getsockname()[1]))
+        assert code == 2
+        assert "cannot listen" in error
+
+    def test_an_empty_key_file(self, run, tmp_path):
+        (tmp_path / "keys").write_text("\n")
+        code, _, error = run("serve", "smollm2-135m", "--api-key-file", str(tmp_path / "keys"))
+        assert code == 2
+        assert "has no key" in error
+
+    def test_signals_end_it_cleanly(self, tmp_path):
+        """The first refuses what is new, the second ends what is written, with an error that its reader is told."""
+        from edgespec.backends.reference import random_model
+
+        model = random_model(2, vocab_size=258)
+        model.unembedding[1] = 0
+        model.save(str(tmp_path / "tiny.npz"))
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+        program = "from edgespec.cli.commands import main; main()"
+        command = [sys.executable, "-c", program, "serve", str(tmp_path / "tiny.npz"), "--backend", "reference"]
+        with subprocess.Popen(
+            [*command, "--port", str(port), "--ctx", "60000"], stdout=-1, stderr=-1, text=True
+        ) as process:
+            try:
+                assert "answers at" in process.stdout.readline()
+                until(lambda: can_connect(port))
+                reader = ask(port, stream=True, max_tokens=50000)
+                found = reader.recv(4096)
+                process.send_signal(signal.SIGTERM)
+                until(lambda: not can_connect(port))
+                assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+                while piece := reader.recv(2**16):
+                    found += piece
+                assert process.wait(20) == 0
+                assert b"the server is stopping" in found
+                assert process.stderr.read() == ""
+            finally:
+                process.kill()
+
+
+def can_connect(port):
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""The page in a real browser: tints, tree, comparison, stop, themes; and it talks to nobody else."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
+pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = os.environ.get("EDGESPEC_SCREENSHOTS")  # a folder, to look at
+
+
+@pytest.fixture
+def page():
+    if CHROMIUM is None:
+        pytest.skip("no browser tests: Chromium is not installed")
+    from test_server_clients import listening
+
+    with (
+        listening() as (model, port),
+        playwright.sync_playwright() as pw,
+        pw.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+    ):
+        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        page.set_default_timeout(10_000)
+        page.model, page.asked, page.errors = model, [], []
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("console", lambda line: page.errors.append(line.text) if line.type == "error" else None)
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.origin = f"http://127.0.0.1:{port}"
+        page.goto(f"{page.origin}/#key=abc")
+        page.click("summary")
+        yield page
+
+
+def shoot(page, name):
+    if SHOTS:
+        page.screenshot(path=str(Path(SHOTS) / f"{name}.png"))
+
+
+def test_the_page(page):
+    page.wait_for_selector("#model:has-text('tiny')")
+    assert page.url == f"{page.origin}/"  # the key is gone from the address
+    page.fill("#seed", "3")
+    page.fill("#max_tokens", "60")
+    page.fill("#prompt", "hello hello hello hello")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#notice:has-text('done: 60 tokens')")
+    expected = page.model.chat("hello hello hello hello", max_tokens=60, temperature=1.0, seed=3)
+    answer = page.locator(".message").nth(1).locator("div")
+    assert answer.text_content() == expected.text
+    tints = {
+        source: page.locator(f".message .token.source-{source}").count() for source in ("target", "draft", "input")
+    }
+    counts = expected.stats.tokens_by_source
+    assert tints == {source: counts[source] for source in tints}
+    assert page.locator("#strip i").count() == expected.stats.passes
+
+    # Each pass has its tree; the keyboard goes through them.
+    page.focus("#strip")
+    page.keyboard.press("Home")
+    sizes = []
+    for _ in range(expected.stats.passes):
+        sizes.append(page.locator("#tree rect").count())
+        assert page.locator("#tree g.kept").count() >= 1
+        page.keyboard.press("ArrowRight")
+    assert sum(sizes) == expected.stats.drafted + expected.stats.passes
+    page.keyboard.press("Home")
+    for _ in range(sizes.index(max(sizes))):
+        page.keyboard.press("ArrowRight")
+
+    page.click("#compare")
+    page.wait_for_selector("#notice:has-text('the same 60 tokens')")
+    assert page.locator(".token.different").count() == 0
+
+    for name in ("light", "dark"):
+        while page.evaluate("document.documentElement.dataset.theme") != name:
+            page.click("#theme")
+        shoot(page, name)
+    page.set_viewport_size({"width": 420, "height": 900})
+    shoot(page, "narrow")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    assert all(url.startswith(page.origin) or url.startswith("data:") for url in page.asked)
+    assert page.errors == []
+
+
+def test_stop_frees_the_model(page, monkeypatch):
+    forward = page.model.target.forward
+    monkeypatch.setattr(page.model.target, "forward", lambda batch: (time.sleep(0.02), forward(batch))[1])
+    page.fill("#max_tokens", "400")
+    page.fill("#prompt", "a")
+    page.click("#send")
+    page.wait_for_selector("#stop:not([disabled])")
+    page.click("#stop")
+    page.wait_for_selector("#notice:has-text('stopped')")
+    page.wait_for_function("!document.querySelector('#send').disabled")
+    page.fill("#max_tokens", "5")
+    page.fill("#prompt", "b")
+    page.click("#send")
+    page.wait_for_selector("#notice:has-text('done: 5 tokens')")
+    assert page.model.scheduler.active == 0
+    assert page.model.scheduler.counts.requests["interrupted"] == 1
+
+
+def test_an_error_is_shown_and_markup_stays_text(page):
+    page.fill("#prompt", "<img src=x onerror=alert(1)>" + "a" * 600)
+    page.click("#send")
+    page.wait_for_selector("#notice:has-text('holds 500')")
+    assert page.locator("#log img").count() == 0
+    page.fill("#prompt", "<b>c</b>")
+    page.fill("#max_tokens", "3")
+    page.click("#send")
+    page.wait_for_selector("#notice:has-text('done: 3 tokens')")
+    assert page.locator("#log b").count() == 0

@@ -1,0 +1,213 @@
+"""Calls of tools: cut out of a growing text, in every dialect, and back into the template."""
+
+import json
+
+import pytest
+from edgespec.backends.reference import CHAT_TEMPLATE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+
+from test_server import HELLO, served, stream
+
+from edgespec.server.tools import Call, Regions, call_of
+
+TEMPLATE = (
+    "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}{% endfor %}"
+) + CHAT_TEMPLATE
+WEATHER = {
+    "name": "weather",
+    "description": "<of a place>",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Prague"]}, "days": {"enum": [1, 2]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TIME = {"name": "time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TIME)]
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(context=1000) as client:
+        client.model.target.vocab.chat_template = TEMPLATE
+        client.shown = []
+        render = client.model.target.vocab.encode
+
+        def encode(text, **options):
+            client.shown.append(text)
+            return render(text, **options)
+
+        client.model.target.vocab.encode = encode
+        yield client
+
+
+def check(name, arguments):
+    assert name == "weather"
+    found = json.loads(arguments)
+    assert found["city"] in ("Paris", "Prague")
+    assert found["days"] in (1, 2)
+
+
+class TestDialects:
+    BODY = HELLO | {"max_tokens": 120, "temperature": 0.8, "seed": 1}
+    CHOICE = {"type": "function", "function": {"name": "weather"}}  # noqa: RUF012
+
+    def test_chat(self, client):
+        body = self.BODY | {"tools": TOOLS, "tool_choice": self.CHOICE}
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        check(call["function"]["name"], call["function"]["arguments"])
+        assert '"description": "<of a place>"' in client.shown[-1] or any(
+            "<of a place>" in text for text in client.shown
+        )
+        parts = [json.loads(data)["choices"][0] for data in stream(client, "/v1/chat/completions", body)[:-1]]
+        (streamed,) = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        assert streamed["index"] == 0
+        assert streamed["function"] == call["function"]
+        assert not any(part["delta"].get("content") for part in parts)
+        assert parts[-1]["finish_reason"] == "tool_calls"
+
+    def test_any_tool(self, client):
+        names = set()
+        for seed in range(6):
+            body = self.BODY | {"tools": TOOLS, "tool_choice": "required", "seed": seed}
+            (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+            names.add(choice["message"]["tool_calls"][0]["function"]["name"])
+        assert names <= {"weather", "time"}
+
+    def test_messages(self, client):
+        tools = [{"name": f["name"], "input_schema": f["parameters"]} for f in (WEATHER, TIME)]
+        tools.append({"type": "web_search_20250305", "name": "web_search"})  # the provider's own
+        body = self.BODY | {"tools": tools, "tool_choice": {"type": "tool", "name": "weather"}}
+        answer = client.post("/v1/messages", json=body).json()
+        assert answer["stop_reason"] == "tool_use"
+        (block,) = answer["content"]
+        assert block["type"] == "tool_use"
+        check(block["name"], json.dumps(block["input"]))
+        events = [json.loads(data) for data in stream(client, "/v1/messages", body)]
+        kinds = [event["type"] for event in events]
+        assert kinds[1:4] == ["content_block_start", "content_block_delta", "content_block_stop"]
+        assert json.loads(events[2]["delta"]["partial_json"]) == block["input"]
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+        counted = client.post("/v1/messages/count_tokens", json=HELLO | {"tools": tools}).json()["input_tokens"]
+        assert counted > client.post("/v1/messages/count_tokens", json=HELLO).json()["input_tokens"] + 50
+
+    def test_responses(self, client):
+        tools = [{"type": "function", **WEATHER}, {"type": "function", **TIME}, {"type": "web_search"}]
+        body = {"input": "hello", "tools": tools, "tool_choice": {"type": "function", "name": "weather"}, "seed": 1}
+        answer = client.post("/v1/responses", json=body).json()
+        (item,) = answer["output"]
+        assert item["type"] == "function_call"
+        check(item["name"], item["arguments"])
+        events = [json.loads(data) for data in stream(client, "/v1/responses", body)]
+        kinds = [event["type"] for event in events]
+        assert kinds[2:6] == [
+            "response.output_item.added",
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+        ]
+        assert events[5]["item"]["arguments"] == item["arguments"]
+        assert events[-1]["response"]["output"][0]["arguments"] == item["arguments"]
+
+    def test_what_was_called_comes_back_to_the_template(self, client):
+        """In every dialect alike; arguments that are no JSON stay as they are."""
+        call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+        chat = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ]
+        use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Paris"}}
+        messages = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "rain"}]},
+        ]
+        items = [
+            {"role": "user", "content": "hello"},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        ]
+        texts = []
+        for path, body in [
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 2}),
+            ("/v1/responses", {"input": items, "max_output_tokens": 2}),
+        ]:
+            client.shown.clear()
+            assert client.post(path, json=body).status_code == 200
+            texts.append(client.shown[-1])
+        assert texts[0] == texts[1] == texts[2]
+        assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>' in texts[0]
+        assert "tool\nrain" in texts[0]
+        call["function"]["arguments"] = "{broken"
+        assert client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 2}).status_code == 200
+
+    def test_what_cannot_be_called(self, client):
+        for more, says in [
+            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),
+            ({"tools": TOOLS * 65}, "130 tools"),
+            ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "together"),
+        ]:
+            answer = client.post("/v1/chat/completions", json=HELLO | more)
+            assert answer.status_code == 400
+            assert says in answer.json()["error"]["message"]
+        body = HELLO | {"tools": TOOLS, "tool_choice": "none", "max_tokens": 3}
+        assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
+
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TEXTS = {
+    "plain < text\n": ["plain < text\n"],
+    ONE: [("f", {"a": 1})],
+    f"Let me see.\n{ONE}\n{ONE}": ["Let me see.", ("f", {"a": 1}), ("f", {"a": 1})],
+    f"{ONE} and more": [("f", {"a": 1}), " and more"],
+    "<tool_call>not json</tool_call>": ["<tool_call>not json</tool_call>"],
+    '<tool_call>{"name": 5}</tool_call>': ['<tool_call>{"name": 5}</tool_call>'],
+    '<tool_call>{"name": "f", "arguments": "x"}</tool_call>': [
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'
+    ],
+    'cut <tool_call>{"name": "f"': ["cut", '<tool_call>{"name": "f"'],
+    "almost <tool_cal": ["almost <tool_cal"],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(TEXTS)), st.data())
+def test_calls_are_found_however_the_text_comes(text, data):
+    regions, found, at = Regions(True), [], 0
+    while at < len(text):
+        size = data.draw(st.integers(1, 12))
+        found += regions.push(text[at : at + size])
+        at += size
+    found += regions.finish()
+    merged = []
+    for piece in found:
+        if isinstance(piece, Call):
+            merged.append((piece.name, json.loads(piece.arguments)))
+        elif merged and isinstance(merged[-1], str):
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    expected = TEXTS[text]
+    assert merged == ["".join(expected)] if all(isinstance(e, str) for e in expected) else merged == expected
+
+
+def test_without_tools_everything_is_content():
+    regions = Regions(False)
+    assert regions.push(ONE) == [ONE]
+    assert regions.push("") == regions.finish() == []
+
+
+def test_a_depth_bomb_is_content():
+    assert isinstance(call_of("[" * 10**5), str)
