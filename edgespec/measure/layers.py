@@ -56,7 +56,7 @@ def choose_layers(
     dropped, share = tuple[int, ...](), 1.0
     takes = [len(part) for part in np.array_split(range(count), min(ROUNDS, count))]
     tries, done = sum(layers - sum(takes[:i]) for i in range(len(takes))) + 1, 0
-    with TemporaryDirectory(prefix="edgespec-", dir=path.absolute().parent) as folder:
+    with TemporaryDirectory(prefix="edgespec-") as folder:
 
         def without(those: Sequence[int]) -> float:
             nonlocal done
