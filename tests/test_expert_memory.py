@@ -3,8 +3,6 @@
 import ctypes
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +68,6 @@ def test_any_passes(content, slots):
                 if many and number + 1 < LAYERS:
                     for weight in range(rng.integers(0, 3)):
                         memory.expect_all(number + 1, weight)
-                elif number + 1 < LAYERS:
-                    memory.guess(number + 1, rng.permutation(COUNT)[: rng.integers(0, 4)].tolist())
             memory.finish()
     finally:
         memory.close()
@@ -95,32 +91,6 @@ def test_what_is_in_memory_is_not_read_again(content):
         check(memory, data, 0, [1, 2, 5])
         assert memory.bytes_read == read  # it has pushed nothing out
     finally:
-        memory.close()
-
-
-def test_guesses_that_were_wrong_are_left_out(content, monkeypatch):
-    path, layers, data = content
-    hold = threading.Event()
-
-    def read(descriptor: int, address: int, start: int, stop: int) -> None:
-        assert hold.wait(20)
-        read_unaligned(descriptor, address, start, stop)
-
-    monkeypatch.setattr(expert_memory, "read_unaligned", read)
-    memory = ExpertMemory([str(path)], layers, 3, threads=1)
-    try:
-        memory.guess(1, [0, 1, 2])
-        while memory._reading == 0:  # the first piece of 0
-            time.sleep(0.001)
-        slots = memory.want(1, [0, 5])
-        hold.set()
-        memory.wait(1)
-        assert slots.tolist().count(-1) == COUNT - 2
-        assert memory.bytes_read == 2 * layers[1].bytes_each
-        memory.finish()
-        check(memory, data, 1, [0, 5])
-    finally:
-        hold.set()
         memory.close()
 
 

@@ -32,9 +32,6 @@ from .files import ggml_base, parts
 from .memory import all_tensors, find_layers
 
 NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
-ROUTER = b"ffn_moe_logits-"
-F32 = 0  # ggml_type
-FEW = 8  # rows of passes before which the next layer's experts are guessed
 FREE = b"ADD_ID"  # adds a row of a small matrix by the expert's number
 
 
@@ -119,8 +116,6 @@ class Mixture:
         self._told: list[Layer] = []  # where llama.cpp finds slots
         self._chosen = -1  # number of the layer whose experts are known
         self._used: list[int] = []  # its weights whose nodes have come
-        self._routers: dict[bytes, NDArray[np.float32]] = {}  # node -> the layer's router [experts, width]
-        self._state = 0  # address of what the router sees
         self._nearly_all = False  # of its experts are wanted
         self._prompt, self._rows, self._padding = False, 0, 0
 
@@ -147,8 +142,6 @@ class Mixture:
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}  # address of the chosen experts' numbers -> number of the layer
         for i, node in enumerate(nodes):
-            if node.name.startswith(ROUTER) and node.op == b"MUL_MAT":
-                self._add_router(node)
             if node.op == b"MUL_MAT_ID" and node.names[0] in places:
                 number, weight = self._users[node.name] = places[node.names[0]]
                 if not self._layers[number].weights:
@@ -165,12 +158,6 @@ class Mixture:
             if len(self._layers[number].weights) != len(layer.tensors):
                 return f"the graph has other experts in layer {layer.index} than the file"
         return ""
-
-    def _add_router(self, node: Node) -> None:
-        tensor = GgmlTensor.from_address(node.sources[0])
-        if tensor.type == F32:
-            values = (ctypes.c_float * (tensor.ne[0] * tensor.ne[1])).from_address(tensor.data)
-            self._routers[node.name] = np.frombuffer(values, np.float32).reshape(tensor.ne[1], tensor.ne[0])
 
     def _add_rows(self, layer: Layer, address: int) -> None:
         tensor = GgmlTensor.from_address(address)
@@ -206,8 +193,6 @@ class Mixture:
             ModelError: the disk failed.
             OSError: memory cannot be moved.
         """
-        if name in self._routers:
-            self._state = GgmlTensor.from_address(tensor).src[1]
         if user := self._users.get(name):
             number, weight = user
             if name in self._first and reported:
@@ -239,20 +224,7 @@ class Mixture:
         layer.tell_slots(experts, slots[experts].tolist())
         self._told.append(layer)
         self._chosen, self._used = number, []
-        if len(chosen) <= FEW:
-            self._guess(number + 1, len(chosen))
         self._nearly_all = len(experts) >= NEARLY_ALL * len(slots)
-
-    def _guess(self, number: int, rows: int) -> None:
-        """What the next layer's router would choose of what this one's has seen is often what it will choose."""
-        layers = self.memory.layers[number : number + 1]
-        router = next((self._routers.get(b"%s%d" % (ROUTER, layer.index)) for layer in layers), None)
-        if router is not None:
-            values = (ctypes.c_float * (rows * router.shape[1])).from_address(GgmlTensor.from_address(self._state).data)
-            scores = np.frombuffer(values, np.float32).reshape(rows, -1) @ router.T
-            real, used = rows - self._padding if rows == self._rows else rows, self.shape[1]
-            likely = np.argpartition(-scores[:real], used - 1, axis=1)[:, :used]
-            self.memory.guess(number, np.unique(likely).tolist())
 
     def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
         """The chosen experts [rows, used], where llama.cpp has them; those of padding are made the first row's."""

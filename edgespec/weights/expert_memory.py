@@ -44,7 +44,6 @@ class _Piece:
     """A part of one weight of one expert."""
 
     load: Load
-    expert: int
     file: int
     start: int  # in the file
     stop: int
@@ -84,14 +83,13 @@ class ExpertMemory:
         self._queue: deque[_Piece] = deque()
         self._left: dict[Load, int] = {}  # pieces that are still to be read
         self._loading: dict[Load, list[int]] = {}  # the experts they belong to
-        self._reading: list[_Piece] = []  # by threads, now
+        self._reading = 0  # threads that are reading a piece
         self._error: ModelError | None = None
         self._closed = False
         self._overflowing: set[int] = set()  # layers with experts in overflow slots
         self._ahead_of = -1  # a layer of which everything is read before it is known what is wanted; -1: none
         self._ahead: list[tuple[int, int]] = []  # (expert, slot) that are read of it
         self._begun: set[int] = set()  # its weights that are being read
-        self._guessed: list[int] = []  # experts of the next layer that are being read on a guess
         self._files: list[int] = []
         self._ranges: list[tuple[int, int]] = []  # what to unmap
         self._threads: list[threading.Thread] = []
@@ -172,8 +170,6 @@ class ExpertMemory:
         if count:
             self.wanted += len(experts)
             self.hits += sum(0 <= slot < residents.slots for slot in residents.slots_of(experts).tolist())
-        self._cancel(number, [expert for expert in self._guessed if expert not in experts])
-        self._guessed = []
         reads = residents.place(experts, count=count)
         self._overflowing = {number} if residents.overflowing else set()
         wanted, weights = set(experts), range(len(self._block_sizes))
@@ -203,31 +199,6 @@ class ExpertMemory:
         self._move(number, weight)
         self._start(number, self._ahead, [weight])
 
-    def guess(self, number: int, experts: Sequence[int]) -> None:
-        """These are likely to be wanted of a layer that is computed soon: read what is not in memory.
-
-        What turns out not to be wanted, and has not been read by then, is left out.
-        """
-        residents = self.residents[number]
-        if len(experts) <= residents.slots:
-            reads = residents.place(experts, count=False)
-            self._start(number, reads)
-            self._guessed = [expert for expert, _ in reads]
-
-    def _cancel(self, number: int, experts: Sequence[int]) -> None:
-        """Leave out reading these, as far as it has not begun. What is being written to is no slot until `finish`."""
-        for expert in experts:
-            with self._changed:
-                pieces = [piece for piece in self._queue if (piece.load[0], piece.expert) == (number, expert)]
-                for piece in pieces:
-                    self._queue.remove(piece)
-                    self._count_down(piece)
-                begun = any((piece.load[0], piece.expert) == (number, expert) for piece in self._reading)
-            if begun:
-                self.residents[number].block(expert)
-            elif pieces:
-                self.residents[number].forget(expert)
-
     def wait(self, number: int, weight: int | None = None) -> None:
         """Return when what was wanted of a layer, or of one of its weights, is in memory.
 
@@ -255,11 +226,9 @@ class ExpertMemory:
         unread |= {(self._ahead_of, expert) for expert, _ in self._ahead}
         for number in self._overflowing:
             self.residents[number].leave_overflow()
-        for residents in self.residents:
-            residents.unblock()
         for number, expert in unread:
             self.residents[number].forget(expert)
-        self._overflowing, self._ahead_of, self._ahead, self._begun, self._guessed = set(), -1, [], set(), []
+        self._overflowing, self._ahead_of, self._ahead, self._begun = set(), -1, [], set()
 
     def close(self) -> None:
         """Stop reading and give all memory back. Safe to call twice."""
@@ -303,7 +272,7 @@ class ExpertMemory:
             shift = self.base(number, weight) + slot * size - start
             cuts = [start, *range(start // READ_SIZE * READ_SIZE + READ_SIZE, start + size, READ_SIZE)]
             for first, last in zip(cuts, [*cuts[1:], start + size], strict=True):
-                found.append(_Piece((number, weight), expert, tensor.file, first, last, first + shift))
+                found.append(_Piece((number, weight), tensor.file, first, last, first + shift))
         return found
 
     def _work(self) -> None:
@@ -314,19 +283,16 @@ class ExpertMemory:
             except Exception as found:  # whatever it is, `wait` must not wait for this thread
                 error = found
             with self._changed:
-                self._reading.remove(piece)
+                self._reading -= 1
                 self.bytes_read += piece.stop - piece.start
                 if error is not None:
                     index = self.layers[piece.load[0]].index
                     self._error = ModelError(f"experts of layer {index} cannot be read: {error}")
                 else:
-                    self._count_down(piece)
+                    self._left[piece.load] -= 1
+                    if not self._left[piece.load]:
+                        del self._left[piece.load], self._loading[piece.load]
                 self._changed.notify_all()
-
-    def _count_down(self, piece: _Piece) -> None:
-        self._left[piece.load] -= 1
-        if not self._left[piece.load]:
-            del self._left[piece.load], self._loading[piece.load]
 
     def _take(self) -> _Piece | None:
         """The next piece to read; None at the end."""
@@ -335,5 +301,5 @@ class ExpertMemory:
                 self._changed.wait()
             if self._closed:
                 return None
-            self._reading.append(self._queue.popleft())
-            return self._reading[-1]
+            self._reading += 1
+            return self._queue.popleft()

@@ -28,8 +28,6 @@ FADING = 0.9  # of what was used, with each further pass: see docs/measured.md
 NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
 ORDER = ("gate_up", "gate", "up", "down")
 
-EMPTY, BLOCKED = -1, -2  # instead of the number of an expert
-
 SlotArray = NDArray[np.int32]
 
 
@@ -117,7 +115,7 @@ class Residents:
         self.scores = np.zeros(count)
         self._fading = fading
         self._slot_of = np.full(count, -1, np.int32)  # -1: not in memory
-        self._held = np.full(slots, EMPTY, np.int32)  # by slot
+        self._held = np.full(slots, -1, np.int32)  # by slot; -1: empty
         self._over: list[int] = []  # experts in overflow slots, in their order
 
     def place(self, wanted: Sequence[int], *, count: bool = True) -> list[tuple[int, int]]:
@@ -134,7 +132,7 @@ class Residents:
             self.scores *= self._fading
             self.scores[list(wanted)] += 1
         missing = [expert for expert in wanted if self._slot_of[expert] < 0]
-        free = np.flatnonzero(self._held == EMPTY).tolist()
+        free = np.flatnonzero(self._held < 0).tolist()
         if len(wanted) <= self.slots and not self._over:
             needed = set(wanted)
             others = [slot for slot in range(self.slots) if self._held[slot] >= 0 and self._held[slot] not in needed]
@@ -172,18 +170,8 @@ class Residents:
         """It could not be read, or its slot is taken."""
         if expert >= 0 and self._slot_of[expert] >= 0:
             if self._slot_of[expert] < self.slots:
-                self._held[self._slot_of[expert]] = EMPTY
+                self._held[self._slot_of[expert]] = -1
             self._slot_of[expert] = -1
-
-    def block(self, expert: int) -> None:
-        """It is not in memory, and its slot is not to be used."""
-        slot = int(self._slot_of[expert])
-        self.forget(expert)
-        self._held[slot] = BLOCKED
-
-    def unblock(self) -> None:
-        """All slots can be used."""
-        self._held[self._held == BLOCKED] = EMPTY
 
     def held(self) -> list[int]:
         """Experts in the pool."""
