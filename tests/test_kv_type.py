@@ -9,7 +9,8 @@ from conftest import Run
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp.backend import load
-from edgespec.backends.llamacpp.memory import KV_TYPES, MIN_NODES, ContextSize, ggml_base, memory_needs
+from edgespec.backends.llamacpp.files import ggml_base
+from edgespec.backends.llamacpp.memory import KV_TYPES, MIN_NODES, ContextSize, memory_needs
 
 from edgespec.backend import prefill
 from edgespec.errors import ModelError, UsageError
