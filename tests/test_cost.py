@@ -172,3 +172,23 @@ def test_a_read_node_whose_children_are_unlikely_is_not_worth_reading():
     found, unread, cost, draft = np.log([0.9]), np.log([0.9]), line(1.0, 0.0), line(0.3, 0.0)
     assert worth_reading(found, unread, 64, 0.1, cost, draft, 1.0) == 1
     assert worth_reading(found, unread, 64, 0.1, cost, draft, 0.1) == 0
+
+
+def test_experts_make_the_first_nodes_dear_and_the_last_ones_cheap() -> None:
+    """16 experts, 2 used: a pass reads at most 8 times what one node does, however many nodes it has."""
+    cost = PassCost(slope=0.8, experts=(16, 2))
+    cost.add(1, 1.0)
+    curve = cost.at(0)
+    assert curve is not None
+    seconds = curve.seconds(np.array([1, 2, 8, 64, 256]))
+    assert seconds[0] == pytest.approx(1.0)
+    assert seconds[1] > 1.5
+    assert np.all(np.diff(seconds) > 0)
+    assert seconds[4] - seconds[3] < 0.3 * (seconds[1] - seconds[0]) * 192
+    assert seconds[4] < 10
+    assert curve.least < 0.2 < seconds[1] - 1  # a wide tree's nodes are cheaper than the first ones
+    cost.add(8, 5.0)
+    known = cost.at(0)
+    assert known is not None
+    assert known.seconds(8) == pytest.approx(5.0)
+    assert 5.0 < known.seconds(64) < 12

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,65 @@ def check(memory: ExpertMemory, data: bytes, number: int, experts: list[int]) ->
         for expert in experts:
             found = ctypes.string_at(memory.base(number, weight) + int(slots[expert]) * size, size)
             assert found == data[tensor.start + expert * size :][:size]
+
+
+def test_what_was_expected_and_did_not_come(content):
+    """Another layer is wanted than the one that was read ahead; its slots and experts are its own."""
+    path, layers, data = content
+    for slots in (0, 2, COUNT):
+        memory = ExpertMemory([str(path)], layers, slots)
+        try:
+            for number in (3, 0, 2):
+                memory.want(0, range(COUNT))
+                memory.wait(0)
+                memory.expect_all(1, 0)
+                memory.expect_all(1, 1)
+                check(memory, data, number, [5, 1, 3])
+                check(memory, data, 1, [0, 2, 4, 5])
+                memory.finish()
+        finally:
+            memory.close()
+
+
+def test_reads_that_are_slow_when_a_pass_ends(content, monkeypatch):
+    path, layers, data = content
+
+    def slowly(descriptor: int, address: int, start: int, stop: int) -> None:
+        time.sleep(0.002)
+        read_unaligned(descriptor, address, start, stop)
+
+    monkeypatch.setattr(expert_memory, "read_unaligned", slowly)
+    memory, rng = ExpertMemory([str(path)], layers, 2), np.random.default_rng(5)
+    try:
+        for _ in range(12):
+            memory.begin()
+            memory.want(int(rng.integers(LAYERS)), rng.permutation(COUNT)[: rng.integers(1, COUNT)].tolist())
+            time.sleep(float(rng.random()) * 0.01)
+            memory.finish()  # as if stopped by Ctrl-C
+            memory.begin()
+            check(memory, data, int(rng.integers(LAYERS)), rng.permutation(COUNT)[:2].tolist())
+            memory.finish()
+    finally:
+        memory.close()
+
+
+def test_memory_that_cannot_be_moved(content, monkeypatch):
+    path, layers, data = content
+    memory = ExpertMemory([str(path)], layers, 1)
+
+    def fail(number: int, weight: int) -> None:
+        raise OSError("no memory")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "_move", fail)
+            with pytest.raises(OSError, match="no memory"):
+                memory.want(1, [0, 3])
+            memory.finish()
+        check(memory, data, 1, [0])
+        check(memory, data, 1, [0, 3, 4])
+    finally:
+        memory.close()
 
 
 @pytest.mark.parametrize("content", SIZES, indirect=True)

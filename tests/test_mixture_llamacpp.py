@@ -10,11 +10,10 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
-import llama_cpp
 from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp import mixture as llamacpp_mixture
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
-from edgespec.backends.llamacpp.mixture import GgmlTensor
+from edgespec.backends.llamacpp.mixture import GgmlTensor, is_known
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
 from edgespec.backend import Work, prefill
@@ -169,6 +168,16 @@ def test_a_pass_that_is_not_watched_is_right(from_disk):
     assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
 
 
+def test_layers_that_are_not_watched_among_others(from_disk):
+    backend = from_disk("gpt-oss", 2)
+    right = logits_of(backend)
+    before = backend.mixture._before
+    for name in sorted(before)[::2]:
+        before.remove(name)
+    for _ in range(2):
+        assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+
+
 def test_a_graph_that_is_not_known(monkeypatch, from_disk):
     monkeypatch.setattr(llamacpp_mixture, "FREE", b"nothing")
     backend = from_disk("gpt-oss", 2)  # whose biases are then users of experts' numbers that nobody knows
@@ -217,7 +226,14 @@ def test_experts_that_are_cut_short(tmp_path, mixtures):
         load(str(path), **OPTIONS)
 
 
-def test_the_layout_of_tensors_is_known():
-    """`GgmlTensor` is the struct of this build."""
-    assert GgmlTensor.name.offset - GgmlTensor.data.offset == ctypes.sizeof(ctypes.c_void_p)
-    assert llama_cpp.__version__
+def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
+    """`GgmlTensor` is the struct of this build, and another one is noticed."""
+    backend = from_disk("mixtral", 2)
+    nodes = backend._watch.nodes(backend._context)
+    assert len(nodes) > 50
+    assert all(map(is_known, nodes))
+    more_sources = [
+        ("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_
+    ]
+    monkeypatch.setattr(llamacpp_mixture, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": more_sources}))
+    assert not any(map(is_known, nodes))

@@ -217,7 +217,9 @@ class LlamaBackend:
             llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
             if self._watch:
-                self._watch.begin(prompt=batch[0].prompt, rows=len(rows.tokens), padding=len(rows.tokens) - count)
+                self._watch.begin(
+                    prompt=any(work.prompt for work in batch), rows=len(rows.tokens), padding=len(rows.tokens) - count
+                )
             self._decode(self._fill(rows))
         except BaseException:
             for session in sessions:
@@ -346,7 +348,7 @@ def load(
     if plan and plan.streamed and gpu_layers:
         options |= without_output()
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
-    watch = None
+    watch = context = None
     try:
         if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
             raise ModelError(
@@ -363,6 +365,8 @@ def load(
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen):
             params.cb_eval = watch.callback
+        if chosen:
+            params.op_offload = False  # a GPU that takes part in long prompts would find experts where they are not
         context = llama_cpp.llama_init_from_model(model, params)
         if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
             size = replace(size, kv_type=kv_type)
@@ -374,6 +378,8 @@ def load(
         if watch and plan and chosen:
             watch.mixture = open_mixture(path, plan, watch.nodes(context), notes, progress)
     except BaseException:
+        if context:
+            llama_cpp.llama_free(context)
         if watch:
             watch.close()
         llama_cpp.llama_model_free(model)

@@ -26,7 +26,7 @@ from edgespec.weights.machine import (
     private_memory,
 )
 from edgespec.weights.pin import Progress
-from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, count_layers, make_plan
+from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
 from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
 
 from .cells import EXTRA_IDS, TILE
@@ -188,7 +188,13 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     if not moves_memory():
         return []
     family = header_values(path, "general.architecture").get("general.architecture", "")
-    return find_experts(tensors, int(header_values(path, f"{family}.expert_count").get(f"{family}.expert_count", 0)))
+
+    def read(name: str) -> int:
+        return int(header_values(path, f"{family}.{name}").get(f"{family}.{name}", 0))
+
+    # The last layers of some models foretell tokens, and are not computed.
+    computed = count_layers(tensors) - read("nextn_predict_layers")
+    return find_experts([tensor for tensor in tensors if layer_of(tensor) < computed], read("expert_count"))
 
 
 def choose_gpu_layers(

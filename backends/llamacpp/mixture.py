@@ -72,6 +72,11 @@ def node_at(address: int) -> Node:
     return Node(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
 
 
+def root_of(address: int) -> int:
+    """The tensor whose data a view shows, or the tensor itself; 0: none."""
+    return (GgmlTensor.from_address(address).view_src or address) if address else 0
+
+
 def is_known(address: int) -> bool:
     """Whether this build's tensors are laid out as `GgmlTensor`."""
     base, tensor = ggml_base(), GgmlTensor.from_address(address)
@@ -109,6 +114,7 @@ class Mixture:
         self.memory = memory
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
+        self._copies: list[Any] = []  # of small matrices, with a row for each slot; layers share them
         self._users: dict[bytes, tuple[int, int]] = {}  # node -> number of the layer, of the weight that it needs
         self._first: set[bytes] = set()  # those of them that come first in their layer
         self._before: set[bytes] = set()  # the nodes before users: a pass stops behind them
@@ -143,16 +149,18 @@ class Mixture:
         chosen: dict[int, int] = {}  # address of the chosen experts' numbers -> number of the layer
         for i, node in enumerate(nodes):
             if node.op == b"MUL_MAT_ID" and node.names[0] in places:
+                if node.name in self._users:
+                    return f"two nodes are called {node.name.decode()}"
                 number, weight = self._users[node.name] = places[node.names[0]]
                 if not self._layers[number].weights:
                     self._first.add(node.name)
                 self._before.add(nodes[i - 1].name)
-                chosen[node.sources[2]] = number
+                chosen |= dict.fromkeys((node.sources[2], root_of(node.sources[2])), number)
                 data = GgmlTensor.from_address(node.sources[0]).data
                 self._layers[number].weights.append((node.sources[0], data, self.memory.base(number, weight)))
             elif node.op == FREE and node.sources[2] in chosen:
                 self._add_rows(self._layers[chosen[node.sources[2]]], node.sources[1])
-            elif chosen.keys() & set(node.sources):
+            elif chosen.keys() & {*node.sources, *map(root_of, node.sources)}:
                 return f"{node.name.decode()} needs the experts' numbers when they are gone"
         for number, layer in enumerate(self.memory.layers):
             if len(self._layers[number].weights) != len(layer.tensors):
@@ -161,7 +169,12 @@ class Mixture:
 
     def _add_rows(self, layer: Layer, address: int) -> None:
         tensor = GgmlTensor.from_address(address)
-        layer.rows.append((address, tensor.data, tensor.nb[1], (ctypes.c_char * (tensor.nb[1] * tensor.ne[1]))()))
+        size, at = tensor.nb[1] * tensor.ne[1], len(layer.rows)
+        if at == len(self._copies):
+            self._copies.append(ctypes.create_string_buffer(size))
+        elif len(self._copies[at]) < size:
+            ctypes.resize(self._copies[at], size)
+        layer.rows.append((address, tensor.data, tensor.nb[1], self._copies[at]))
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         """A pass starts.
@@ -195,15 +208,20 @@ class Mixture:
         """
         if user := self._users.get(name):
             number, weight = user
-            if name in self._first and reported:
-                self._choose(number, tensor)
+            if name in self._first:
+                if reported:
+                    self._choose(number, tensor)
+                else:  # its experts are in the mapped file; what came of it in an earlier graph is computed
+                    self._layers[number].tell_experts()
+                    self._chosen = -1
             if number == self._chosen:
                 self._go_on(weight, reported)
         return name in self._before
 
     def _go_on(self, weight: int, reported: bool) -> None:
         """This weight of the layer comes next; those before, if that is reported, are done with."""
-        if reported and self._nearly_all and self._chosen + 1 < len(self._layers):
+        # Of the last layer only rows whose logits are wanted are computed: few or none of a prompt's.
+        if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
             for used in self._used:
                 self.memory.expect_all(self._chosen + 1, used)
             self._used = []
@@ -217,7 +235,7 @@ class Mixture:
         chosen = self._chosen_by_row(GgmlTensor.from_address(tensor).src[2])
         experts: list[int] = np.unique(chosen).tolist()
         if not experts:
-            return  # of the last layer only rows whose logits are wanted are computed: none of a prompt's
+            return
         slots = self.memory.want(number, experts, count=not self._prompt)
         chosen[...] = slots[chosen]
         layer = self._layers[number]
@@ -246,6 +264,7 @@ class Mixture:
     def finish(self) -> None:
         """The pass is over, or was given up."""
         self._forget_slots()
+        self._chosen, self._used = -1, []
         self.memory.finish()
 
     def close(self) -> None:
@@ -271,10 +290,9 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
     layers = find_layers(path, all_tensors(path))
     family = header_values(path, "general.architecture")["general.architecture"]
     key = f"{family}.expert_used_count"
+    used = int(header_values(path, key).get(key, 1))
     try:
-        mixture = Mixture(
-            ExpertMemory(parts(path), layers, plan.slots_of_experts), int(header_values(path, key).get(key, 1))
-        )
+        mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used)
     except OSError as error:
         raise ModelError(f"{path}: experts cannot be read: {error}") from error
     try:

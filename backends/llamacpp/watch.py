@@ -56,7 +56,8 @@ class LayerWatch:
         try:
             llama_cpp.llama_set_abort_callback(context, stop, None)
             token = (llama_cpp.llama_token * 1)(0)
-            llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
+            with self.signals_held():
+                llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
         finally:
             llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
@@ -125,7 +126,7 @@ class LayerWatch:
         if layer < 0:
             layer = self._layer
         if layer == 0 < self._layer:  # the pass was too large for one graph: here is the next one
-            self.streamer.finish()
+            self.finish()
             self._layer = -1
         new = layer > self._layer and layer in self._streamed
         if new:

@@ -11,13 +11,12 @@ nearly all experts will be wanted, those of the next layer whose blocks are not 
 The engine's own mapping of the file stays as it is: an engine that is not told of slots finds its experts there.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from os import close
 from time import perf_counter
-from typing import Any
 
 from edgespec.errors import ModelError
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
@@ -53,21 +52,12 @@ class _Piece:
 class ExpertMemory:
     """See the module. Layers are numbered as in `layers`; all methods are for the thread that computes."""
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        layers: Sequence[ExpertLayer],
-        slots: int,
-        library: Any = None,
-        threads: int = READ_THREADS,
-    ) -> None:
+    def __init__(self, paths: Sequence[str], layers: Sequence[ExpertLayer], slots: int) -> None:
         """
         Args:
             paths: of the model's files.
             layers: those whose experts are read; at least one.
             slots: of every layer's pool.
-            library: the C library; for tests.
-            threads: that read.
 
         Raises:
             OSError: a file cannot be opened, or there is no memory.
@@ -77,7 +67,7 @@ class ExpertMemory:
         self.wait_seconds = 0.0  # that computation has waited for the disk
         self.bytes_read = 0
         self.wanted = self.hits = 0  # experts that passes have used, and those of them that were in a pool
-        self._libc = library or libc()
+        self._libc = libc()
         self._paths = paths
         self._changed = threading.Condition()
         self._queue: deque[_Piece] = deque()
@@ -91,10 +81,14 @@ class ExpertMemory:
         self._ahead: list[tuple[int, int]] = []  # (expert, slot) that are read of it
         self._begun: set[int] = set()  # its weights that are being read
         self._files: list[int] = []
+        self._direct: list[bool] = []  # whether the page cache is left out
         self._ranges: list[tuple[int, int]] = []  # what to unmap
         self._threads: list[threading.Thread] = []
         try:
-            self._files.extend(open_direct(path)[0] for path in paths)
+            for path in paths:
+                descriptor, direct = open_direct(path)
+                self._files.append(descriptor)
+                self._direct.append(direct)
             self._sizes = file_sizes(self._files)
             self._block_sizes = overflows(layers, slots)
             self._blocks = [self._reserve(size) for size in self._block_sizes]  # where each is now
@@ -102,14 +96,13 @@ class ExpertMemory:
                 [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
                 for layer in layers
             ]
+            for i in range(READ_THREADS):
+                thread = threading.Thread(target=self._work, name=f"edgespec-experts-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         except BaseException:
             self.close()
             raise
-        self._threads = [
-            threading.Thread(target=self._work, name=f"edgespec-experts-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def _reserve(self, size: int) -> int:
         """The address of so many bytes that have no memory yet, at a huge page's border."""
@@ -141,6 +134,8 @@ class ExpertMemory:
             ModelError: they cannot be read.
         """
         done, total = 0, sum(layer.bytes_each for layer in self.layers) * self.residents[0].slots
+        if not total:
+            return
         for number, residents in enumerate(self.residents):
             residents.scores[:] = scores[number]
             best = sorted(range(len(residents.scores)), key=lambda expert: -residents.scores[expert])
@@ -165,6 +160,8 @@ class ExpertMemory:
             OSError: memory cannot be moved.
         """
         residents = self.residents[number]
+        if self._ahead_of not in (-1, number):  # what was expected has not come
+            self.finish()
         for other in self._overflowing - {number}:
             self.residents[other].leave_overflow()
         if count:
@@ -174,8 +171,13 @@ class ExpertMemory:
         self._overflowing = {number} if residents.overflowing else set()
         wanted, weights = set(experts), range(len(self._block_sizes))
         if residents.overflowing:
-            for weight in weights:
-                self._move(number, weight)
+            try:
+                for weight in weights:
+                    self._move(number, weight)
+            except OSError:
+                for expert, _ in reads:
+                    residents.forget(expert)
+                raise
         for expert, _ in self._ahead:
             if expert not in wanted:
                 residents.forget(expert)  # not all of its weights will be read
@@ -240,7 +242,7 @@ class ExpertMemory:
         for address, size in self._ranges:
             self._libc.munmap(address, size)
         for descriptor in self._files:
-            close(descriptor)
+            os.close(descriptor)
         self._threads, self._ranges, self._files = [], [], []
 
     def _move(self, number: int, weight: int) -> None:
@@ -280,15 +282,18 @@ class ExpertMemory:
             error = None
             try:
                 read_unaligned(self._files[piece.file], piece.address, piece.start, piece.stop)
+                if not self._direct[piece.file]:
+                    size, forget = piece.stop - piece.start, os.POSIX_FADV_DONTNEED
+                    os.posix_fadvise(self._files[piece.file], piece.start, size, forget)
             except Exception as found:  # whatever it is, `wait` must not wait for this thread
                 error = found
             with self._changed:
                 self._reading -= 1
-                self.bytes_read += piece.stop - piece.start
                 if error is not None:
                     index = self.layers[piece.load[0]].index
                     self._error = ModelError(f"experts of layer {index} cannot be read: {error}")
                 else:
+                    self.bytes_read += piece.stop - piece.start
                     self._left[piece.load] -= 1
                     if not self._left[piece.load]:
                         del self._left[piece.load], self._loading[piece.load]

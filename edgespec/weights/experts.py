@@ -14,6 +14,7 @@ the engine is told slots instead of experts. `expert_memory.py` does the reading
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from mmap import PAGESIZE
@@ -97,8 +98,7 @@ def overflows(layers: Sequence[ExpertLayer], slots: int) -> list[int]:
 
 def most_slots(layers: Sequence[ExpertLayer], room: int) -> int:
     """Most slots of a pool that so many bytes allow; -1: not even the overflow fits."""
-    fits = [slots for slots in range(layers[0].count + 1) if memory_of(layers, slots) <= room] if layers else []
-    return max(fits, default=-1)
+    return bisect_right(range(layers[0].count + 1), room, key=lambda slots: memory_of(layers, slots)) - 1
 
 
 class Residents:

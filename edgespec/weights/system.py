@@ -11,8 +11,7 @@ from typing import Any
 
 READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
 READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
-BLOCK = 4096  # bytes; direct reads begin and end at multiples of a disk's block, which is no larger
-SECTOR = 512  # … and memory for them begins at a multiple of this
+BLOCK = 4096  # bytes; direct reads begin and end, in the file and in memory, at multiples of a disk's block: no larger
 HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
 MAP_FAILED = (1 << 64) - 1
 
@@ -77,7 +76,7 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None
     buffer = own_buffer()
     low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
     inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
-    if inner >= end or (address + inner - start) % SECTOR:
+    if inner >= end or (address + inner - start) % BLOCK:
         done = os.preadv(descriptor, [buffer[: high - low]], low)
         copies = [(0, start, min(stop, low + done))]
     else:
@@ -89,8 +88,8 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None
         raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
     for at, first, last in copies:
         if first < last:
-            source = at + first % BLOCK
-            ctypes.memmove(address + first - start, bytes(buffer[source : source + last - first]), last - first)
+            target = (ctypes.c_char * (last - first)).from_address(address + first - start)
+            memoryview(target).cast("B")[:] = buffer[at + first % BLOCK :][: last - first]
     if low + done < stop:
         read_unaligned(descriptor, address + low + done - start, low + done, stop)
 
