@@ -20,6 +20,8 @@ from edgespec.backend import Work, prefill
 from edgespec.errors import ModelError, UsageError
 from edgespec.exact import settle
 from edgespec.generate import generate_tokens
+from edgespec.measure.routing import record
+from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -232,8 +234,21 @@ def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     nodes = backend._watch.nodes(backend._context)
     assert len(nodes) > 50
     assert all(map(is_known, nodes))
-    more_sources = [
-        ("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_
-    ]
-    monkeypatch.setattr(llamacpp_mixture, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": more_sources}))
+    fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]
+    monkeypatch.setattr(llamacpp_mixture, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": fields}))
     assert not any(map(is_known, nodes))
+
+
+def test_routing_is_recorded(from_disk):
+    with Model(from_disk("qwen3 moe", 3), NonePlanner()) as model:
+        plain = model.generate(TEXT, max_tokens=12).token_ids
+        routing = record(model, [TEXT[:40], TEXT], 12, lambda: None)
+        assert model.generate(TEXT, max_tokens=12).token_ids == plain
+    assert (routing.experts, routing.used) == (EXPERTS, 3)
+    assert all(len(passes) == len(routing.layers[0]) > 12 for passes in routing.layers)
+    assert all(len(chosen) == 3 for passes in routing.layers for chosen in passes)
+    assert routing.foretold > 0
+    assert 0 < routing.precision <= 1
+    shares = [routing.shares(slots)["mixed"] for slots in (3, 5, EXPERTS)]
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.5
