@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.errors import ModelError
-from edgespec.weights import expert_memory
+from edgespec.weights import direct
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer
 from edgespec.weights.residency import Tensor
@@ -75,7 +75,7 @@ def test_reads_that_are_slow_when_a_pass_ends(content, monkeypatch):
         time.sleep(0.002)
         read_unaligned(descriptor, address, start, stop)
 
-    monkeypatch.setattr(expert_memory, "read_unaligned", slowly)
+    monkeypatch.setattr(direct, "read_unaligned", slowly)
     memory, rng = ExpertMemory([str(path)], layers, 2), np.random.default_rng(5)
     try:
         for _ in range(12):
@@ -164,7 +164,7 @@ def test_a_disk_error_is_one_message_and_the_next_pass_works(content, monkeypatc
             raise OSError("the disk is on fire")
         read_unaligned(descriptor, address, start, stop)
 
-    monkeypatch.setattr(expert_memory, "read_unaligned", read)
+    monkeypatch.setattr(direct, "read_unaligned", read)
     try:
         memory.begin()
         memory.want(1, [0, 3])

@@ -10,10 +10,11 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
+from edgespec.backends.llamacpp import ggml_tensor
 from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp import mixture as llamacpp_mixture
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
-from edgespec.backends.llamacpp.mixture import GgmlTensor, is_known
+from edgespec.backends.llamacpp.ggml_tensor import GgmlTensor, is_known
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
 from edgespec.backend import Work, prefill
@@ -27,7 +28,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
-from edgespec.weights import expert_memory
+from edgespec.weights import direct
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
 __all__ = ["mixtures"]
@@ -128,7 +129,7 @@ def test_texts_are_equal(kind, mixtures, from_disk):
 def test_a_disk_error_in_the_middle(monkeypatch, from_disk):
     backend = from_disk("mixtral", 2)
     right = logits_of(backend)
-    real, left = expert_memory.read_unaligned, 7
+    real, left = direct.read_unaligned, 7
 
     def read(*arguments: Any) -> None:
         nonlocal left
@@ -137,12 +138,12 @@ def test_a_disk_error_in_the_middle(monkeypatch, from_disk):
             raise OSError("the disk is on fire")
         real(*arguments)
 
-    monkeypatch.setattr(expert_memory, "read_unaligned", read)
+    monkeypatch.setattr(direct, "read_unaligned", read)
     session = backend.open()
     with pytest.raises(ModelError, match=r"experts of layer \d cannot be read: the disk is on fire"):
         prefill(backend, session, [1, 2, 3, 4, 5, 6, 7, 8], want_last=True)
     session.close()
-    monkeypatch.setattr(expert_memory, "read_unaligned", real)
+    monkeypatch.setattr(direct, "read_unaligned", real)
     assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
 
 
@@ -181,7 +182,7 @@ def test_layers_that_are_not_watched_among_others(from_disk):
 
 
 def test_a_graph_that_is_not_known(monkeypatch, from_disk):
-    monkeypatch.setattr(llamacpp_mixture, "FREE", b"nothing")
+    monkeypatch.setattr(llamacpp_mixture, "ADD_ROWS", b"nothing")
     backend = from_disk("gpt-oss", 2)  # whose biases are then users of experts' numbers that nobody knows
     assert backend.mixture is None
     assert backend.capabilities.experts is None
@@ -235,7 +236,7 @@ def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     assert len(nodes) > 50
     assert all(map(is_known, nodes))
     fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]
-    monkeypatch.setattr(llamacpp_mixture, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": fields}))
+    monkeypatch.setattr(ggml_tensor, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": fields}))
     assert not any(map(is_known, nodes))
 
 

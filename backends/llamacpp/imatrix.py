@@ -16,53 +16,13 @@ from edgespec.errors import ModelError
 
 from .child import Say, serve
 from .files import ggml_base, llama_cpp, load_model
+from .ggml_tensor import GgmlTensor, is_known, source_addresses
 from .threads import compute_cores
 from .vocab import load_vocab
 
 TOKENS = 512  # in a chunk, which is read as a text of its own
 LEAST_ROWS = 16  # as llama.cpp's tool: single rows are not worth the stop
 F32, I32 = 0, 26  # ggml_type
-
-
-class Tensor(ctypes.Structure):
-    """struct ggml_tensor of ggml.h, as far as it is used; `check_layout` tells whether it is still so."""
-
-    type: int
-    ne: Any
-    nb: Any
-    src: Any
-    data: int
-    name: bytes
-
-
-Tensor._fields_ = [
-    ("type", ctypes.c_int),
-    ("buffer", ctypes.c_void_p),
-    ("ne", ctypes.c_int64 * 4),
-    ("nb", ctypes.c_size_t * 4),
-    ("op", ctypes.c_int),
-    ("op_params", ctypes.c_int32 * 16),
-    ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(Tensor) * 10),
-    ("view_src", ctypes.c_void_p),
-    ("view_offs", ctypes.c_size_t),
-    ("data", ctypes.c_void_p),
-    ("name", ctypes.c_char * 64),
-]
-
-
-def check_layout(address: int) -> None:
-    """Raises ModelError: the libraries were built with another struct."""
-    library, pointer = ggml_base(), ctypes.c_void_p
-    library.ggml_nbytes.restype, library.ggml_nbytes.argtypes = ctypes.c_size_t, [pointer]
-    library.ggml_get_data.restype, library.ggml_get_data.argtypes = pointer, [pointer]
-    tensor = ctypes.cast(address, ctypes.POINTER(Tensor)).contents
-    same = library.ggml_get_name(address) == tensor.name and library.ggml_get_data(address) == tensor.data
-    weight = tensor.src[0]
-    if not same or not weight or library.ggml_get_name(ctypes.addressof(weight.contents)) != weight.contents.name:
-        raise ModelError(
-            "this version of llama-cpp-python lays tensors out in another way; take --imatrix FILE or none"
-        )
 
 
 class Collector:
@@ -74,7 +34,6 @@ class Collector:
         self.error: BaseException | None = None
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._op = ggml_base().ggml_op_desc
-        self._op.restype, self._op.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
         self._checked = False
 
     def _called(self, address: int, ask: bool, user_data: int) -> bool:
@@ -83,16 +42,18 @@ class Collector:
             if op not in (b"MUL_MAT", b"MUL_MAT_ID"):
                 return not ask
             if not self._checked:
-                check_layout(address)
+                if not all(map(is_known, [address, *source_addresses(address)])):
+                    raise ModelError(
+                        "this version of llama-cpp-python lays tensors out in another way; take --imatrix FILE or none"
+                    )
                 self._checked = True
-            tensor = ctypes.cast(address, ctypes.POINTER(Tensor)).contents
-            weight, rows = tensor.src[0].contents, tensor.src[1].contents
+            weight, rows, *others = (GgmlTensor.from_address(source) for source in source_addresses(address))
             wanted = weight.name.startswith(b"blk.") and rows.type == F32
             wanted &= op == b"MUL_MAT_ID" or rows.ne[1] >= LEAST_ROWS
             if not ask and wanted:
                 name = weight.name.decode()
                 if op == b"MUL_MAT_ID":
-                    self._experts(name, weight, rows, tensor.src[2].contents)
+                    self._experts(name, weight, rows, others[0])
                 else:
                     values = view(rows)  # [n3, n2, rows, columns]
                     self._add(name, 1, np.array([0]), np.square(values).sum((0, 1, 2))[None], values[..., 0].size)
@@ -101,7 +62,7 @@ class Collector:
             self.error = self.error or error
             return not ask
 
-    def _experts(self, name: str, weight: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    def _experts(self, name: str, weight: GgmlTensor, rows: GgmlTensor, chosen: GgmlTensor) -> None:
         ids = view(chosen, np.int32)[0, 0]  # [tokens, experts used]
         values = view(rows)[0]  # [tokens, experts used or 1, columns]
         squares = np.broadcast_to(np.square(values), (*ids.shape, values.shape[-1])).reshape(-1, values.shape[-1])
@@ -118,7 +79,7 @@ class Collector:
         counts[which] += rows
 
 
-def view(tensor: Tensor, kind: Any = np.float32) -> NDArray[Any]:
+def view(tensor: GgmlTensor, kind: Any = np.float32) -> NDArray[Any]:
     """A tensor's values in host memory, last axis first in ggml's order."""
     size = tensor.nb[3] * tensor.ne[3]
     memory = (ctypes.c_char * size).from_address(tensor.data)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_header import own_values
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
@@ -26,7 +26,7 @@ from edgespec.weights.machine import (
     private_memory,
 )
 from edgespec.weights.pin import Progress
-from edgespec.weights.residency import MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
+from edgespec.weights.residency import EXPERTS, MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
 from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
 
 from .cells import EXTRA_IDS, TILE
@@ -185,16 +185,14 @@ def all_tensors(path: str) -> list[Tensor]:
 
 def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     """The layers of a mixture whose experts can be read as they are chosen; none where that does not work."""
-    if not moves_memory():
+    if not any(EXPERTS.search(tensor.name) for tensor in tensors) or not moves_memory():
         return []
-    family = header_values(path, "general.architecture").get("general.architecture", "")
-
-    def read(name: str) -> int:
-        return int(header_values(path, f"{family}.{name}").get(f"{family}.{name}", 0))
-
+    values = own_values(path)
     # The last layers of some models foretell tokens, and are not computed.
-    computed = count_layers(tensors) - read("nextn_predict_layers")
-    return find_experts([tensor for tensor in tensors if layer_of(tensor) < computed], read("expert_count"))
+    computed = count_layers(tensors) - int(values.get("nextn_predict_layers", 0))
+    return find_experts(
+        [tensor for tensor in tensors if layer_of(tensor) < computed], int(values.get("expert_count", 0))
+    )
 
 
 def choose_gpu_layers(

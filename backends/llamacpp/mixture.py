@@ -22,36 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_header import own_values
 from edgespec.remembered import identity, recall, remember
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
 
 from .files import ggml_base, parts
+from .ggml_tensor import GgmlTensor, is_known
 from .memory import all_tensors, find_layers
 
 NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
-FREE = b"ADD_ID"  # adds a row of a small matrix by the expert's number
-
-
-class GgmlTensor(ctypes.Structure):
-    """struct ggml_tensor of ggml.h, as far as it is used here."""
-
-    _fields_ = (
-        ("type", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int32),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-    )
+ADD_ROWS = b"ADD_ID"  # adds a row of a small matrix by the expert's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +57,6 @@ def node_at(address: int) -> Node:
 def root_of(address: int) -> int:
     """The tensor whose data a view shows, or the tensor itself; 0: none."""
     return (GgmlTensor.from_address(address).view_src or address) if address else 0
-
-
-def is_known(address: int) -> bool:
-    """Whether this build's tensors are laid out as `GgmlTensor`."""
-    base, tensor = ggml_base(), GgmlTensor.from_address(address)
-    same = base.ggml_get_name(address) == tensor.name and (base.ggml_get_data(address) or 0) == (tensor.data or 0)
-    return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
 
 
 @dataclass(slots=True)
@@ -109,16 +84,21 @@ class Layer:
 class Mixture:
     """Keeps an `ExpertMemory` in step with a pass. `LayerWatch` tells it every node."""
 
-    def __init__(self, memory: ExpertMemory, used: int) -> None:
-        """`used`: experts that a token uses."""
+    def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
+        """
+        Args:
+            memory: where experts lie.
+            used: experts that a token uses.
+            about: under which it is remembered what was used.
+        """
         self.memory = memory
+        self.about = about
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
         self._copies: list[Any] = []  # of small matrices, with a row for each slot; layers share them
         self._users: dict[bytes, tuple[int, int]] = {}  # node -> number of the layer, of the weight that it needs
         self._first: set[bytes] = set()  # those of them that come first in their layer
         self._before: set[bytes] = set()  # the nodes before users: a pass stops behind them
-        self.about: dict[str, Any] = {}  # under which it is remembered what was used
         self._told: list[Layer] = []  # where llama.cpp finds slots
         self._chosen = -1  # number of the layer whose experts are known
         self._used: list[int] = []  # its weights whose nodes have come
@@ -158,7 +138,7 @@ class Mixture:
                 chosen |= dict.fromkeys((node.sources[2], root_of(node.sources[2])), number)
                 data = GgmlTensor.from_address(node.sources[0]).data
                 self._layers[number].weights.append((node.sources[0], data, self.memory.base(number, weight)))
-            elif node.op == FREE and node.sources[2] in chosen:
+            elif node.op == ADD_ROWS and node.sources[2] in chosen:
                 self._add_rows(self._layers[chosen[node.sources[2]]], node.sources[1])
             elif chosen.keys() & {*node.sources, *map(root_of, node.sources)}:
                 return f"{node.name.decode()} needs the experts' numbers when they are gone"
@@ -288,11 +268,9 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
         ModelError: they cannot be read.
     """
     layers = find_layers(path, all_tensors(path))
-    family = header_values(path, "general.architecture")["general.architecture"]
-    key = f"{family}.expert_used_count"
-    used = int(header_values(path, key).get(key, 1))
+    used, about = int(own_values(path).get("expert_used_count", 1)), {"kind": "experts", "target": identity(path)}
     try:
-        mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used)
+        mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used, about)
     except OSError as error:
         raise ModelError(f"{path}: experts cannot be read: {error}") from error
     try:
@@ -300,8 +278,7 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             mixture.memory.close()
             return None
-        mixture.about = {"kind": "experts", "target": identity(path)}
-        known = recall(mixture.about)
+        known = recall(about)
         shape = (len(layers), layers[0].count)
         scores = np.array(known) if known is not None and np.shape(known) == shape else np.zeros(shape)
         mixture.memory.fill(scores.tolist(), progress)

@@ -21,11 +21,11 @@ class LayerWatch:
     layer that is streamed; later passes stop only there.
     """
 
-    def __init__(self, streamer: Streamer, mixture: Mixture | None = None) -> None:
+    def __init__(self, streamer: Streamer) -> None:
         self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self.streamer = streamer
-        self.mixture = mixture  # whose experts are read as they are chosen
+        self.mixture: Mixture | None = None  # whose experts are read as they are chosen
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
         self._name_of = ggml_base().ggml_get_name

@@ -15,7 +15,7 @@ from edgespec.backend import Backend, Work, load_backend
 from edgespec.errors import UsageError
 from edgespec.measure.recording import questions, record, recording_file
 from edgespec.measure.replay import Recording
-from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_header import own_values
 from edgespec.models.gguf_write import Recipe, check_drop, quantise
 
 ROUNDS = 3
@@ -42,8 +42,7 @@ def choose_layers(
         UsageError: it has not so many layers.
         ModelError: its layers are not alike.
     """
-    arch = header_values(str(path), "general.architecture").get("general.architecture", "")
-    layers = int(header_values(str(path), f"{arch}.block_count").get(f"{arch}.block_count", 0))
+    layers = int(own_values(str(path)).get("block_count", 0))
     if not 0 < count < layers:
         raise UsageError(f"{count} layers are to be left out, but {path} has {layers}; keep at least one")
     check_drop(path, (0,))

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from edgespec.errors import UsageError
 from edgespec.model import Model
-from edgespec.weights.experts import hit_share
+from edgespec.weights.experts import FADING, hit_share
 
 ROUTER = b"ffn_moe_logits-"  # llama-graph.cpp
-RULES = {"LRU": 0.5, "mixed": 0.9, "mixed, slowly": 0.99, "LFU": 1.0}  # by how fast the past fades
+RULES = {"LRU": 0.5, "mixed": FADING, "mixed, slowly": 0.99, "LFU": 1.0}  # by how fast the past fades
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _Listener:
         self.inner = mixture.asked
         self._mixture = mixture
         self._routing = routing
-        self._tensor = import_module("edgespec.backends.llamacpp.mixture").GgmlTensor
+        self._tensor = import_module("edgespec.backends.llamacpp.ggml_tensor").GgmlTensor
         self._routers: dict[int, NDArray[np.float32]] = {}  # index of the layer -> [experts, width]
         self._state = 0  # address of the tensor that the layer's router sees
         self._guess: NDArray[np.int64] | None = None  # [rows, used], of the layer to come

@@ -58,6 +58,17 @@ def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
             raise ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version") from error
 
 
+def own_values(path: str) -> dict[str, Value]:
+    """The values, lists left out, of the model's own family, named without it: "block_count" of "llama.block_count".
+
+    Raises:
+        ModelError: as `header_values`.
+    """
+    values = header_values(path, "")
+    prefix = f"{values.get('general.architecture', '')}."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
 def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:
     """Keys with their values; of lists, the length instead."""
     (version,) = NUMBER.unpack_from(view, 4)

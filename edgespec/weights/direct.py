@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from ctypes import addressof, c_char, memmove
 
 from edgespec.weights.residency import Extent
-from edgespec.weights.system import check_sizes, file_sizes, open_direct, own_buffer, read_fully
+from edgespec.weights.system import BLOCK, check_sizes, file_sizes, open_direct, own_buffer, read_fully, read_unaligned
 
-ALIGNED = 4096  # bytes; direct reads start and end at multiples of that, in the file and in memory
+ALIGNED = BLOCK  # bytes; direct reads start and end at multiples of that, in the file and in memory
 
 
 class DirectFiles:
@@ -54,6 +54,12 @@ class DirectFiles:
             memmove(address, buffer, whole - start)
         if whole < stop:
             self.read_any(file, address + whole - start, whole, stop)
+
+    def read_blocks(self, file: int, address: int, start: int, stop: int) -> None:
+        """Read any bytes to an address, whole blocks past the page cache; at most as `read_unaligned`."""
+        read_unaligned(self._direct[file], address, start, stop)
+        if not self._is_direct[file] and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._direct[file], start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def read_any(self, file: int, address: int, start: int, stop: int) -> None:
         """Read any bytes to an address; through the page cache, which is told to forget them."""

@@ -11,7 +11,6 @@ nearly all experts will be wanted, those of the next layer whose blocks are not 
 The engine's own mapping of the file stays as it is: an engine that is not told of slots finds its experts there.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgespec.errors import ModelError
+from edgespec.weights.direct import DirectFiles
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
 from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
 from edgespec.weights.pin import Progress
@@ -27,12 +27,8 @@ from edgespec.weights.system import (
     READ_SIZE,
     READ_THREADS,
     check_result,
-    check_sizes,
-    file_sizes,
     libc,
     new_memory,
-    open_direct,
-    read_unaligned,
 )
 
 Load = tuple[int, int]  # number of the layer, of the weight
@@ -68,7 +64,7 @@ class ExpertMemory:
         self.bytes_read = 0
         self.wanted = self.hits = 0  # experts that passes have used, and those of them that were in a pool
         self._libc = libc()
-        self._paths = paths
+        self._files = DirectFiles(paths)
         self._changed = threading.Condition()
         self._queue: deque[_Piece] = deque()
         self._left: dict[Load, int] = {}  # pieces that are still to be read
@@ -80,16 +76,9 @@ class ExpertMemory:
         self._ahead_of = -1  # a layer of which everything is read before it is known what is wanted; -1: none
         self._ahead: list[tuple[int, int]] = []  # (expert, slot) that are read of it
         self._begun: set[int] = set()  # its weights that are being read
-        self._files: list[int] = []
-        self._direct: list[bool] = []  # whether the page cache is left out
         self._ranges: list[tuple[int, int]] = []  # what to unmap
         self._threads: list[threading.Thread] = []
         try:
-            for path in paths:
-                descriptor, direct = open_direct(path)
-                self._files.append(descriptor)
-                self._direct.append(direct)
-            self._sizes = file_sizes(self._files)
             self._block_sizes = overflows(layers, slots)
             self._blocks = [self._reserve(size) for size in self._block_sizes]  # where each is now
             self._starts = [
@@ -118,7 +107,7 @@ class ExpertMemory:
     def begin(self) -> None:
         """A pass starts; what has failed is tried again. Raises ModelError: a file has shrunk."""
         try:
-            check_sizes(self._paths, self._files, self._sizes)
+            self._files.check()
         except OSError as error:
             raise ModelError(f"the model cannot be read any more: {error}") from error
         self._error = None
@@ -241,9 +230,8 @@ class ExpertMemory:
             thread.join()
         for address, size in self._ranges:
             self._libc.munmap(address, size)
-        for descriptor in self._files:
-            os.close(descriptor)
-        self._threads, self._ranges, self._files = [], [], []
+        self._files.close()
+        self._threads, self._ranges = [], []
 
     def _move(self, number: int, weight: int) -> None:
         """Bring the overflow of a weight behind the pool of this layer."""
@@ -281,10 +269,7 @@ class ExpertMemory:
         while (piece := self._take()) is not None:
             error = None
             try:
-                read_unaligned(self._files[piece.file], piece.address, piece.start, piece.stop)
-                if not self._direct[piece.file]:
-                    size, forget = piece.stop - piece.start, os.POSIX_FADV_DONTNEED
-                    os.posix_fadvise(self._files[piece.file], piece.start, size, forget)
+                self._files.read_blocks(piece.file, piece.address, piece.start, piece.stop)
             except Exception as found:  # whatever it is, `wait` must not wait for this thread
                 error = found
             with self._changed:

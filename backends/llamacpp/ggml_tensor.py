@@ -1,0 +1,38 @@
+"""ggml's tensors, as their addresses come from llama.cpp's evaluation callback."""
+
+import ctypes
+
+import numpy as np
+
+from .files import ggml_base
+
+
+class GgmlTensor(ctypes.Structure):
+    """struct ggml_tensor of ggml.h, as far as it is used here; `is_known` tells whether it is still so."""
+
+    _fields_ = (
+        ("type", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int32),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+def is_known(address: int) -> bool:
+    """Whether this build's tensors are laid out as `GgmlTensor`."""
+    base, tensor = ggml_base(), GgmlTensor.from_address(address)
+    same = base.ggml_get_name(address) == tensor.name and (base.ggml_get_data(address) or 0) == (tensor.data or 0)
+    return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
+
+
+def source_addresses(address: int) -> list[int]:
+    """Of the tensors that a node is computed from."""
+    return [source for source in GgmlTensor.from_address(address).src if source]
