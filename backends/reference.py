@@ -1,169 +1,40 @@
-"""A small transformer in plain numpy: what every backend must compute, as directly as it can be said.
+"""The yardstick of `tests/contract.py`: sessions, trees and paths over the model of `reference_model.py`.
 
-Decoder-only: RMSNorm, rotary positions, multi-head attention, SwiGLU. Everything is float64, and
-every node is computed on its own, in operations whose shapes depend only on its position. So a
-node's logits are the same bits however nodes were batched, committed or forked, and speculative text
-equals plain text without any tolerance. That makes it the yardstick of `tests/contract.py`.
+A node's logits are the same bits however nodes were batched, committed or forked, so speculative text equals plain
+text without any tolerance.
 
-A session's cache is one array of cells: the committed tokens' cells come first, those of the
-uncommitted nodes follow in the order they were given.
+A session's cache is one array of cells: the committed tokens' cells come first, those of the uncommitted nodes follow
+in the order they were given. With recurrent layers a tree is evaluated path by path, from copies of the states that
+are kept, as engines must do (`paths.py`).
 """
 
 import hashlib
-import math
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from zipfile import BadZipFile
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
 from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.paths import MOST_OWED, States, paths_of, step_from
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf, path_to
 
-Array = NDArray[np.float64]
+from .reference_model import Array, Model, evaluate, load_weights, perturbed, random_model
+
+__all__ = ["Model", "ReferenceBackend", "ReferenceVocab", "load", "load_vocab", "perturbed", "random_model"]
 
 DEFAULT_CONTEXT = 512
-ROPE_BASE = 10000.0
-EPSILON = 1e-6
+KEPT_STATES = 5  # of a session, where layers are recurrent
 SPECIAL = ("<s>", "</s>")  # ids 0 and 1; bytes follow, the commonest first, so that a small vocabulary has letters
 BYTES = bytes(dict.fromkeys((" " + string.ascii_lowercase + "\n" + string.printable).encode() + bytes(range(256))))
 CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One block's weights. D is the width, F the width inside the MLP."""
-
-    attention_norm: Array  # [D]
-    query: Array  # [D, D]
-    key: Array  # [D, D]
-    value: Array  # [D, D]
-    output: Array  # [D, D]
-    mlp_norm: Array  # [D]
-    gate: Array  # [F, D]
-    up: Array  # [F, D]
-    down: Array  # [D, F]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """All weights."""
-
-    heads: int
-    embedding: Array  # [V, D]
-    layers: tuple[Layer, ...]
-    final_norm: Array  # [D]
-    unembedding: Array | None = None  # [V, D]; None: the embedding (tied)
-
-    def save(self, path: str) -> None:
-        """Write an .npz that `load` reads."""
-        arrays = {"heads": np.array(self.heads), "embedding": self.embedding, "final_norm": self.final_norm}
-        if self.unembedding is not None:
-            arrays["unembedding"] = self.unembedding
-        for i, layer in enumerate(self.layers):
-            arrays |= {f"{i}.{field.name}": getattr(layer, field.name) for field in fields(Layer)}
-        with Path(path).open("wb") as stream:
-            np.savez(stream, allow_pickle=False, **arrays)
-
-
-def random_model(
-    seed: int,
-    *,
-    vocab_size: int = 64,
-    layers: int = 2,
-    width: int = 16,
-    heads: int = 2,
-    hidden: int = 32,
-    tied: bool = False,
-    sharpness: float = 3.0,
-) -> Model:
-    """Random weights; `sharpness` is about the standard deviation of the logits."""
-    generator = np.random.default_rng(seed)
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return generator.standard_normal((rows, columns)) * scale / math.sqrt(columns)
-
-    def layer() -> Layer:
-        query, key, value, output = (matrix(width, width, 2.0) for _ in range(4))
-        gate, up, down = matrix(hidden, width), matrix(hidden, width), matrix(width, hidden)
-        return Layer(np.ones(width), query, key, value, output, np.ones(width), gate, up, down)
-
-    embedding = matrix(vocab_size, width, sharpness if tied else math.sqrt(width))
-    blocks = tuple(layer() for _ in range(layers))
-    unembedding = None if tied else matrix(vocab_size, width, sharpness)
-    return Model(heads, embedding, blocks, np.ones(width), unembedding)
-
-
-def perturbed(model: Model, scale: float, seed: int) -> Model:
-    """A copy with noise on every matrix, `scale` of the matrix's own size: a draft that is right now and then."""
-    generator = np.random.default_rng(seed)
-
-    def noisy(weights: Array) -> Array:
-        noise: Array = scale * weights.std() * generator.standard_normal(weights.shape)
-        return weights + noise
-
-    layers = tuple(Layer(*(noisy(getattr(layer, field.name)) for field in fields(Layer))) for layer in model.layers)
-    unembedding = None if model.unembedding is None else noisy(model.unembedding)
-    return replace(model, embedding=noisy(model.embedding), layers=layers, unembedding=unembedding)
-
-
-def rms_norm(x: Array, weight: Array) -> Array:
-    """Scale x [D] to a root mean square of 1, then by `weight` [D]."""
-    scaled: Array = x / np.sqrt(np.mean(x * x) + EPSILON) * weight
-    return scaled
-
-
-def rotate(x: Array, position: int) -> Array:
-    """Rotary position: turn the pairs (i, i + d/2) of every head of x [heads, d] by position * base^(-2i/d)."""
-    half = x.shape[1] // 2
-    angle = position * ROPE_BASE ** (-np.arange(half) / half)
-    cos, sin, left, right = np.cos(angle), np.sin(angle), x[:, :half], x[:, half:]
-    return np.concatenate([left * cos - right * sin, left * sin + right * cos], axis=1)
-
-
-def attend(query: Array, keys: Array, values: Array) -> Array:
-    """Softmax attention of one query [heads, d] over keys and values [n, heads, d]; shape [heads * d]."""
-    scores = np.einsum("hd,nhd->hn", query, keys) / math.sqrt(query.shape[1])
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
-    mixed: Array = np.einsum("hn,nhd->hd", weights, values)
-    return mixed.reshape(-1)
-
-
-def evaluate(model: Model, token_id: int, position: int, past: Array) -> tuple[Array, Array]:
-    """One node through all layers.
-
-    Args:
-        model: the weights.
-        token_id: the node's token.
-        position: its absolute position.
-        past: cells it sees, in the text's order, shape [position, layers, 2, heads, d].
-
-    Returns:
-        Its final state [D] and its own cell [layers, 2, heads, d]: keys and values.
-    """
-    x = model.embedding[token_id]
-    cell = np.empty(past.shape[1:])
-    for i, layer in enumerate(model.layers):
-        h = rms_norm(x, layer.attention_norm)
-        query = rotate((layer.query @ h).reshape(model.heads, -1), position)
-        cell[i, 0] = rotate((layer.key @ h).reshape(model.heads, -1), position)
-        cell[i, 1] = (layer.value @ h).reshape(model.heads, -1)
-        seen = np.concatenate([past[:, i], cell[None, i]])
-        x = x + layer.output @ attend(query, seen[:, 0], seen[:, 1])
-        h = rms_norm(x, layer.mlp_norm)
-        gate = layer.gate @ h
-        x = x + layer.down @ (gate / (1 + np.exp(-gate)) * (layer.up @ h))
-    return rms_norm(x, model.final_norm), cell
 
 
 class ReferenceVocab:
@@ -255,7 +126,7 @@ class ReferenceSession:
             node = len(self._tokens)
             ancestors = path_to(self._parents, parent) if parent >= 0 else []
             seen = np.concatenate([np.arange(length), length + np.array(ancestors, np.int64)])
-            state, self._cells[length + node] = evaluate(model, token, len(seen), self._cells[seen])
+            state, self._cells[length + node], _ = evaluate(model, token, len(seen), self._cells[seen])
             self._tokens.append(token)
             self._parents.append(parent)
             if node in wanted:
@@ -297,6 +168,87 @@ class ReferenceSession:
         self.rewind(0)
 
 
+class RecurrentSession(ReferenceSession):
+    """The same where layers are recurrent: paths, tokens that are owed, and states that are kept."""
+
+    def __init__(self, backend: "ReferenceBackend") -> None:
+        super().__init__(backend)
+        model, head = backend.model, self._cells.shape[-1]
+        self._empty = np.zeros((len(model.layers), model.heads, head, head))
+        self._states = States[Array](KEPT_STATES)
+        self._tips: dict[int, Array] = {}  # node -> the state behind it, where a path ended
+
+    def add(self, work: Work) -> Logits:
+        """Evaluate a checked work's nodes, path by path."""
+        length, first = len(self.token_ids), len(self._tokens)
+        self._tokens += work.token_ids.tolist()
+        self._parents += work.parents.tolist()
+        if not work.prompt:
+            self._states.mark(length)
+        self._prompt = work.prompt
+        paths = paths_of(self._parents, first, self._tips)
+        if self.owed > MOST_OWED:
+            self._bring_on(self._states.last)
+        sizes = [len(path.nodes) + (self.owed if path.start < 0 else 0) for path in paths]
+        step = step_from(self._states.kept, length, max(sizes), self._backend.capabilities.max_nodes)
+        found = dict[int, Array]()
+        for path, size in zip(paths, sizes, strict=True):
+            state = self._text(self._states.last, length) if path.start < 0 else self._tips[path.start]
+            for node in path.nodes:
+                above = np.array(path_to(self._parents, node)[:-1], np.int64)
+                seen = np.concatenate([np.arange(length), length + above])
+                found[node], state = self._evaluate(self._tokens[node], seen, length + node, state)
+            if size == max(sizes):  # others go on behind their leaf
+                self._tips[path.nodes[-1]] = state
+        if self.owed and step is not None:
+            self._bring_on(step)
+        model = self._backend.model
+        output = model.embedding if model.unembedding is None else model.unembedding
+        return ReferenceLogits({node: (output @ found[node]).astype(np.float32) for node in work.wanted.tolist()})
+
+    def _evaluate(self, token: int, seen: NDArray[np.int64], cell: int, state: Array) -> tuple[Array, Array]:
+        x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
+        assert after is not None
+        return x, after
+
+    def _text(self, start: int, stop: int) -> Array:
+        """The state after so many of the text's tokens, from that of fewer."""
+        state = self._states.kept[start] if start else self._empty
+        for position in range(start, stop):
+            _, state = self._evaluate(self.token_ids[position], np.arange(position), position, state)
+        return state
+
+    def _bring_on(self, start: int) -> None:
+        length = len(self.token_ids)
+        self._states.add(length, self._text(start, length))
+
+    @property
+    def owed(self) -> int:
+        return len(self.token_ids) - self._states.last
+
+    def kept(self, length: int) -> int:
+        length = super().kept(length)
+        return length if length == len(self.token_ids) else self._states.before(length)
+
+    def commit(self, path: Sequence[int]) -> None:
+        tips = self._tips
+        super().commit(path)
+        if path and path[-1] in tips:
+            self._states.add(len(self.token_ids), tips[path[-1]])
+        self._tips = {}
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self._states.cut(length)
+        self._tips = {}
+
+    def fork(self) -> "RecurrentSession":
+        other = super().fork()
+        assert isinstance(other, RecurrentSession)
+        other._states = self._states.copy()
+        return other
+
+
 class ReferenceBackend:
     """See `edgespec.backend.Backend`."""
 
@@ -311,7 +263,8 @@ class ReferenceBackend:
     ) -> None:
         self.model = model
         self.vocab = ReferenceVocab(len(model.embedding))
-        self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
+        paths = any(layer.decay is not None for layer in model.layers)
+        self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, 0.0, paths=paths)
         self.open_sessions = 0
         self._sessions = sessions
         self.name = "reference"
@@ -324,7 +277,7 @@ class ReferenceBackend:
         if self.open_sessions == self._sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         self.open_sessions += 1
-        return ReferenceSession(self)
+        return RecurrentSession(self) if self.capabilities.paths else ReferenceSession(self)
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact)
@@ -359,18 +312,8 @@ def load(
     Raises:
         ModelError: the file is missing or is not such a file.
     """
-    if not Path(path).exists():
-        raise ModelError(f"{path}: there is no such file")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            count = len({name.split(".")[0] for name in arrays if "." in name})
-            layers = tuple(Layer(*(arrays[f"{i}.{field.name}"] for field in fields(Layer))) for i in range(count))
-            unembedding = arrays.get("unembedding")
-            model = Model(int(arrays["heads"]), arrays["embedding"], layers, arrays["final_norm"], unembedding)
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, BadZipFile) as error:
-        raise ModelError(f"{path}: is not a reference model: {error}") from error
     return ReferenceBackend(
-        model,
+        load_weights(path),
         context_length=context_length or DEFAULT_CONTEXT,
         max_nodes=budget + 1,
         max_leaves=max(budget, 1),

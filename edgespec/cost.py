@@ -202,7 +202,9 @@ def split(log_probs: Sequence[FloatArray], most: int, spent: float, cost: Curve 
     return [int(count) for count in np.bincount(owner[order], minlength=len(log_probs))]
 
 
-def chain_goodput(agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve) -> float:
+def chain_goodput(
+    agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve, head: int | None = None
+) -> float:
     """Tokens per second of the best round with a chain of 1 to `deepest` drafted tokens.
 
     Args:
@@ -211,11 +213,13 @@ def chain_goodput(agreement: float, behind: int, deepest: int, cost: Curve, draf
         deepest: most tokens to draft, at least 1.
         cost: of the target's passes.
         draft_cost: of the draft's passes.
+        head: as for `paths.best_part`.
     """
     drafted = np.arange(1, deepest + 1)
     tokens = 1 + np.cumsum(agreement**drafted)
+    rows = drafted + 1 if head is None else drafted + 1 + head + tokens
     reading = draft_cost.seconds(max(1, behind)) + (drafted - 1) * draft_cost.plain
-    return float(np.max(tokens / (reading + cost.seconds(drafted + 1))))
+    return float(np.max(tokens / (reading + cost.seconds(rows))))
 
 
 def worth_reading(

@@ -158,8 +158,12 @@ class Generation:
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
-        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
-        budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
+        owed = self.session.owed
+        context = Context(
+            self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves,
+            head=owed if limits.paths else None,
+        )  # fmt: skip
+        budget = min(self._budget, most_nodes(limits, owed) - 1)
         budget = budget if most is None else min(budget, most)
         tree = self._planner.plan(context, budget)
         if self._grammar and budget:
@@ -170,7 +174,7 @@ class Generation:
 
     def work(self, tree: DraftTree) -> Work:
         """The whole tree, to be evaluated at once."""
-        self._tree = tree
+        self._tree, self._plain = tree, len(tree) == 1 and not (self.target.capabilities.paths and self.session.owed)
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         self._waited, self._given = self.target.wait_seconds, perf_counter()
         return work
@@ -198,7 +202,7 @@ class Generation:
         stats.target_seconds += passed
         stats.wait_seconds += waited
         plain = self._planner.plain_seconds if alone else 0.0
-        self._count_plain(passed if alone and len(tree) == 1 else len(output) * plain, plain > 0, began)
+        self._count_plain(passed if alone and self._plain else len(output) * plain, plain > 0, began)
         stats.plan_seconds += perf_counter() - self._started - self._drafted - passed
         told, self._told = self._told[: len(output)], []
         return Round(output, sources, self.finished, tree, result.path[: len(output)], told)

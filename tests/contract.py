@@ -431,10 +431,10 @@ def prefill_in_pieces(factory: Factory) -> None:
         row = last[0].row(last[1])
         assert session.token_ids == text
         assert seen[-1] == (length, length)
-        again = prefill(backend, session, text, want_last=True)  # only the last token is read again
+        again = prefill(backend, session, text, want_last=True)
         assert again is not None
-        assert again[1] == 0
-        close_enough(backend, again[0].row(0), row)
+        assert again[1] == 0 or limits.paths  # only the last token is read again, or what follows the last state
+        close_enough(backend, again[0].row(again[1]), row)
         other = [*text[:7], 5, 6]
         prefill(backend, session, other)
         check_session(backend, session, other)

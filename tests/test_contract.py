@@ -21,6 +21,12 @@ def reference_factory(folder: Path) -> Factory:
     return partial(reference.load, path)
 
 
+def recurrent_factory(folder: Path) -> Factory:
+    path = str(folder / "recurrent.npz")
+    reference.random_model(7, vocab_size=258, layers=3, recurrent=True).save(path)
+    return partial(reference.load, path)
+
+
 def llamacpp_factory(model: Path, **more: str) -> Factory:
     from edgespec.backends.llamacpp import backend as llamacpp
 
@@ -64,7 +70,8 @@ def padded(factory: Factory) -> Factory:
 @pytest.fixture(
     scope="module",
     params=[
-        "reference", "torch", "torch padded", "mlx", "mlx padded", "smollm2_tiny", "smollm2_tiny_f32", "q8_0",
+        "reference", "recurrent", "torch", "torch padded", "mlx", "mlx padded", "smollm2_tiny", "smollm2_tiny_f32",
+        "q8_0",
     ],
 )  # fmt: skip
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
@@ -74,6 +81,8 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return padded(mlx_factory(tmp_path_factory.mktemp("mlx")))
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
+    if request.param == "recurrent":
+        return recurrent_factory(tmp_path_factory.mktemp("reference"))
     if request.param == "torch":
         return torch_factory(tmp_path_factory.mktemp("torch"))
     if request.param == "mlx":

@@ -21,6 +21,7 @@ class Context:
     max_leaves: int  # most leaves the target's backend can hold
     cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
     least: float = 0.0  # a guess less probable than this does not pay
+    head: int | None = None  # tokens that each path of the target's pass begins with (`paths.py`); None: no paths
 
 
 @runtime_checkable

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.cost import FLAT, STEEP, Curve, PassCost, best_size, chain_goodput
+from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
+from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.drafting import agreed
@@ -112,7 +113,7 @@ class _Planned:
     """What a round was hoped to gain."""
 
     length: int  # of the text
-    nodes: int
+    rows: int  # of the pass
     copied: float = 0.0  # right guesses foretold of copies
     drafted: DraftTree | None = None  # before it was cut
     seconds: float = 0.0  # of drafting
@@ -170,18 +171,21 @@ class PacedPlanner:
         known = pace.target.at(length)
         # Before the first pass of all only proportions are known: enough for copies.
         cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope, pace.target.experts)
-        tree, rate = root_only(context.token_ids[-1]), 1 / cost.plain
-        planned = _Planned(length, 1)
+        head = context.head
+        tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
+        planned = _Planned(length, 1 + (head or 0))
         if self._copies:
             trust = max(LEAST_TRUST, pace.copies.value(1.0))
             copied = self._copies.plan(replace(context, least=min(0.5, cost.least / trust)), budget)
-            size, goodput = best_size(copied.log_probs[1:], 0.0, cost, trust) if len(copied) > 1 else (0, rate)
-            if size:
-                tree, rate = best_nodes(copied, size, context.max_leaves), goodput
-                planned = _Planned(length, len(tree), copied=float(np.exp(tree.log_probs[1:]).sum()))
+            found, goodput = best_part(copied, 0.0, cost, max_leaves=context.max_leaves, head=head, trust=trust)
+            if len(found) > 1:
+                tree, rate = found, goodput
+                planned = _Planned(length, _rows(tree, head), copied=float(np.exp(tree.log_probs[1:]).sum()))
         if self._draft and (depth := min(self._draft.depth, context.max_depth, budget)) > 0:
             behind = self._draft.behind(context.token_ids)
-            asked = self._foretell(known, length, behind, depth) > GAIN * rate if known else pace.target.slope == FLAT
+            asked = pace.target.slope == FLAT
+            if known:
+                asked = self._foretell(known, length, behind, depth, head) > GAIN * rate
             if asked:
                 tree, planned = self._drafted(self._draft, replace(context, cost=known), budget, behind, depth)
         self._planned = planned
@@ -193,25 +197,29 @@ class PacedPlanner:
         """Ask the draft, and keep of its tree what pays."""
         cost, length = context.cost, len(context.token_ids)
         started, draft_cost = draft.model_seconds, self._pace.draft.at(length)
-        rate = chain_goodput(self._agreement, behind, depth, cost, draft_cost) if cost and draft_cost else 0.0
+        head, rate = context.head, 0.0
+        if cost and draft_cost:
+            rate = chain_goodput(self._agreement, behind, depth, cost, draft_cost, head)
         found = draft.plan(context, budget)
         seconds = draft.model_seconds - started
-        size = best_size(found.log_probs[1:], seconds, cost)[0] if cost else budget
-        tree = best_nodes(found, size, context.max_leaves)
-        return tree, _Planned(length, len(tree), drafted=found, seconds=seconds, rate=rate)
+        if cost:
+            tree, _ = best_part(found, seconds, cost, max_leaves=context.max_leaves, head=head)
+        else:
+            tree = best_nodes(found, budget, context.max_leaves)
+        return tree, _Planned(length, _rows(tree, head), drafted=found, seconds=seconds, rate=rate)
 
     @property
     def _agreement(self) -> float:
         return self._text.value(self._pace.agreement.value(AGREEMENT))
 
-    def _foretell(self, cost: Curve, length: int, behind: int, depth: int) -> float:
+    def _foretell(self, cost: Curve, length: int, behind: int, depth: int, head: int | None = None) -> float:
         """Tokens per second that asking the draft may bring, in favour of the doubt."""
         draft_cost = self._pace.draft.at(length)
         if draft_cost is None:
             return inf
         asked = self._text.hoped + min(self._pace.agreement.hoped, MOST_EARLIER) / EARLIER
         agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
-        return chain_goodput(agreement, behind, depth, cost, draft_cost) * self._pace.worth.value(1.0)
+        return chain_goodput(agreement, behind, depth, cost, draft_cost, head) * self._pace.worth.value(1.0)
 
     def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """Learn what the round has cost and gained."""
@@ -224,7 +232,7 @@ class PacedPlanner:
         pace, gained = self._pace, len(tokens) - 1
         alone = seconds > 0
         if alone:
-            pace.target.add(planned.nodes, seconds, planned.length)
+            pace.target.add(planned.rows, seconds, planned.length)
         self._text.fade(1)
         if planned.copied and alone:
             pace.copies.add(gained, planned.copied)
@@ -239,3 +247,7 @@ class PacedPlanner:
         """Free the draft's session."""
         if self._draft:
             self._draft.close()
+
+
+def _rows(tree: DraftTree, head: int | None) -> int:
+    return len(tree) if head is None else rows_of(tree.parents, head)

@@ -1,0 +1,98 @@
+"""Models with recurrent layers, whose trees are evaluated as paths: speculative text is plain text, to the bit."""
+
+import numpy as np
+import pytest
+from contract import chain_rows
+from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lossless_reference import PLANNERS, samplings, tokens, write
+
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.sampling import SamplingParams
+
+MODEL = random_model(1, vocab_size=48, layers=3, recurrent=True)
+
+
+def test_the_state_reaches_back_to_the_first_token():
+    backend = ReferenceBackend(random_model(1, vocab_size=48, layers=1, recurrent=True))
+    rows = [chain_rows(backend, [first, 7, 8, 9])[-1] for first in (5, 6)]
+    assert np.abs(rows[0] - rows[1]).max() > 0.01
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", ["specexec", "chain", "sssd", "auto"])
+@pytest.mark.parametrize("kind", ["equal", "perturbed"])
+def test_the_grid(name, temperature, kind):
+    target = ReferenceBackend(MODEL, max_leaves=8)
+    draft = ReferenceBackend(MODEL if kind == "equal" else perturbed(MODEL, 0.3, 1), max_leaves=8)
+    sampling, options = SamplingParams(temperature=temperature, seed=5), {"max_tokens": 60, "stop_ids": frozenset()}
+    plain, _ = write(target, NonePlanner(), [0, 4, 8, 4, 8], sampling, **options)
+    planner = PLANNERS[name](draft, lambda low, high: min(high, 8))
+    output, _ = write(target, planner, [0, 4, 8, 4, 8], sampling, **options)
+    planner.close()
+    assert output == plain
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(list(PLANNERS)), st.lists(tokens, min_size=1, max_size=12), samplings, st.integers(1, 40),
+    st.integers(1, 30), st.data(),
+)  # fmt: skip
+def test_the_same_text(name, prompt, sampling, budget, max_tokens, data):
+    nodes = data.draw(st.sampled_from([8, 41]))
+    target = ReferenceBackend(MODEL, context_length=50, max_nodes=nodes, max_leaves=data.draw(st.sampled_from([1, 3])))
+    draft = ReferenceBackend(perturbed(MODEL, 0.2, 1), context_length=50, max_leaves=data.draw(st.sampled_from([2, 8])))
+    plain, _ = write(target, NonePlanner(), prompt, sampling, max_tokens=max_tokens, budget=budget)
+    planner = PLANNERS[name](draft, lambda low, high: data.draw(st.integers(low, high)))
+    output, _ = write(target, planner, prompt, sampling, max_tokens=max_tokens, budget=budget)
+    planner.close()
+    assert output == plain
+
+
+def test_plain_decoding_owes_nothing():
+    """A pass over one node ends where the text does, so its state is the text's."""
+    target = ReferenceBackend(MODEL, max_leaves=8)
+    session = target.open()
+    for round_number in range(2):
+        write(target, NonePlanner(), [0, 4, 8], SamplingParams(seed=round_number), session=session)
+        assert session.owed == 0
+
+
+@pytest.mark.parametrize("planner", ["chain", "specexec", "sssd"])
+def test_tokens_that_are_owed_stay_few(planner):
+    """Steps, and passes of their own, bring the state on, however often guesses prove wrong."""
+    target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.4, 2), max_leaves=8)
+    guesses, session, seen = PLANNERS[planner](draft, lambda low, high: min(high, 4)), target.open(), []
+    forward = target.forward
+
+    def watched(batch):
+        seen.append(session.owed)
+        return forward(batch)
+
+    target.forward = watched
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    write(target, guesses, [0, 4, 8], sampling, session=session, max_tokens=120, stop_ids=frozenset())
+    assert max(seen) > 0
+    assert max(seen) <= 16 + 13  # what is accepted before the limit is noticed
+
+
+def test_a_chat_of_five_turns_keeps_what_it_has_read():
+    """Every turn starts from the state where the last prompt ended, or better; its text is that of a fresh session."""
+    target, draft = ReferenceBackend(MODEL, sessions=2, max_leaves=8), ReferenceBackend(MODEL, max_leaves=8)
+    session, planner = target.open(), SpecExecPlanner(draft, depth=5)
+    prompt, before = [0, 4, 8], 0
+    for turn in range(5):
+        sampling = SamplingParams(temperature=0.8, seed=turn)
+        options = {"max_tokens": 12, "stop_ids": frozenset[int]()}
+        fresh, _ = write(target, NonePlanner(), prompt, sampling, **options)
+        output, stats = write(target, planner, prompt, sampling, session=session, **options)
+        assert output == fresh
+        assert stats.cached_tokens >= before
+        before = len(prompt) - 1
+        prompt = [*prompt, *output, 9, 9 + turn, 7]
+    # Back to the turn before, as after an answer that shall be given again.
+    output, stats = write(target, planner, prompt[:-15], SamplingParams(seed=9), session=session)
+    assert stats.cached_tokens > 0
+    planner.close()

@@ -1,0 +1,112 @@
+"""Trees as paths: which there are, where steps begin, which states are kept, and what pays."""
+
+import numpy as np
+import pytest
+
+from edgespec.cost import Curve
+from edgespec.paths import Path, States, best_part, paths_of, rows_of, step_from
+from edgespec.tree import make_tree
+
+TREE = [-1, 0, 0, 1, 1, 2]
+
+
+def test_a_path_for_every_leaf_with_the_first_children_first():
+    assert paths_of(TREE, 0) == [Path(-1, [0, 1, 3]), Path(-1, [0, 1, 4]), Path(-1, [0, 2, 5])]
+
+
+def test_paths_go_on_from_the_deepest_node_that_has_a_state():
+    parents = [*TREE, 3, 2, 5]
+    assert paths_of(parents, 6, {0, 3, 5}) == [Path(0, [2, 7]), Path(3, [6]), Path(5, [8])]
+
+
+def test_rows_of_a_pass():
+    assert rows_of(TREE, 0) == 9
+    assert rows_of(TREE, 4) == 21
+    assert rows_of([-1], 0) == 1
+
+
+def test_a_step_begins_where_it_has_as_many_tokens_as_the_others():
+    assert step_from([10, 20, 30, 38], 40, 8, 64) == 30
+    assert step_from([10, 20, 30, 38], 40, 11, 64) == 20
+    assert step_from([10, 20, 30, 38], 40, 11, 15) is None
+    assert step_from([38], 40, 2, 64) == 38
+
+
+class TestStates:
+    def test_the_last_one_and_the_one_before(self):
+        states = States[str](5)
+        assert (states.last, states.before(9)) == (0, 0)
+        for at in (3, 8, 12):
+            assert states.add(at, str(at)) == []
+        assert (states.last, states.before(11), states.before(12), states.before(2)) == (12, 8, 12, 0)
+        assert states.cut(8) == ["12"]
+        assert states.last == 8
+
+    def test_ends_of_prompts_stay_longest(self):
+        states = States[int](5)
+        states.add(4, 4)
+        states.mark(4)
+        for at in range(5, 200):
+            assert len(states.kept) <= 5
+            states.add(at, at)
+        assert 4 in states.kept
+        assert states.last == 199
+
+    @pytest.mark.parametrize("gain", [1, 3, 7])
+    def test_steps_find_a_state_far_enough_behind(self, gain):
+        states = States[int](5)
+        for at in range(10, 400, gain):
+            states.add(at, at)
+        length = states.last + gain
+        assert any(gain + 14 <= length - at <= 64 for at in states.kept)
+
+    def test_a_state_in_the_same_place_replaces_the_other(self):
+        states = States[str](3)
+        states.add(4, "old")
+        assert states.add(4, "new") == ["old"]
+        assert states.kept == {4: "new"}
+
+    def test_a_copy_is_on_its_own(self):
+        states = States[str](3)
+        states.add(4, "a")
+        other = states.copy()
+        states.cut(0)
+        assert other.kept == {4: "a"}
+
+
+def curve(slope: float) -> Curve:
+    return Curve(np.array([1.0, 64.0]), np.array([1.0, 1 + 63 * slope]), slope)
+
+
+def wide_tree():
+    """Three likely children of the root, with a child each; one of them goes on."""
+    likely = np.log([1.0, 0.4, 0.3, 0.2, 0.35, 0.25, 0.15, 0.3, 0.28])
+    return make_tree(range(9), [-1, 0, 0, 0, 1, 2, 3, 4, 7], likely)
+
+
+class TestWhatPays:
+    def test_nodes_that_are_free_all_stay(self):
+        tree, rate = best_part(wide_tree(), 0.0, curve(0.0), max_leaves=8, head=0)
+        assert len(tree) == 9
+        assert rate == pytest.approx(np.exp(wide_tree().log_probs).sum())
+
+    def test_paths_cost_more_than_nodes(self):
+        """Where rows cost, a tree is cut to fewer branches than if nodes were computed once."""
+        nodes, _ = best_part(wide_tree(), 0.0, curve(0.06), max_leaves=8)
+        paths, _ = best_part(wide_tree(), 0.0, curve(0.06), max_leaves=8, head=0)
+        assert rows_of(paths.parents, 0) < rows_of(nodes.parents, 0)
+        assert len(paths) < len(nodes)
+
+    def test_owed_tokens_make_branches_dearer(self):
+        few, _ = best_part(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=0)
+        many, _ = best_part(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=12)
+        assert len(many) < len(few)
+
+    def test_nothing_pays_where_rows_cost_as_much_as_passes(self):
+        tree, rate = best_part(wide_tree(), 0.0, curve(1.0), max_leaves=8, head=0)
+        assert len(tree) == 1
+        assert rate == 1.0
+
+    def test_the_limit_of_paths_holds(self):
+        tree, _ = best_part(wide_tree(), 0.0, curve(0.0), max_leaves=2, head=0)
+        assert rows_of(tree.parents, 0) == 2 * (1 + int(tree.depth.max()))
