@@ -26,7 +26,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def write_hybrid(path: Path, arch: str, seed: int = 0, spread: float = 1.0) -> Path:
-    """A model of this architecture; `spread` is that of the weights, 1.0 keeps a layer's output as large as its input."""
+    """A model of this architecture; with a `spread` of 1.0 a layer's output is about as large as its input."""
     writer = gguf.GGUFWriter(path, arch)
     _header(writer, arch)
     byte_level_vocab(writer)

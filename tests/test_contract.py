@@ -37,6 +37,13 @@ def llamacpp_factory(model: Path, **more: str) -> Factory:
     return load
 
 
+def hybrid_factory(folder: Path) -> Factory:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from hybrid_files import write_hybrid
+
+    return llamacpp_factory(write_hybrid(folder / "hybrid.gguf", "granitehybrid"))
+
+
 def torch_factory(folder: Path) -> Factory:
     """A tiny model; one on SmolLM2 would take minutes."""
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
@@ -71,7 +78,7 @@ def padded(factory: Factory) -> Factory:
     scope="module",
     params=[
         "reference", "recurrent", "torch", "torch padded", "mlx", "mlx padded", "smollm2_tiny", "smollm2_tiny_f32",
-        "q8_0",
+        "q8_0", "hybrid",
     ],
 )  # fmt: skip
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
@@ -81,6 +88,8 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return padded(mlx_factory(tmp_path_factory.mktemp("mlx")))
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
+    if request.param == "hybrid":
+        return hybrid_factory(tmp_path_factory.mktemp("hybrid"))
     if request.param == "recurrent":
         return recurrent_factory(tmp_path_factory.mktemp("reference"))
     if request.param == "torch":

@@ -24,11 +24,9 @@ from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.ring import Streamer
 
+from . import paths
 from .cells import TILE, Cells, Rows
 from .files import (
-    FILE_TYPE_BF16,
-    FILE_TYPE_F16,
-    FILE_TYPE_F32,
     last_log,
     llama_cpp,
     load_model,
@@ -50,24 +48,16 @@ from .memory import (
     suits_narrow,
 )
 from .mixture import Mixture, open_mixture
+from .paths import PathSession, ids_of_session, is_recurrent, most_paths, why_not
 from .session import LlamaSession
 from .specimen import specimen
 from .threads import compute_cores, crowd, threads_for
+from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
 from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
-# Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
-# for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
-# Measured with SmolLM2 as the largest difference over a vocabulary: Q4_1 1.31, BF16 0.43, F16 0.18, and F32, whose
-# cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
-TOLERANCE_QUANTISED = 1.5
-TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
-# The same by the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
-# SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
-CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
-TOLERANCE_OF_4_BITS = 10.0
 TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
 
 
@@ -131,10 +121,10 @@ class LlamaBackend:
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self._context = context
-        share = capabilities.max_leaves
+        share = ids_of_session(capabilities.max_leaves) if capabilities.paths else capabilities.max_leaves
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
         self.cells = Cells(context, share * sessions)
-        self._open: list[LlamaSession] = []
+        self._open: list[Any] = []
         self._most_cells = 0  # that were in use at once since all were free
         # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
         nodes = llama_cpp.llama_n_batch(context)
@@ -154,16 +144,17 @@ class LlamaBackend:
         for name, array, kind in fields:
             setattr(self._batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
 
-    def open(self) -> LlamaSession:
+    def open(self) -> Any:  # a session of either kind
         if not self._free_ids:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        session = LlamaSession(self, self._free_ids.pop(0))
+        kind = PathSession if self.capabilities.paths else LlamaSession
+        session = kind(self, self._free_ids.pop(0))
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    def release(self, session: LlamaSession, ids: list[int]) -> None:
+    def release(self, session: LlamaSession | PathSession, ids: list[int]) -> None:
         """A session has given its sequence ids back."""
         self._open.remove(session)
         self._free_ids.append(ids)
@@ -192,6 +183,8 @@ class LlamaBackend:
         return not any(other.held or other.has_nodes for other in self._open if other is not session)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        if self.capabilities.paths:
+            return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self._context))
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
@@ -216,11 +209,7 @@ class LlamaBackend:
         if self.state_width:
             llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
-            if self._watch:
-                self._watch.begin(
-                    prompt=any(work.prompt for work in batch), rows=len(rows.tokens), padding=len(rows.tokens) - count
-                )
-            self._decode(self._fill(rows))
+            self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)
         except BaseException:
             for session in sessions:
                 session.give_up()
@@ -232,6 +221,16 @@ class LlamaBackend:
         for session in sessions:
             session.evaluated()
         return logits
+
+    def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
+        """One call of llama.cpp; arguments as for `Mixture.begin`."""
+        if self._watch:
+            self._watch.begin(prompt=prompt, rows=len(rows.tokens), padding=padding)
+        self._decode(self._fill(rows))
+
+    def logits_of(self, row: int) -> Float32Array:
+        """Of a row that was wanted, shape [V], the caller's to keep."""
+        return LlamaLogits(self._context, self.vocab.size, 0, {0: row}).row(0)
 
     def _paddings(self, sessions: Sequence[LlamaSession], batch: Sequence[Work]) -> list[int]:
         """Rows of padding before each work. Raises ContextFull: a prompt cannot be continued; nothing has changed."""
@@ -350,10 +349,8 @@ def load(
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = context = None
     try:
-        if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
-            raise ModelError(
-                f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
-            )
+        if is_recurrent(model) and (reason := why_not(model)):
+            raise ModelError(f"{path}: {reason}; use another model")
         if plan:
             watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
         streams = bool(plan and plan.streamed)
@@ -388,10 +385,12 @@ def load(
         context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
-        max_leaves=size.max_leaves,
+        max_leaves=most_paths(model, budget) or size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
         experts=watch.mixture.shape if watch and watch.mixture else None,
+        paths=is_recurrent(model),
+        gaps=is_recurrent(model),  # classes of shapes are not looked for: a pass's shape is its paths' as well
     )
     # Streamed weights are waited for: it is not threads that others disturb.
     yielding = 0 if threads or capabilities.streams else params.n_threads
@@ -417,13 +416,6 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
             yield backend
         finally:
             backend.close()
-
-
-def tolerance(file_type: bytes, kv_type: str | None) -> float:
-    """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
-    weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
-    types = kv_types(kv_type) if kv_type else ()
-    return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])
 
 
 def engine_build() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.models.gguf_header import own_values
+from edgespec.paths import MOST_OWED
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
@@ -44,6 +45,7 @@ from .files import (
     size_lines,
 )
 from .gpu import auto_layers, check_spans, devices
+from .paths import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
@@ -102,6 +104,13 @@ class ContextSize:
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
         params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
+        if lanes := most_paths(model, self.budget):
+            params.n_seq_max = ids_of_session(lanes) * self.sessions
+            rows = self.max_nodes + 2 * MOST_OWED
+            # Cells of all paths of a pass, beside texts as long as may be; few layers have cells.
+            params.n_ctx = self.sessions * (length + max(rows, (lanes + 1) * (self.budget + 1 + 2 * MOST_OWED)))
+            params.n_batch = params.n_ubatch = rows
+            params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound
         params.no_perf = True
@@ -126,6 +135,8 @@ def suits_narrow(model: Any, size: ContextSize) -> bool:
     be padded to two rows: of the 1.5 B in 4 bits 133 instead of 88 ms after 500 tokens, 162 instead of 112 after 4,000.
     With 8 bits one row is 91 and 115 ms. But only float types have a quick kernel for long prompts.
     """
+    if is_recurrent(model):  # has no classes
+        return False
     heads, width = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_embd(model)
     key = metadata(model, f"{metadata(model, 'general.architecture').decode()}.attention.key_length")
     head = int(key) if key.isdigit() else width // max(1, heads)
@@ -286,9 +297,8 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
                 raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
             llama_cpp.llama_free(context)
             # "llama_kv_cache: size = 126.00 MiB (…" is all of it; "… KV buffer size = …" is zero in a rehearsal.
-            found = [
-                re.search(r"(?:cache: |(?:compute|output) buffer )size = +([\d.]+) MiB", line) for line in size_lines
-            ]
+            kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
+            found = [re.search(kinds, line) for line in size_lines]
             needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
         return needed
     finally:
