@@ -27,7 +27,7 @@ from edgespec.paths import MOST_OWED, Path, States, paths_of, step_from
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf
 
-from .cells import Rows
+from .cells import TILE, Rows
 from .files import llama_cpp, metadata
 
 MOST_PATHS = 8  # of a pass
@@ -324,7 +324,9 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
     sessions = [cast(PathSession, work.session) for work in batch]
     for session, work in zip(sessions, batch, strict=True):
         session.check(work)
-    streams = backend.capabilities.streams
+    streams, reading = backend.capabilities.streams, any(work.prompt for work in batch)
+    if not streams and not reading:
+        most_rows = min(most_rows, TILE - 1)  # from there on attention adds up tiles: other rounding than of one row
     found = [PathLogits() for _ in batch]
     try:
         for session in sessions:
@@ -343,7 +345,7 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
             rows = max(len(lane.tokens) for lane, _ in group)
             for start in range(0, len(group), max(1, most_rows // rows)):
                 part = group[start : start + max(1, most_rows // rows)]
-                _compute(backend, part, rows, prompt=any(work.prompt for work in batch))
+                _compute(backend, part, rows, prompt=reading)
     except BaseException:
         for session in sessions:
             session.give_up()
