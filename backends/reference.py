@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
 from edgespec.errors import ContextFull, ModelError, UsageError
-from edgespec.paths import MOST_OWED, States, paths_of, step_from
+from edgespec.paths import CHEAP, MOST_OWED, States, paths_of, step_from
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf, path_to
 
@@ -190,7 +190,7 @@ class RecurrentSession(ReferenceSession):
         if self.owed > MOST_OWED:
             self._bring_on(self._states.last)
         sizes = [len(path.nodes) + (self.owed if path.start < 0 else 0) for path in paths]
-        step = step_from(self._states.kept, length, max(sizes), self._backend.capabilities.max_nodes)
+        step = step_from(self._states.kept, length, len(paths), max(sizes), 2 * CHEAP)
         found = dict[int, Array]()
         for path, size in zip(paths, sizes, strict=True):
             state = self._text(self._states.last, length) if path.start < 0 else self._tips[path.start]

@@ -30,8 +30,9 @@ from edgespec.cost import Curve, best_size
 from edgespec.tree import DraftTree, best_nodes, choose, depths, is_leaf, path_to
 
 MOST_OWED = 16  # tokens, from which on they get a pass of their own, if there is no step
-MOST_MARKED = 2  # states at the ends of prompts, besides the last one
-USUAL_DEPTH = 16  # of a tree: so many tokens before the last state, steps begin
+MOST_MARKED = 1  # states at the ends of prompts, besides the last one
+USUAL_DEPTH = 8  # of a tree: so many tokens before the last state, steps should be able to begin
+CHEAP = 63  # rows that a pass may have for a step, or twice what it has without: they are computed for nothing
 
 State = TypeVar("State")  # whatever an engine knows it by
 
@@ -62,16 +63,18 @@ def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> 
     return sorted(found, key=lambda path: path.nodes)
 
 
-def step_from(states: Collection[int], length: int, rows: int, most: int) -> int | None:
-    """Where a step begins that has at least `rows` and at most `most` tokens, and the fewest of these; None: nowhere.
+def step_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
+    """Where a step begins that has as few tokens as may be, but as many as the paths; None: nowhere.
 
     Args:
         states: numbers of tokens before a state.
         length: tokens of the text, where the step ends.
-        rows: that the other sequences have.
-        most: that there is room for.
+        paths: that the pass has besides.
+        tokens: of each.
+        most: rows that the pass has room for.
     """
-    return max((at for at in states if rows <= length - at <= most), default=None)
+    room = min(most, max(CHEAP, 2 * paths * tokens)) // (paths + 1)
+    return max((at for at in states if tokens <= length - at <= room), default=None)
 
 
 class States(Generic[State]):

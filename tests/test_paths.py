@@ -26,10 +26,16 @@ def test_rows_of_a_pass():
 
 
 def test_a_step_begins_where_it_has_as_many_tokens_as_the_others():
-    assert step_from([10, 20, 30, 38], 40, 8, 64) == 30
-    assert step_from([10, 20, 30, 38], 40, 11, 64) == 20
-    assert step_from([10, 20, 30, 38], 40, 11, 15) is None
-    assert step_from([38], 40, 2, 64) == 38
+    assert step_from([10, 20, 30, 38], 40, 1, 8, 500) == 30
+    assert step_from([10, 20, 30, 38], 40, 1, 13, 500) == 20
+    assert step_from([38], 40, 1, 2, 500) == 38
+
+
+def test_a_step_does_not_cost_much():
+    assert step_from([10], 40, 1, 13, 500) == 10  # two rows of 30
+    assert step_from([10], 40, 2, 13, 500) is None  # three, instead of two of 13
+    assert step_from([10], 40, 2, 24, 500) == 10
+    assert step_from([10], 40, 2, 24, 80) is None  # no room
 
 
 class TestStates:
@@ -58,7 +64,7 @@ class TestStates:
         for at in range(10, 400, gain):
             states.add(at, at)
         length = states.last + gain
-        assert any(gain + 14 <= length - at <= 64 for at in states.kept)
+        assert step_from(states.kept, length, 2, gain + 6, 500) is not None
 
     def test_a_state_in_the_same_place_replaces_the_other(self):
         states = States[str](3)

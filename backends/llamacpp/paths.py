@@ -31,10 +31,10 @@ from .cells import TILE, Rows
 from .files import llama_cpp, metadata
 
 MOST_PATHS = 8  # of a pass
-KEPT_STATES = 5  # of a session
+KEPT_STATES = 4  # of a session
 MOST_OWED_IN_MEMORY = 4  # where a pass of their own does not read weights from a disk
 SHARE = 1 / 8  # states may take this part of what the weights take …
-ALWAYS = 256 << 20  # … and so many bytes in any case
+ALWAYS = 512 << 20  # … and so many bytes in any case
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures whose states lie elsewhere
 
 
@@ -226,7 +226,7 @@ class PathSession:
             self._in_place = lanes[0].leaf
         if self._head and length > held and self._lanes and self._backend.capabilities.streams:
             rows = max(len(lane.tokens) for lane in lanes)
-            at = step_from({0, *self._states.kept}, length, rows, most_rows // (len(lanes) + 1))
+            at = step_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
             if at is not None:
                 self._step = Lane(self._lanes.pop(0), self.token_ids[at:], at)
                 if at:

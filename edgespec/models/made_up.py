@@ -18,11 +18,13 @@ UNUSED = 5  # llama_token_type in llama.h
 Q4_K_S = 14  # llama_ftype in llama.h
 CONTEXT = 8192
 HEADROOM = 1 << 28  # bytes of the disk that are left alone
+STATE, STATE_HEAD, WINDOW = 128, 64, 4  # of a recurrent layer: numbers of a state, of a head, tokens of a convolution
+SLOW = -0.5  # how fast states fade
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformer of Llama's kind. The default is that of a model of 70 billion weights."""
+    """A transformer of Llama's kind, or of Granite 4's. The default is that of a model of 70 billion weights."""
 
     layers: int = 80
     width: int = 8192
@@ -30,12 +32,19 @@ class Shape:
     heads: int = 64
     kv_heads: int = 8
     vocab: int = 128256  # or as many tokens as the tokenizer has, if that is more
+    hybrid: int = 0  # one layer of so many has attention, the others a recurrent state (Mamba 2); 0: all have attention
+
+    def has_attention(self, layer: int) -> bool:
+        """Or a recurrent state."""
+        return not self.hybrid or layer % self.hybrid == self.hybrid - 1
 
     def check(self) -> None:
         """Raises UsageError if no model has this shape."""
         for name in ("layers", "width", "feed_forward", "heads", "kv_heads", "vocab"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name.replace('_', ' ')} is {getattr(self, name)}, but must be at least 1")
+        if self.hybrid < 0 or self.hybrid > self.layers:
+            raise UsageError(f"hybrid is {self.hybrid}, but must be from 0 to {self.layers}, the number of layers")
         if self.width % BLOCK or self.feed_forward % BLOCK:
             raise UsageError(f"width and feed forward must be multiples of {BLOCK}: Q4_K has blocks of so many weights")
         if self.width % self.heads or self.width // self.heads % 2 or self.heads % self.kv_heads:
@@ -86,21 +95,21 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
         free = shutil.disk_usage(out.parent).free
         if total + HEADROOM > free:
             raise EdgespecError(f"{out}: takes {total / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free")
-        writer = gguf.GGUFWriter(part, "llama")
+        writer = gguf.GGUFWriter(part, "granitehybrid" if shape.hybrid else "llama")
         _write_metadata(writer, shape, metadata)
         for name, sizes in tensors:
-            kind = gguf.GGMLQuantizationType.Q4_K if len(sizes) == 2 else gguf.GGMLQuantizationType.F32
+            kind = gguf.GGMLQuantizationType.Q4_K if _in_blocks(sizes) else gguf.GGMLQuantizationType.F32
             writer.add_tensor_info(name, sizes, np.dtype(np.float32), _size(sizes), raw_dtype=kind)
         writer.write_header_to_file(part)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        done, blocks = 0, {columns: _blocks(columns) for columns in {shape.width, shape.feed_forward}}
-        for _, sizes in tensors:
-            if len(sizes) == 2:
+        done, blocks = 0, {sizes[1]: _blocks(sizes[1]) for _, sizes in tensors if _in_blocks(sizes)}
+        for name, sizes in tensors:
+            if _in_blocks(sizes):
                 count = sizes[0] * sizes[1] // BLOCK
                 writer.write_tensor_data(np.resize(blocks[sizes[1]], (count, BLOCK_BYTES)))
             else:
-                writer.write_tensor_data(np.ones(sizes, np.float32))
+                writer.write_tensor_data(np.full(sizes, SLOW if name.endswith("ssm_a") else 1, np.float32))
             done += _size(sizes)
             progress(done, total)
         writer.close()
@@ -120,7 +129,14 @@ def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> Non
     writer.add_embedding_length(shape.width)
     writer.add_feed_forward_length(shape.feed_forward)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    some = [shape.kv_heads if shape.has_attention(layer) else 0 for layer in range(shape.layers)]
+    writer.add_head_count_kv(some if shape.hybrid else shape.kv_heads)
+    if shape.hybrid:
+        writer.add_ssm_conv_kernel(WINDOW)
+        writer.add_ssm_inner_size(2 * shape.width)
+        writer.add_ssm_state_size(STATE)
+        writer.add_ssm_time_step_rank(2 * shape.width // STATE_HEAD)
+        writer.add_ssm_group_count(1)
     writer.add_rope_dimension_count(shape.width // shape.heads)
     writer.add_rope_freq_base(500000.0)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -135,23 +151,45 @@ def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "output.weight", (vocab, shape.width)
     yield "output_norm.weight", (shape.width,)
     yield "token_embd.weight", (vocab, shape.width)
+    attention = [
+        ("attn_k.weight", (keys, shape.width)),
+        ("attn_norm.weight", (shape.width,)),
+        ("attn_output.weight", (shape.width, shape.width)),
+        ("attn_q.weight", (shape.width, shape.width)),
+        ("attn_v.weight", (keys, shape.width)),
+    ]
+    inner = 2 * shape.width
+    mixed, heads = inner + 2 * STATE, inner // STATE_HEAD
+    recurrent = [
+        ("attn_norm.weight", (shape.width,)),
+        ("ssm_a", (heads, 1)),
+        ("ssm_conv1d.bias", (mixed,)),
+        ("ssm_conv1d.weight", (mixed, WINDOW)),
+        ("ssm_d", (heads, 1)),
+        ("ssm_dt.bias", (heads,)),
+        ("ssm_in.weight", (inner + mixed + heads, shape.width)),
+        ("ssm_norm.weight", (1, inner)),
+        ("ssm_out.weight", (shape.width, inner)),
+    ]
+    feed_forward = [
+        ("ffn_down.weight", (shape.width, shape.feed_forward)),
+        ("ffn_gate.weight", (shape.feed_forward, shape.width)),
+        ("ffn_norm.weight", (shape.width,)),
+        ("ffn_up.weight", (shape.feed_forward, shape.width)),
+    ]
     for layer in range(shape.layers):
-        for name, sizes in [
-            ("attn_k", (keys, shape.width)),
-            ("attn_norm", (shape.width,)),
-            ("attn_output", (shape.width, shape.width)),
-            ("attn_q", (shape.width, shape.width)),
-            ("attn_v", (keys, shape.width)),
-            ("ffn_down", (shape.width, shape.feed_forward)),
-            ("ffn_gate", (shape.feed_forward, shape.width)),
-            ("ffn_norm", (shape.width,)),
-            ("ffn_up", (shape.feed_forward, shape.width)),
-        ]:
-            yield f"blk.{layer}.{name}.weight", sizes
+        for name, sizes in [*(attention if shape.has_attention(layer) else recurrent), *feed_forward]:
+            yield f"blk.{layer}.{name}", sizes
+
+
+def _in_blocks(sizes: tuple[int, ...]) -> bool:
+    """Matrices, but not norms of groups, nor what has only a few numbers in a row."""
+    return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % BLOCK == 0
 
 
 def _size(sizes: tuple[int, ...]) -> int:
-    return sizes[0] * sizes[1] // BLOCK * BLOCK_BYTES if len(sizes) == 2 else 4 * sizes[0]
+    count = int(np.prod(sizes))
+    return count // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * count
 
 
 def _blocks(columns: int) -> NDArray[np.uint8]:

@@ -1,0 +1,204 @@
+"""Models with recurrent layers on llama.cpp: all architectures write what plain decoding writes, however guessed."""
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from conftest import quantised
+from contract import chain_rows
+from edgespec.backends.llamacpp import memory as llamacpp_memory
+from edgespec.backends.llamacpp import paths
+from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from hybrid_files import ARCHITECTURES, write_hybrid
+from test_lossless_llamacpp import SAMPLINGS, loaded, write
+from test_made_up import tokenizer  # noqa: F401, a fixture
+from test_offload_llamacpp import least_memory
+
+from edgespec.backend import Work, prefill
+from edgespec.generate import generate_tokens
+from edgespec.measure.lossless import explain
+from edgespec.models.made_up import Shape, write_made_up
+from edgespec.paths import MOST_OWED
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.stats import GenerationStats
+from edgespec.weights import ring
+
+Q4_1 = 3
+PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
+streaming = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
+x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels of other machines were not measured")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrids")
+
+
+def planners(draft: LlamaBackend) -> list[Any]:
+    return [
+        lambda: SpecExecPlanner(draft, depth=6, beam=4),
+        lambda: ChainPlanner(draft, depth=4),
+        lambda: SssdPlanner(depth=5),
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_grid(arch: str, folder: Path) -> None:
+    """At three temperatures, with a draft that is right now and then, and is recurrent itself."""
+    path, other = (
+        write_hybrid(folder / f"{arch}.gguf", arch),
+        write_hybrid(folder / f"{arch}-draft.gguf", arch, spread=0.9),
+    )
+    gained = set[float]()
+    with loaded(path) as target, loaded(other, in_order=False, resident=True) as draft:
+        assert target.capabilities.paths
+        for sampling in SAMPLINGS:
+            plain, _ = write(target, NonePlanner(), PROMPT, sampling, 24)
+            for make in planners(draft):
+                planner = make()
+                output, stats = write(target, planner, PROMPT, sampling, 24)
+                planner.close()
+                gained.add(stats.acceptance_length)
+                found = explain(target, PROMPT, plain, output, sampling)
+                assert found is None or found.tie, f"{planner.name}, {sampling}: {found}"
+    assert max(gained) > 1.3  # guesses were right at all
+
+
+@x86_only
+@pytest.mark.parametrize("arch", ["granitehybrid", "qwen35"])
+def test_quantised_weights_in_memory_are_equal_to_the_bit(arch: str, folder: Path) -> None:
+    """Their kernels treat every row alike, and the cells of attention stand in the order of the text."""
+    path = write_hybrid(folder / f"{arch}-whole.gguf", arch)
+    small = quantised(path, folder / f"{arch}-q4.gguf", Q4_1)
+    with loaded(small) as target, loaded(path, in_order=False, resident=True) as draft:
+        for sampling in SAMPLINGS:
+            plain, _ = write(target, NonePlanner(), PROMPT, sampling, 32)
+            for make in planners(draft):
+                planner = make()
+                assert write(target, planner, PROMPT, sampling, 32)[0] == plain, f"{planner.name}, {sampling}"
+                planner.close()
+
+
+@pytest.fixture(scope="module")
+def granite(folder: Path) -> Path:
+    return quantised(write_hybrid(folder / "granite.gguf", "granitehybrid"), folder / "granite-q4.gguf", Q4_1)
+
+
+def test_a_chat_of_five_turns_keeps_what_it_has_read(granite: Path) -> None:
+    """Each turn reads only what is new since the last state; its text is a fresh session's."""
+
+    def turn(session: Any, planner: Any, prompt: list[int], seed: int) -> tuple[list[int], GenerationStats]:
+        sampling, stats, output = SamplingParams(temperature=0.8, seed=seed), GenerationStats(), list[int]()
+        for round_ in generate_tokens(
+            target, session, planner, prompt, sampling, max_tokens=12, budget=16, stats=stats, stop_ids=frozenset()
+        ):
+            output += round_.tokens
+        return output, stats
+
+    with loaded(granite, sessions=2) as target, loaded(granite, in_order=False, resident=True) as draft:
+        session, planner, prompt, ends = target.open(), SpecExecPlanner(draft, depth=5, beam=4), PROMPT, list[int]()
+        for number in range(5):
+            fresh = target.open()
+            plain, _ = turn(fresh, NonePlanner(), prompt, number)
+            fresh.close()
+            output, stats = turn(session, planner, prompt, number)
+            found = explain(target, prompt, plain, output, SamplingParams(temperature=0.8, seed=number))
+            assert found is None or found.tie
+            assert stats.cached_tokens >= (ends[-1] if ends else 0)
+            ends.append(len(prompt) - 1)
+            prompt = [*prompt, *output, 40 + number, 41, 42]
+        # The last answer once more: its prompt is all there.
+        _, stats = turn(session, planner, prompt[: ends[-1] + 1], 9)
+        assert stats.cached_tokens == ends[-1]
+        planner.close()
+
+
+def test_what_is_owed_is_brought_on_within_the_pass(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights are streamed: no pass of its own reads them again, once there is a state far enough behind."""
+    with loaded(granite, sessions=2) as target:
+        target.capabilities = replace(target.capabilities, streams=True)
+        calls, owed, session, compute = list[int](), list[int](), target.open(), target.compute
+
+        def counted(rows: Any, **more: Any) -> None:
+            calls.append(len(rows.tokens))
+            compute(rows, **more)
+
+        prefill(target, session, PROMPT)
+        monkeypatch.setattr(target, "compute", counted)
+        generator, nodes = np.random.default_rng(0), np.arange(6, dtype=np.int32)
+        for _ in range(30):  # a chain of which three are right
+            owed.append(session.owed)
+            target.forward([Work(session, generator.integers(5, 200, 6).astype(np.int32), nodes - 1, nodes)])
+            session.commit([0, 1, 2])
+        assert len(calls) <= 30 + 2  # a pass each, and one or two that bring on what is owed at first
+        assert max(owed) <= MOST_OWED + 3
+        assert sorted(owed)[15] == 3  # usually what the pass before has accepted
+        last = Work(session, np.array([9], np.int32), nodes[:1] - 1, nodes[:1])
+        row = target.forward([last])[0].row(0)
+        expected = chain_rows(target, [*session.token_ids, 9])[-1]
+        assert np.abs(row - expected).max() < 0.1  # of the order of rounding, far below what one wrong token does
+
+
+@pytest.fixture(scope="module")
+def made_up(tokenizer: Path, folder: Path) -> Path:  # noqa: F811
+    shape = Shape(layers=8, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=100, hybrid=4)
+    write_made_up(folder / "made-up.gguf", shape, tokenizer, lambda done, total: None)
+    return folder / "made-up.gguf"
+
+
+@streaming
+def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
+    streamed = load(str(made_up), memory=least_memory(made_up, **options), **options)
+    resident = load(str(made_up), resident=True, wide=True, **options)  # not repacked: other kernels
+    try:
+        assert streamed.streamer
+        assert len(streamed.streamer.plan.streamed) >= 4
+        tree, tokens = np.array([-1, 0, 0, 1, 2, 4], np.int32), np.arange(30, 36, dtype=np.int32)
+        found = []
+        for backend in (streamed, resident):
+            session, rows = backend.open(), []
+            prefill(backend, session, PROMPT)
+            for _ in range(3):
+                logits = backend.forward([Work(session, tokens, tree, np.arange(6, dtype=np.int32))])[0]
+                rows += [logits.row(node) for node in range(6)]
+                session.commit([0, 2])
+            found.append(np.array(rows))
+            session.close()
+        assert np.isfinite(found[0]).all()
+        np.testing.assert_array_equal(*found)
+        sampling = SamplingParams(temperature=0.7, seed=1)
+        assert (
+            write(streamed, SssdPlanner(), PROMPT, sampling, 16)[0]
+            == write(resident, NonePlanner(), PROMPT, sampling, 16)[0]
+        )
+    finally:
+        streamed.close()
+        resident.close()
+
+
+@streaming
+def test_states_are_in_the_plan(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More paths and more sessions need more memory."""
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    options: dict[str, Any] = {"context_length": 256, "threads": 1}
+    state = 4 * 512 * 128 * 6  # bytes, of the layers that are recurrent
+    one, two = (least_memory(made_up, budget=16, sessions=count, **options) for count in (1, 2))
+    assert two - one > 10 * state
+    assert least_memory(made_up, budget=16, **options) - least_memory(made_up, budget=1, **options) > 6 * state
+
+
+def test_one_architecture_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "metadata", lambda model, key: b"deepseek4")
+    assert "cannot be copied" in paths.why_not(None)
