@@ -240,7 +240,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     good = [group for group in usable(found) if group.least + FEW <= most]
     if not good:
         if asked is not None:
-            raise UsageError(f"--exact {asked}: {reason(found)}")
+            raise UsageError(f"--exact {asked}: {reason(found, limits.paths)}")
         return None
     narrow, mixture = good[0], not all(group.company for group in found)
     others = [] if mixture else [group for group in good[1:] if group.most >= MANY]
@@ -270,18 +270,20 @@ def _open_ended(group: Group) -> bool:
     return group.most == SIZES[-1]
 
 
-def reason(found: Found) -> str:
-    """Why no class was found."""
+def reason(found: Found, paths: bool) -> str:
+    """Why no class was found; `paths`: see `Capabilities`."""
+    if paths:
+        return "some layers are recurrent, and which passes agree to the bit is not looked for in such models"
     if not any(group.trees for group in found if group.most >= FEW):
         return "here a node's logits depend on what stands between its ancestors, so no passes agree to the bit"
     return "here a row's logits depend on the other rows of its pass, so no passes agree to the bit"
 
 
-def line(found: Found, exact: Exact | None) -> str:
-    """What was found, for a person."""
+def line(found: Found, exact: Exact | None, paths: bool = False) -> str:
+    """What was found, for a person; `paths`: see `Capabilities`."""
     sizes = ", ".join(map(_name, usable(found)))
     if not sizes:
-        return reason(found)
+        return reason(found, paths)
     used = f"; used: {exact.name}, at least {exact.trees.least}" if exact else ""
     return f"passes of these numbers of rows agree to the bit: {sizes}{used}"
 

@@ -133,6 +133,14 @@ class States(Generic[State]):
         return loose[0] if len(loose) > 1 and last - loose[1] >= USUAL_DEPTH else loose[-1]
 
 
+def note(most: int | None = None) -> str:
+    """What a person should know of a model with recurrent layers, whose trees have at most so many paths."""
+    limit = f", at most {most}" if most else ""
+    return (
+        f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more (docs/hybrids.md)"
+    )
+
+
 def rows_of(parents: ArrayLike, head: int) -> int:
     """Rows of a pass over a tree as paths, each with so many owed tokens at its head."""
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))

@@ -105,13 +105,13 @@ def test_sizes_are_warned_of(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     good = header(tmp_path / "a.gguf")
     foreign = header(tmp_path / "b.gguf", vocab=sentencepiece_vocab)
-    recurrent = header(tmp_path / "c.gguf", arch="mamba")
+    recurrent = header(tmp_path / "c.gguf", arch="glm5-next")
     part = header(tmp_path / "d-00001-of-00002.gguf")
     (tmp_path / "e.gguf").write_text("hello")
     for pair, says in [
         ((good, foreign), "the draft has another vocabulary than the target"),
-        ((good, recurrent), "has recurrent layers"),
-        ((recurrent, good), "has recurrent layers"),
+        ((good, recurrent), "keeps the states of glm5-next where they cannot be copied"),
+        ((recurrent, good), "keeps the states of glm5-next where they cannot be copied"),
         ((good, part), "00002-of-00002.gguf: there is no such file"),
         ((str(tmp_path / "e.gguf"), good), "is not a GGUF file"),
     ]:
@@ -119,6 +119,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert len(verdict.refusals) == 1
         assert says in verdict.refusals[0]
         assert "\n" not in verdict.refusals[0]
+
+
+def test_recurrent_layers_are_no_reason(tmp_path: Path) -> None:
+    pair = header(tmp_path / "a.gguf", arch="mamba"), header(tmp_path / "b.gguf", arch="mamba2")
+    assert check_pair(*pair, context_length=2048, memory=GB).refusals == []
 
 
 def test_a_file_that_is_cut_off(smollm2_tiny: Path, tmp_path: Path) -> None:

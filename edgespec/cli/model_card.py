@@ -4,8 +4,10 @@ from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.loading import DEFAULT_BUDGET, DEFAULT_CONTEXT
+from edgespec.models.gguf_header import has_states
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
+from edgespec.paths import note
 from edgespec.sampling import SamplingParams
 
 FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"  # where a value may come from
@@ -28,6 +30,8 @@ def model_card(entry: Entry) -> dict[str, Any]:
         notes.append(str(error))
     else:
         own, notes = own_sampling(path)
+        if path.endswith(".gguf") and has_states(path):
+            notes = [*notes, note()]
     program: dict[str, Any] = {"planner": "auto", "budget": None, "ctx": DEFAULT_CONTEXT, "system": None}
     program |= {name: getattr(SamplingParams(), name) for name in SAMPLING}
     given = entry.defaults.model_dump(exclude_none=True)

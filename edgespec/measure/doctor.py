@@ -29,6 +29,7 @@ from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.exact import check_choice, line, settle, tokens
 from edgespec.loading import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.paths import note
 from edgespec.remembered import everything, identity
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -243,12 +244,14 @@ def _try(
     streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
     with closing(_load(engine, path, options | streaming)) as backend:
         found = settle(backend, path, exact, say=say)
-        tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
+        tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"
         if engine != "llamacpp":
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
         tried.streams = backend.capabilities.streams
+        if backend.capabilities.paths:
+            tried.notes = [*tried.notes, note(backend.capabilities.max_leaves)]
         nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
         between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
         tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))

@@ -127,6 +127,10 @@ def measure_pair(
                 rows.append(_row(name, one, backends, answers, seconds[one + 1]))
         exact = target.capabilities.exact
         notes = list(target.notes)
+        if target.capabilities.paths:
+            notes.append(
+                "some layers are recurrent: passes were timed as chains, branches cost more; try edgespec bench"
+            )
         return Measured(path, draft or "", rows, target.capabilities.streams, exact.name if exact else "", notes)
     finally:
         close_all(backends)

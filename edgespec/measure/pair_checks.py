@@ -6,6 +6,7 @@ from typing import Any
 
 from edgespec.backend import check_same_vocab
 from edgespec.backends.llamacpp.files import llama_cpp, load_model, parts, read_tensors
+from edgespec.backends.llamacpp.paths import is_recurrent, why_not
 from edgespec.backends.llamacpp.vocab import load_vocab
 from edgespec.errors import EdgespecError, VocabMismatch
 from edgespec.models.gguf_header import header_values
@@ -77,8 +78,8 @@ def unusable(path: str) -> str:
     except EdgespecError as error:
         return str(error)
     try:
-        if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
-            return f"{path}: has recurrent layers, whose state cannot branch into a tree"
+        if is_recurrent(model) and (reason := why_not(model)):
+            return f"{path}: {reason}"
     finally:
         llama_cpp.llama_model_free(model)
     return ""

@@ -24,6 +24,7 @@ SCALARS = {
     if code
 }
 VERSIONS = (2, 3)
+OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # what keys of recurrent layers begin with (llama-arch.cpp)
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
 
@@ -67,6 +68,11 @@ def own_values(path: str) -> dict[str, Value]:
     values = header_values(path, "")
     prefix = f"{values.get('general.architecture', '')}."
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def has_states(path: str) -> bool:
+    """Whether some of a model's layers are recurrent; raises as `header_values` does."""
+    return any(key.startswith(OF_STATES) for key in own_values(path))
 
 
 def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:
