@@ -453,7 +453,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "changes", "message"),
         [
-            ("mamba", {}, "linear_attention, which cannot branch into a tree"),
+            ("mamba", {}, "linear_attention, which cannot branch into a tree here; use a GGUF"),
             ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention, which cannot"),
             ("gpt_oss", {"sliding_window": 8}, "a term .s_aux. that this backend does not compute"),
             ("bloom", {}, "computes attention in its own way"),

@@ -52,6 +52,6 @@ def find_windows(model: Any, path: str) -> list[int | None]:
         else:
             raise ModelError(
                 f"{path}: has layers that keep their past in a {type(cache).__name__}, which cannot branch into a "
-                f"tree; use an attention model"
+                f"tree here; use a GGUF of it, or an attention model"
             )
     return windows

@@ -81,7 +81,8 @@ def check_config(config: Any) -> None:
     text = config.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}
     if other:
-        raise ModelError(f"has layers of the kind {', '.join(sorted(other))}, which cannot branch into a tree")
+        kinds = ", ".join(sorted(other))
+        raise ModelError(f"has layers of the kind {kinds}, which cannot branch into a tree here; use a GGUF of it")
 
 
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
