@@ -186,9 +186,9 @@ class RecurrentSession(ReferenceSession):
         if not work.prompt:
             self._states.mark(length)
         self._prompt = work.prompt
-        paths = paths_of(self._parents, first, self._tips)
-        if self.owed > MOST_OWED:
+        if self._behind > MOST_OWED:
             self._bring_on(self._states.last)
+        paths = paths_of(self._parents, first, self._tips)
         sizes = [len(path.nodes) + (self.owed if path.start < 0 else 0) for path in paths]
         step = step_from(self._states.kept, length, len(paths), max(sizes), 2 * CHEAP)
         found = dict[int, Array]()
@@ -223,8 +223,12 @@ class RecurrentSession(ReferenceSession):
         self._states.add(length, self._text(start, length))
 
     @property
-    def owed(self) -> int:
+    def _behind(self) -> int:
         return len(self.token_ids) - self._states.last
+
+    @property
+    def owed(self) -> int:
+        return self._behind if self._behind <= MOST_OWED else 0  # more are read before
 
     def kept(self, length: int) -> int:
         length = super().kept(length)

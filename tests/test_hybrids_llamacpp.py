@@ -188,6 +188,30 @@ def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytes
         resident.close()
 
 
+def test_a_pass_that_fails_leaves_texts_as_they_were(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States may have been moved without their contents, those of other sessions, too: all texts are read again."""
+    with loaded(granite, sessions=3) as target:
+        one, other, nodes = target.open(), target.open(), np.arange(4, dtype=np.int32)
+        prefill(target, one, PROMPT)
+        prefill(target, other, PROMPT[:9])
+        compute = target.compute
+
+        def failing(rows: Any, **more: Any) -> None:
+            compute(rows, **more)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(target, "compute", failing)
+        with pytest.raises(KeyboardInterrupt):
+            target.forward([Work(one, nodes + 9, np.array([-1, 0, 0, 1], np.int32), nodes)])
+        monkeypatch.setattr(target, "compute", compute)
+        for session in (one, other):
+            text = list(session.token_ids)
+            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
+            assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
+        assert one.token_ids == PROMPT
+        assert other.token_ids == PROMPT[:9]
+
+
 @streaming
 def test_states_are_in_the_plan(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More paths and more sessions need more memory."""

@@ -125,6 +125,7 @@ class LlamaBackend:
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
         self.cells = Cells(context, share * sessions)
         self._open: list[Any] = []
+        self.sessions: Sequence[Any] = self._open
         self._most_cells = 0  # that were in use at once since all were free
         # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
         nodes = llama_cpp.llama_n_batch(context)

@@ -66,6 +66,16 @@ def ids_of_session(paths: int) -> int:
     return 1 + (paths + 1) + (KEPT_STATES + 1)
 
 
+def reads_weights(limits: Capabilities) -> bool:
+    """Whether every call of llama.cpp reads weights from a disk, so that one is better than two."""
+    return limits.streams or limits.experts is not None
+
+
+def most_owed(limits: Capabilities) -> int:
+    """Tokens, from which on those that are owed get a pass of their own."""
+    return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
+
+
 class PathLogits:
     """See `edgespec.backend.Logits`: copies, since a pass may take several calls of llama.cpp."""
 
@@ -90,6 +100,7 @@ class Owner(Protocol):
     memory: Any  # llama.cpp's; None once it is freed
     capabilities: Capabilities
     in_order: bool
+    sessions: Sequence[Any]  # that are open
 
     def open(self) -> Any: ...
 
@@ -224,7 +235,7 @@ class PathSession:
             lanes.append(lane)
         if first == 0:
             self._in_place = lanes[0].leaf
-        if self._head and length > held and self._lanes and self._backend.capabilities.streams:
+        if self._head and length > held and self._lanes and reads_weights(self._backend.capabilities):
             rows = max(len(lane.tokens) for lane in lanes)
             at = step_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
             if at is not None:
@@ -262,15 +273,22 @@ class PathSession:
         self._head = self._step = None
 
     def give_up(self) -> None:
-        """A pass failed: forget all nodes and lanes."""
+        """A pass failed, and may have moved states in memory without their contents: read the text again."""
+        self._tips = {}
         self._forget_nodes()
-        for lane in self._ids[1 : -KEPT_STATES - 1]:
-            self._remove(lane)
+        for seq in self._ids:
+            self._remove(seq)
         self._lanes = self._ids[1 : -KEPT_STATES - 1]
+        self._free += self._states.cut(-1)
+
+    @property
+    def behind(self) -> int:
+        """Tokens behind the last state."""
+        return len(self.token_ids) - self._states.last
 
     @property
     def owed(self) -> int:
-        return len(self.token_ids) - self._states.last
+        return self.behind if self.behind <= most_owed(self._backend.capabilities) else 0  # more are read before
 
     def kept(self, length: int) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
@@ -324,13 +342,13 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
     sessions = [cast(PathSession, work.session) for work in batch]
     for session, work in zip(sessions, batch, strict=True):
         session.check(work)
-    streams, reading = backend.capabilities.streams, any(work.prompt for work in batch)
+    streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
         most_rows = min(most_rows, TILE - 1)  # from there on attention adds up tiles: other rounding than of one row
     found = [PathLogits() for _ in batch]
     try:
         for session in sessions:
-            while session.owed > (MOST_OWED if streams else MOST_OWED_IN_MEMORY):
+            while session.behind > most_owed(backend.capabilities):
                 lane = session.owed_lane(most_rows)
                 _compute(backend, [(lane, PathLogits())], len(lane.tokens), prompt=False)
                 session.read_owed()
@@ -347,8 +365,8 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
                 part = group[start : start + max(1, most_rows // rows)]
                 _compute(backend, part, rows, prompt=reading)
     except BaseException:
-        for session in sessions:
-            session.give_up()
+        for one in backend.sessions:
+            one.give_up()
         raise
     for session, mine in zip(sessions, lanes, strict=True):
         session.evaluated(mine)
