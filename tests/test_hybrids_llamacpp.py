@@ -21,6 +21,7 @@ from test_made_up import tokenizer  # noqa: F401, a fixture
 from test_offload_llamacpp import least_memory
 
 from edgespec.backend import Work, prefill
+from edgespec.errors import UsageError
 from edgespec.generate import generate_tokens
 from edgespec.measure.lossless import explain
 from edgespec.models.made_up import Shape, write_made_up
@@ -221,6 +222,13 @@ def test_states_are_in_the_plan(made_up: Path, monkeypatch: pytest.MonkeyPatch) 
     one, two = (least_memory(made_up, budget=16, sessions=count, **options) for count in (1, 2))
     assert two - one > 10 * state
     assert least_memory(made_up, budget=16, **options) - least_memory(made_up, budget=1, **options) > 6 * state
+
+
+def test_many_sessions_have_fewer_paths(granite: Path) -> None:
+    with loaded(granite) as few, loaded(granite, sessions=20) as many:
+        assert few.capabilities.max_leaves > many.capabilities.max_leaves >= 1
+    with pytest.raises(UsageError, match="40 texts at once are too many"):
+        load(str(granite), sessions=40)
 
 
 def test_one_architecture_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,7 +386,7 @@ def load(
         context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
-        max_leaves=most_paths(model, budget) or size.max_leaves,
+        max_leaves=most_paths(model, budget, sessions) or size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
         experts=watch.mixture.shape if watch and watch.mixture else None,

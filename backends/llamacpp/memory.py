@@ -104,7 +104,7 @@ class ContextSize:
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
         params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
-        if lanes := most_paths(model, self.budget):
+        if lanes := most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
             rows = self.max_nodes + 2 * MOST_OWED
             # Cells of all paths of a pass, beside texts as long as may be; few layers have cells.

@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from edgespec.backend import Capabilities, Logits, Work, check_batch
-from edgespec.errors import ContextFull
+from edgespec.errors import ContextFull, UsageError
 from edgespec.paths import MOST_OWED, Path, States, paths_of, step_from
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.tree import depths, is_leaf
@@ -32,6 +32,7 @@ from .files import llama_cpp, metadata
 
 MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session
+MOST_IDS = 256  # LLAMA_MAX_SEQ, fixed when llama.cpp is compiled
 MOST_OWED_IN_MEMORY = 4  # where a pass of their own does not read weights from a disk
 SHARE = 1 / 8  # states may take this part of what the weights take …
 ALWAYS = 512 << 20  # … and so many bytes in any case
@@ -49,16 +50,23 @@ def why_not(model: Any) -> str:
     return f"llama.cpp keeps the states of {name} where they cannot be copied" if name in OTHER_MEMORY else ""
 
 
-def most_paths(model: Any, budget: int) -> int:
-    """Paths that a pass may have, so that their states do not take too much memory; 0: no layer is recurrent."""
+def most_paths(model: Any, budget: int, sessions: int) -> int:
+    """Paths that a tree may have, so that all states do not take too much memory; 0: no layer is recurrent.
+
+    Raises:
+        UsageError: there are not enough sequence ids for so many sessions.
+    """
     if not is_recurrent(model):
         return 0
     name = metadata(model, "general.architecture").decode()
     inner, size = (metadata(model, f"{name}.ssm.{key}") for key in ("inner_size", "state_size"))
     state = 4 * int(inner or 0) * int(size or 0) * llama_cpp.llama_model_n_layer(model)
     room = max(ALWAYS, int(SHARE * llama_cpp.llama_model_size(model)))
-    states = room // state if state else MOST_PATHS + KEPT_STATES
-    return max(1, min(MOST_PATHS, budget, states - KEPT_STATES))
+    states = room // state if state else MOST_IDS
+    if MOST_IDS // sessions < ids_of_session(1):
+        most = MOST_IDS // ids_of_session(1)
+        raise UsageError(f"{sessions} texts at once are too many: some layers are recurrent, so llama.cpp takes {most}")
+    return max(1, min(MOST_PATHS, budget, min(states, MOST_IDS) // sessions - ids_of_session(0)))
 
 
 def ids_of_session(paths: int) -> int:
