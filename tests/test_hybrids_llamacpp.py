@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import quantised
+from conftest import Run, quantised
 from contract import chain_rows
 from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp import paths
@@ -234,3 +234,13 @@ def test_many_sessions_have_fewer_paths(granite: Path) -> None:
 def test_one_architecture_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "metadata", lambda model, key: b"deepseek4")
     assert "cannot be copied" in paths.why_not(None)
+
+
+def test_the_command_line_says_it(granite: Path, run: Run) -> None:
+    code, out, _ = run("models", str(granite))
+    assert code == 0
+    assert "some layers are recurrent: trees are evaluated path by path" in out
+    code, _, err = run("run", str(granite), "Hi", "-n", "2", "--exact", "wide")
+    assert code == 2
+    assert "some layers are recurrent, and which passes agree to the bit is not looked for" in err
+    assert len(err.splitlines()) == 1
