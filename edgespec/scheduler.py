@@ -371,7 +371,8 @@ class Scheduler:
             self._prompt_cost.add(nodes, seconds)
             return
         self._tree_seconds = seconds
-        if self._cost and len(batch) > 1:  # a planner learns what a pass over its tree alone takes
+        # A planner learns what a pass over its tree alone takes, and counts the rows of trees that go as paths.
+        if self._cost and len(batch) > 1 and not self.target.capabilities.paths:
             self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 
     def _was_read(self, slot: Slot, work: Work) -> None:
