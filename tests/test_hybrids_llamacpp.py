@@ -22,7 +22,7 @@ from test_offload_llamacpp import least_memory
 
 from edgespec.backend import Work, prefill
 from edgespec.errors import UsageError
-from edgespec.generate import generate_tokens
+from edgespec.generate import Generation, generate_tokens
 from edgespec.measure.lossless import explain
 from edgespec.models.made_up import Shape, write_made_up
 from edgespec.paths import MOST_OWED
@@ -244,3 +244,30 @@ def test_the_command_line_says_it(granite: Path, run: Run) -> None:
     assert code == 2
     assert "some layers are recurrent, and which passes agree to the bit is not looked for" in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_texts_that_share_passes_are_those_written_alone(streams: bool, folder: Path) -> None:
+    """Paths of several texts in one rectangle, or in one each."""
+    path = write_hybrid(folder / f"shared-{streams}.gguf", "granitehybrid")
+    with loaded(path, sessions=4) as target, loaded(path, in_order=False, resident=True, sessions=3) as draft:
+        target.capabilities = replace(target.capabilities, streams=streams)
+        prompts = [[5 + number, *PROMPT[: 20 + 2 * number]] for number in range(4)]
+        alone = [write(target, NonePlanner(), prompt, SAMPLINGS[1], 20)[0] for prompt in prompts]
+        guesses = [make() for make in (NonePlanner, *planners(draft))]
+        texts = [
+            Generation(
+                target, target.open(), planner, prompt, SAMPLINGS[1], max_tokens=20, budget=8, stats=GenerationStats()
+            )
+            for planner, prompt in zip(guesses, prompts, strict=True)
+        ]
+        for text in texts:
+            text.read_prompt()
+        while going := [text for text in texts if not text.finished]:
+            works = [text.work(text.plan()) for text in going]
+            for text, logits in zip(going, target.forward(works), strict=True):
+                text.take(logits)
+        for text, prompt, plain in zip(texts, prompts, alone, strict=True):
+            text.session.close()
+            found = explain(target, prompt, plain, text.token_ids[len(prompt) :], SAMPLINGS[1])
+            assert found is None or found.tie, str(found)
