@@ -353,10 +353,12 @@ def test_a_layer_entered_too_late_is_not_hidden_while_it_is_computed(entered: li
         assert store.shown == {}
         gate.set()
         streamer.enter(3)
-        assert set(store.shown.values()) == {3}
+        assert 3 in store.shown.values()  # and perhaps the next pass's first layer already
 
-    within(10, run)
-    streamer.close()
+    try:
+        within(10, run)
+    finally:
+        streamer.close()
     assert store.wrong == []
 
 
