@@ -13,12 +13,12 @@ PROMPTS = ("Count to five.", "Name a colour.")
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9))
 
 
-def test_texts_in_company_equal_those_alone_and_a_stopped_check_goes_on(smollm2: Path, tmp_path: Path) -> None:
+def test_texts_in_company_equal_those_alone_and_a_stopped_check_goes_on(smollm2_tiny: Path, tmp_path: Path) -> None:
     path, done = tmp_path / "texts.jsonl", []
 
     def written() -> list[Written]:
         return write_texts(
-            str(smollm2), PROMPTS, SAMPLINGS, path, ["sssd"], parallel=3, max_tokens=12, context_length=256,
+            str(smollm2_tiny), PROMPTS, SAMPLINGS, path, ["sssd"], parallel=3, max_tokens=12, context_length=256,
             remember=False, done=lambda: done.append(1),
         )  # fmt: skip
 
