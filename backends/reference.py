@@ -15,15 +15,19 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
+from threading import Event
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
-from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.saved import identity_of, read, write
 from edgespec.tree import depths, is_leaf, path_to
 
 Array = NDArray[np.float64]
@@ -252,6 +256,8 @@ class ReferenceSession:
         wanted = set(work.wanted.tolist())
         self._prompt = work.prompt
         for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
+            if self._backend.interrupted.is_set():
+                raise Interrupted("the pass was interrupted")
             node = len(self._tokens)
             ancestors = path_to(self._parents, parent) if parent >= 0 else []
             seen = np.concatenate([np.arange(length), length + np.array(ancestors, np.int64)])
@@ -290,6 +296,18 @@ class ReferenceSession:
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
         return other
 
+    def save(self, path: str | Path, note: Any = None) -> None:
+        cells = self._cells[: len(self.token_ids)]
+        write(path, self._backend, self.token_ids, {"read": self._read}, lambda new: cells.tofile(new), note)
+
+    def load(self, path: str | Path) -> Any:
+        saved = read(path, self._backend)
+        self.rewind(0)
+        cells = self._cells[: len(saved.token_ids)]
+        cells[:] = np.fromfile(path, np.float64, cells.size).reshape(cells.shape)
+        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        return saved.note
+
     def close(self) -> None:
         if self._open:
             self._backend.open_sessions -= 1
@@ -313,6 +331,7 @@ class ReferenceBackend:
         self.vocab = ReferenceVocab(len(model.embedding))
         self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
         self.open_sessions = 0
+        self.interrupted = Event()
         self._sessions = sessions
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
@@ -335,7 +354,32 @@ class ReferenceBackend:
         for work, session in zip(batch, sessions, strict=True):
             assert isinstance(session, ReferenceSession)
             session.check(work)
-        return [session.add(work) for work, session in zip(batch, sessions, strict=True)]  # type: ignore[attr-defined]
+        try:
+            return [session.add(work) for work, session in zip(batch, sessions, strict=True)]  # type: ignore[attr-defined]
+        except Interrupted:
+            for session in sessions:
+                session.rewind(len(session.token_ids))
+            raise
+        finally:
+            self.interrupted.clear()
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, self._weights)
+
+    @cached_property
+    def _weights(self) -> str:
+        """A hash of all weights."""
+        found = hashlib.sha256(str(self.model.heads).encode())
+        for layer in self.model.layers:
+            for field in fields(Layer):
+                found.update(getattr(layer, field.name).tobytes())
+        for one in (self.model.embedding, self.model.final_norm, self.model.unembedding):
+            found.update(b"" if one is None else one.tobytes())
+        return found.hexdigest()[:32]
 
     def close(self) -> None:
         """Nothing outside Python's memory to free."""

@@ -69,7 +69,7 @@ class Holder(Protocol):
     def first_id(self) -> int: ...
 
     def moved(self, start: int) -> None:
-        """Its text now has the cells from `start` on, and only its first id is tagged."""
+        """Its text now has the cells from `start` on, which only its own id carries."""
 
 
 class Cells:
@@ -106,7 +106,7 @@ class Cells:
         """See that so many cells are free at the end.
 
         Raises:
-            ContextFull: they are not, while sessions have nodes.
+            ContextFull: they are not, while sessions have nodes, or texts take too many.
         """
         holders = [session for session in sessions if session.held or session.has_nodes]
         if not holders and self.end:
@@ -115,6 +115,8 @@ class Cells:
         if full and nodes:
             raise ContextFull("the cache is full, and nodes of other trees are in it")
         used = sum(session.held for session in holders)
+        if full and used + rows > self._size:
+            raise ContextFull(f"the cache of {self._size} cells is full: {used} hold texts, {rows} more are needed")
         if full or (not nodes and (self.uncertain or (self.wasted and self.end - used > max(used, MUCH_WASTE)))):
             self.put_in_order(holders)
 

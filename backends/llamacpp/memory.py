@@ -86,7 +86,12 @@ class ContextSize:
 
     @property
     def max_leaves(self) -> int:
-        return min(max(self.budget, 32), (LLAMA_MAX_SEQ - EXTRA_IDS) // self.sessions)
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ - EXTRA_IDS - self.sessions + 1)
+
+    @property
+    def ids(self) -> int:
+        """Of sequences: one for each session, and those that all of them share."""
+        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - EXTRA_IDS)
 
     def kept_in(self, model: Any) -> str:
         """The type of keys and values, or both, as in "f16/q8_0"."""
@@ -100,7 +105,7 @@ class ContextSize:
         rows = self.max_nodes + tiles
         params.n_ctx = self.sessions * (length + self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
-        params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS
+        params.n_seq_max = self.ids + EXTRA_IDS
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound

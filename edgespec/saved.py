@@ -1,0 +1,284 @@
+"""A session in a file: a text's tokens with their keys and values, so that a prompt need not be read again.
+
+    the engine's bytes | JSON: identity, token ids, … | length and checksum of the JSON, MARK
+
+The JSON comes last, since engines write their part themselves. A file is written under another name and then renamed,
+so what has the name is whole; the checksums are for what happens to it later.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Protocol
+
+from edgespec.backend import Capabilities, common_prefix
+from edgespec.errors import SessionFileError
+
+VERSION = 1
+MARK = b"edgespec"
+END = struct.Struct("<QI8s")  # length and CRC-32 of the JSON, MARK
+PIECE = 1 << 20  # bytes read at once
+SAMPLES = 64  # pieces of a model file that stand for all of it: hashing 40 GB would take a minute
+SAMPLE = 1 << 14  # bytes
+
+
+class Loaded(Protocol):
+    """What of a `Backend` is needed here."""
+
+    capabilities: Capabilities
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+
+class Engine(Protocol):
+    """What of a `Backend` its identity is made of."""
+
+    capabilities: Capabilities
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def build(self) -> str: ...
+
+    @property
+    def computing(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a file says about itself."""
+
+    identity: dict[str, Any]  # `Backend.identity`, when it was saved
+    token_ids: list[int]
+    details: dict[str, Any]  # the engine's own
+    note: Any  # the caller's own
+    size: int  # of the engine's bytes
+    checksum: int  # CRC-32 of them
+    version: int = VERSION
+
+
+def write(
+    path: str | Path,
+    backend: Loaded,
+    token_ids: Sequence[int],
+    details: Mapping[str, Any],
+    put: Callable[[Path], None],
+    note: Any = None,
+) -> None:
+    """Write a session's file, or leave what was there.
+
+    Args:
+        path: of the file; its folder must exist.
+        backend: the session's.
+        token_ids: its text.
+        details: what the engine needs to read its bytes.
+        put: writes the engine's bytes to a file.
+        note: anything JSON can hold, for whoever loads it.
+
+    Raises:
+        SessionFileError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
+            new = Path(file.name)
+        try:
+            put(new)
+            size = new.stat().st_size
+            saved = Saved(
+                dict(backend.identity), list(token_ids), dict(details), note, size, checksum_of(new, size)
+            )  # fmt: skip
+            text = json.dumps(asdict(saved)).encode()
+            with new.open("ab") as file:
+                file.write(text + END.pack(len(text), zlib.crc32(text), MARK))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise SessionFileError(f"{path}: the session cannot be saved: {error.strerror or error}") from error
+
+
+def look(path: str | Path) -> Saved:
+    """What a file says about itself; the engine's bytes are not read.
+
+    Raises:
+        SessionFileError: it cannot be read, or is no session's file, or not a whole one.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            whole = file.seek(0, os.SEEK_END)
+            file.seek(max(0, whole - END.size))
+            end = file.read(END.size)
+            length, checksum, mark = END.unpack(end) if len(end) == END.size else (0, 0, b"")
+            if mark != MARK or length > whole - END.size:
+                raise SessionFileError(f"{path}: is not a saved session, or its end is missing")
+            file.seek(whole - END.size - length)
+            text = file.read(length)
+    except OSError as error:
+        raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    found = json.loads(text) if zlib.crc32(text) == checksum else {}
+    if found and found.get("version") != VERSION:
+        raise SessionFileError(f"{path}: was saved by another version of this program")
+    if not found or found["size"] != whole - END.size - length:
+        raise SessionFileError(f"{path}: the saved session is damaged")
+    return Saved(**found)
+
+
+def read(path: str | Path, backend: Loaded) -> Saved:
+    """The same of a file whose session this backend can go on with: the engine's bytes are whole.
+
+    Raises:
+        SessionFileError: as `look`, or it is another model's, or of one that was loaded otherwise.
+    """
+    saved = look(path)
+    if differs := difference(saved, backend):
+        raise SessionFileError(f"{path}: the session cannot be used here: {differs}")
+    if len(saved.token_ids) > backend.capabilities.context_length:
+        raise SessionFileError(
+            f"{path}: the session has {len(saved.token_ids)} tokens, but the context holds "
+            f"{backend.capabilities.context_length}: use a larger one (--ctx)"
+        )
+    try:
+        checksum = checksum_of(Path(path), saved.size)
+    except OSError as error:
+        raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if checksum != saved.checksum:
+        raise SessionFileError(f"{path}: the saved session is damaged")
+    return saved
+
+
+def difference(saved: Saved, backend: Loaded) -> str:
+    """Why a session cannot be used with a model, in words; "" if it can."""
+    here = backend.identity
+    for name in (*here, *saved.identity):
+        was, is_ = saved.identity.get(name), here.get(name)
+        if was != is_:
+            return "it is another model's" if name == "weights" else f"{name} was {was!r} and is {is_!r}"
+    return ""
+
+
+def checksum_of(path: Path, size: int) -> int:
+    """CRC-32 of a file's first `size` bytes. Raises OSError."""
+    found = 0
+    with path.open("rb") as file:
+        while size and (piece := file.read(min(size, PIECE))):
+            found, size = zlib.crc32(piece, found), size - len(piece)
+    return found
+
+
+def identity_of(backend: Engine, weights: str) -> dict[str, Any]:
+    """`Backend.identity`.
+
+    Args:
+        backend: any.
+        weights: equal for equal weights: `content_of` their files.
+    """
+    exact = backend.capabilities.exact
+    about = {"weights": weights, "engine": backend.name, "build": backend.build, "exact": str(exact)}
+    return about | dict(backend.computing)
+
+
+@cache
+def content_of(*paths: str) -> str:
+    """A hash of files' sizes and of samples of what is in them: a copy has the same, another model another.
+
+    Raises:
+        SessionFileError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    try:
+        for path in paths:
+            with Path(path).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                found.update(struct.pack("<Q", size))
+                for i in range(SAMPLES + 1):
+                    file.seek(max(0, size - SAMPLE) * i // SAMPLES)
+                    found.update(file.read(SAMPLE))
+    except OSError as error:
+        raise SessionFileError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
+    return found.hexdigest()[:32]
+
+
+class Shelf:
+    """A folder of sessions of one model, with at most so many bytes: those that were used least lately go first."""
+
+    def __init__(self, folder: str | Path, backend: Loaded, most_bytes: int) -> None:
+        """
+        Args:
+            folder: made if it is not there; other models' sessions in it are left alone.
+            backend: whose sessions.
+            most_bytes: of all sessions in the folder.
+
+        Raises:
+            SessionFileError: it cannot be made or read.
+        """
+        self._folder, self._backend, self._most_bytes = Path(folder), backend, most_bytes
+        self._texts: dict[Path, list[int]] = {}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for left in self._folder.glob(".*.session-*.new"):  # of a program that was killed
+                left.unlink(missing_ok=True)
+            for path in self._folder.glob("*.session"):
+                with suppress(SessionFileError):
+                    saved = look(path)
+                    if not difference(saved, backend):
+                        self._texts[path] = saved.token_ids
+        except OSError as error:
+            raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
+
+    def best(self, token_ids: Sequence[int]) -> tuple[Path | None, int]:
+        """The file whose text shares most leading tokens, and how many."""
+        lengths = {path: common_prefix(text, token_ids) for path, text in self._texts.items()}
+        path = max(lengths, key=lambda path: lengths[path], default=None)
+        return (path, lengths[path]) if path and lengths[path] else (None, 0)
+
+    def put(self, session: Any) -> None:
+        """Save a session; files whose text it begins with, and those for which there is no room, go.
+
+        Raises:
+            SessionFileError: it cannot be written.
+        """
+        text = list(session.token_ids)
+        name = hashlib.sha256(json.dumps([self._backend.identity, text], sort_keys=True).encode()).hexdigest()[:32]
+        path = self._folder / f"{name}.session"
+        session.save(path)
+        for other, held in list(self._texts.items()):
+            if other != path and text[: len(held)] == held:
+                self.drop(other)
+        self._texts[path] = text
+        self._make_room()
+
+    def used(self, path: Path) -> None:
+        """It was just of use."""
+        with suppress(OSError):
+            os.utime(path)
+
+    def drop(self, path: Path) -> None:
+        """Remove a file."""
+        self._texts.pop(path, None)
+        with suppress(OSError):
+            path.unlink()
+
+    def _make_room(self) -> None:
+        found = list[tuple[float, int, Path]]()
+        for path in self._folder.glob("*.session"):
+            with suppress(OSError):
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+        size = sum(one[1] for one in found)
+        for _, bytes_of, path in sorted(found):
+            if size <= self._most_bytes:
+                break
+            self.drop(path)
+            size -= bytes_of
