@@ -231,7 +231,6 @@ class ReferenceSession:
         model, limits = backend.model, backend.capabilities
         head = model.embedding.shape[1] // model.heads
         self._cells = np.zeros((limits.context_length + limits.max_nodes, len(model.layers), 2, model.heads, head))
-        self._open = True
 
     def check(self, work: Work) -> None:
         """Refuse a work that breaks the contract or does not fit, before anything changes."""
@@ -296,6 +295,11 @@ class ReferenceSession:
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
         return other
 
+    @property
+    def parents(self) -> list[int]:
+        """Of uncommitted nodes."""
+        return self._parents
+
     def save(self, path: str | Path, note: Any = None) -> None:
         cells = self._cells[: len(self.token_ids)]
         write(path, self._backend, self.token_ids, {"read": self._read}, lambda new: cells.tofile(new), note)
@@ -309,9 +313,7 @@ class ReferenceSession:
         return saved.note
 
     def close(self) -> None:
-        if self._open:
-            self._backend.open_sessions -= 1
-        self._open = False
+        self._backend.opened = [other for other in self._backend.opened if other is not self]
         self.rewind(0)
 
 
@@ -326,11 +328,15 @@ class ReferenceBackend:
         max_nodes: int = 65,
         max_leaves: int = 64,
         sessions: int = 1,
+        spare_leaves: int | None = None,
+        cells: int | None = None,
     ) -> None:
         self.model = model
         self.vocab = ReferenceVocab(len(model.embedding))
-        self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
-        self.open_sessions = 0
+        self.capabilities = Capabilities(
+            context_length, max_nodes, max_nodes, max_leaves, 0.0, spare_leaves=spare_leaves, cells=cells
+        )
+        self.opened = list[ReferenceSession]()
         self.interrupted = Event()
         self._sessions = sessions
         self.name = "reference"
@@ -342,8 +348,13 @@ class ReferenceBackend:
     def open(self) -> ReferenceSession:
         if self.open_sessions == self._sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        self.open_sessions += 1
-        return ReferenceSession(self)
+        self.opened.append(ReferenceSession(self))
+        return self.opened[-1]
+
+    @property
+    def open_sessions(self) -> int:
+        """How many sessions are open."""
+        return len(self.opened)
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact)
@@ -354,6 +365,7 @@ class ReferenceBackend:
         for work, session in zip(batch, sessions, strict=True):
             assert isinstance(session, ReferenceSession)
             session.check(work)
+        self._check_room(batch)
         try:
             return [session.add(work) for work, session in zip(batch, sessions, strict=True)]  # type: ignore[attr-defined]
         except Interrupted:
@@ -362,6 +374,18 @@ class ReferenceBackend:
             raise
         finally:
             self.interrupted.clear()
+
+    def _check_room(self, batch: Sequence[Work]) -> None:
+        """Refuse what goes beyond the limits that all sessions have together."""
+        limits, trees = self.capabilities, {session: session.parents for session in self.opened}
+        if limits.cells is not None and sum(len(session.token_ids) for session in self.opened) > limits.cells:
+            raise ContextFull(f"the cache of {limits.cells} cells is full")
+        for work in batch:
+            assert isinstance(work.session, ReferenceSession)
+            trees[work.session] = trees[work.session] + work.parents.tolist()
+        leaves = sum(np.count_nonzero(is_leaf(parents)) - 1 for parents in trees.values() if parents)
+        if limits.spare_leaves is not None and leaves > limits.spare_leaves:
+            raise ValueError(f"{leaves} further leaves; all sessions hold {limits.spare_leaves} together")
 
     def interrupt(self) -> None:
         self.interrupted.set()
@@ -373,12 +397,10 @@ class ReferenceBackend:
     @cached_property
     def _weights(self) -> str:
         """A hash of all weights."""
-        found = hashlib.sha256(str(self.model.heads).encode())
-        for layer in self.model.layers:
-            for field in fields(Layer):
-                found.update(getattr(layer, field.name).tobytes())
-        for one in (self.model.embedding, self.model.final_norm, self.model.unembedding):
-            found.update(b"" if one is None else one.tobytes())
+        model, found = self.model, hashlib.sha256(str(self.model.heads).encode())
+        arrays = [getattr(layer, field.name) for layer in model.layers for field in fields(Layer)]
+        for array in [*arrays, model.embedding, model.final_norm, model.unembedding]:
+            found.update(b"" if array is None else array.tobytes())
         return found.hexdigest()[:32]
 
     def close(self) -> None:

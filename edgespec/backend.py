@@ -48,12 +48,18 @@ class Capabilities:
     context_length: int  # most committed tokens of one session
     max_nodes: int  # most nodes of one forward, and most uncommitted nodes of one session
     max_wanted: int  # most wanted nodes of one forward
-    max_leaves: int  # most leaves among one session's uncommitted nodes
+    max_leaves: int  # most leaves among one session's uncommitted nodes: see `leaves`
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
     streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
     experts: tuple[int, int] | None = None  # of a layer, and used by a token, if those used are read from a disk
     gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
     exact: Exact | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
+    spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit
+    cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
+
+    def leaves(self, texts: int) -> int:
+        """Most leaves of a session where so many have trees at once."""
+        return self.max_leaves if self.spare_leaves is None else min(self.max_leaves, 1 + self.spare_leaves // texts)
 
 
 class Vocab(Protocol):
@@ -110,18 +116,14 @@ class Session(Protocol):
         """A new session that shares the committed tokens; uncommitted nodes stay behind."""
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        """Write the committed tokens and their cache to a file, whole or not at all; see `saved.py`.
-
-        Raises:
-            SessionFileError: it cannot be written.
-        """
+        """Write text and cache to a file, whole or not at all: `saved.py`. Raises SessionFileError."""
 
     def load(self, path: str | Path) -> Any:
         """Become what was saved, to the bit, in the place of what is here; the note that was saved with it.
 
         Raises:
             SessionFileError: there is no whole file, or it is another model's, or was computed in another way.
-            ContextFull: other sessions leave no room for it. As above, nothing has changed then.
+            ContextFull: other sessions leave no room for it. As above, this one may be empty then.
         """
 
     def close(self) -> None:

@@ -36,22 +36,20 @@ class Loaded(Protocol):
     capabilities: Capabilities
 
     @property
-    def identity(self) -> Mapping[str, Any]: ...
-
-
-class Engine(Protocol):
-    """What of a `Backend` its identity is made of."""
-
-    capabilities: Capabilities
+    def name(self) -> str:
+        """See `Backend`, as for all others."""
 
     @property
-    def name(self) -> str: ...
+    def build(self) -> str:
+        """…"""
 
     @property
-    def build(self) -> str: ...
+    def computing(self) -> Mapping[str, Any]:
+        """…"""
 
     @property
-    def computing(self) -> Mapping[str, Any]: ...
+    def identity(self) -> Mapping[str, Any]:
+        """…"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ def checksum_of(path: Path, size: int) -> int:
     return found
 
 
-def identity_of(backend: Engine, weights: str) -> dict[str, Any]:
+def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
     """`Backend.identity`.
 
     Args:

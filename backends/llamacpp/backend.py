@@ -26,9 +26,6 @@ from edgespec.weights.ring import Streamer
 from .batch import Batch
 from .cells import TILE, Cells, Rows
 from .files import (
-    FILE_TYPE_BF16,
-    FILE_TYPE_F16,
-    FILE_TYPE_F32,
     last_log,
     llama_cpp,
     load_model,
@@ -42,6 +39,7 @@ from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
     MIN_NODES,
+    SHARE,
     ContextSize,
     choose_gpu_layers,
     is_plenty,
@@ -55,21 +53,12 @@ from .session import LlamaSession, Placement
 from .specimen import specimen
 from .stop import ABORTED, Stop
 from .threads import compute_cores, crowd, threads_for
+from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
 from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
-# Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
-# for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
-# Measured with SmolLM2 as the largest difference over a vocabulary: Q4_1 1.31, BF16 0.43, F16 0.18, and F32, whose
-# cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
-TOLERANCE_QUANTISED = 1.5
-TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
-# The same by the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
-# SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
-CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
-TOLERANCE_OF_4_BITS = 10.0
 TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
 
 
@@ -303,6 +292,7 @@ def load(
     resident: bool = False,
     wide: bool = False,
     exact: str | None = "off",
+    share: float | None = None,
     progress: Progress = lambda done, total: None,
 ) -> LlamaBackend:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
@@ -330,6 +320,8 @@ def load(
             40 against 253 and 55 of 64 nodes.
         exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
             those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
+        share: sessions take cells of the cache from one pool, which has one context and this part of one for each
+            further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
@@ -338,11 +330,12 @@ def load(
     """
     _check_options(context_length, budget, sessions, threads)
     memory = parse_size(memory) if isinstance(memory, str) else memory
-    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type)
+    plenty = is_plenty(path, memory, beside)
+    share = share if share is not None else 1.0 if plenty or resident else SHARE
+    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type, share)
     plan, notes = None, list[str]()
     if gpu_layers is None:
         gpu_layers = choose_gpu_layers(path, size, memory=memory, beside=beside, resident=resident)
-    plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
@@ -390,13 +383,15 @@ def load(
         llama_cpp.llama_model_free(model)
         raise
     capabilities = Capabilities(
-        context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
+        context_length=size.length(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
         experts=watch.mixture.shape if watch and watch.mixture else None,
+        spare_leaves=size.ids - sessions,
+        cells=size.tokens(model) if sessions > 1 and share < 1 else None,
     )
     # Streamed weights are waited for: it is not threads that others disturb.
     yielding = 0 if threads or capabilities.streams else params.n_threads
@@ -425,13 +420,6 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
             yield backend
         finally:
             backend.close()
-
-
-def tolerance(file_type: bytes, kv_type: str | None) -> float:
-    """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
-    weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
-    types = kv_types(kv_type) if kv_type else ()
-    return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])
 
 
 def engine_build() -> str:

@@ -129,7 +129,7 @@ class TorchSession:
         saved = read(path, self._backend)
         self.rewind(0)
         with Path(path).open("rb") as file, torch.inference_mode():
-            for layer in self.cells:
+            for layer in self.cells if saved.token_ids else ():
                 cells = layer[:, :, : len(saved.token_ids)]
                 found = torch.from_numpy(np.fromfile(file, np.uint8, cells.numel() * cells.itemsize))
                 cells.copy_(found.view(cells.dtype).view(cells.shape))
