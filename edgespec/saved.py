@@ -12,14 +12,13 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
-from edgespec.backend import Capabilities, common_prefix
+from edgespec.backend import Capabilities
 from edgespec.errors import SessionFileError
 
 VERSION = 1
@@ -207,76 +206,3 @@ def content_of(*paths: str) -> str:
     except OSError as error:
         raise SessionFileError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
     return found.hexdigest()[:32]
-
-
-class Shelf:
-    """A folder of sessions of one model, with at most so many bytes: those that were used least lately go first."""
-
-    def __init__(self, folder: str | Path, backend: Loaded, most_bytes: int) -> None:
-        """
-        Args:
-            folder: made if it is not there; other models' sessions in it are left alone.
-            backend: whose sessions.
-            most_bytes: of all sessions in the folder.
-
-        Raises:
-            SessionFileError: it cannot be made or read.
-        """
-        self._folder, self._backend, self._most_bytes = Path(folder), backend, most_bytes
-        self._texts: dict[Path, list[int]] = {}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in self._folder.glob(".*.session-*.new"):  # of a program that was killed
-                left.unlink(missing_ok=True)
-            for path in self._folder.glob("*.session"):
-                with suppress(SessionFileError):
-                    saved = look(path)
-                    if not difference(saved, backend):
-                        self._texts[path] = saved.token_ids
-        except OSError as error:
-            raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
-
-    def best(self, token_ids: Sequence[int]) -> tuple[Path | None, int]:
-        """The file whose text shares most leading tokens, and how many."""
-        lengths = {path: common_prefix(text, token_ids) for path, text in self._texts.items()}
-        path = max(lengths, key=lambda path: lengths[path], default=None)
-        return (path, lengths[path]) if path and lengths[path] else (None, 0)
-
-    def put(self, session: Any) -> None:
-        """Save a session; files whose text it begins with, and those for which there is no room, go.
-
-        Raises:
-            SessionFileError: it cannot be written.
-        """
-        text = list(session.token_ids)
-        name = hashlib.sha256(json.dumps([self._backend.identity, text], sort_keys=True).encode()).hexdigest()[:32]
-        path = self._folder / f"{name}.session"
-        session.save(path)
-        for other, held in list(self._texts.items()):
-            if other != path and text[: len(held)] == held:
-                self.drop(other)
-        self._texts[path] = text
-        self._make_room()
-
-    def used(self, path: Path) -> None:
-        """It was just of use."""
-        with suppress(OSError):
-            os.utime(path)
-
-    def drop(self, path: Path) -> None:
-        """Remove a file."""
-        self._texts.pop(path, None)
-        with suppress(OSError):
-            path.unlink()
-
-    def _make_room(self) -> None:
-        found = list[tuple[float, int, Path]]()
-        for path in self._folder.glob("*.session"):
-            with suppress(OSError):
-                found.append((path.stat().st_mtime, path.stat().st_size, path))
-        size = sum(one[1] for one in found)
-        for _, bytes_of, path in sorted(found):
-            if size <= self._most_bytes:
-                break
-            self.drop(path)
-            size -= bytes_of

@@ -17,20 +17,34 @@ passes at once, or `start` is called, a thread of its own makes them all.
 import atexit
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 from threading import Condition, Lock, Thread
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, most_nodes
+from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
 from edgespec.cost import PassCost, split
-from edgespec.errors import ContextFull
+from edgespec.errors import ContextFull, Interrupted
 from edgespec.generate import Generation
-from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Reading, Request, Wrote, chunks_of
+from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Passing, Reading, Request, Wrote, chunks_of
 from edgespec.planners import Planner
+from edgespec.shelf import Shelf
+from edgespec.slots import (
+    Slot,
+    forget,
+    has_room,
+    is_overfull,
+    make_room,
+    oldest_idle,
+    save_one,
+    save_what_goes,
+    slot_for,
+)
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 from edgespec.tree import DraftTree, best_nodes
@@ -40,20 +54,6 @@ FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no su
 LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
 TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 MOST_AGAIN = 3  # times that a prompt is read once more
-WORTH_SHARING = TILE  # tokens by which another session's text must be the better start, to be forked
-
-
-@dataclass(slots=True)
-class Slot:
-    """A session of the target and what guesses for it."""
-
-    session: Session
-    planner: Planner
-    job: Job | None = None
-    generation: Generation | None = None
-    used: int = 0  # when it was last given to a job: a number that grows
-    passed: int = 0  # the pass that it last took part in
-    again: int = 0  # times that its prompt is read once more, since the cache had to be put in order
 
 
 Batch = list[tuple[Slot, Work]]
@@ -78,11 +78,13 @@ class Scheduler:
         self._cost = cost
         self._prompt_cost = PassCost(slope=1.0)
         self._slots = [Slot(target.open(), planner) for planner in planners]
+        self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
         self._inbox: deque[Job] = deque()
         self._waiting: list[Job] = []
         self._turn = Lock()  # held by whoever makes a pass
         self._wake = Condition()
         self._thread: Thread | None = None
+        self._passing = Passing(target.interrupt)
         self._closing = False
         self._served = 0
         self._read_last = False  # the last pass read a prompt
@@ -106,6 +108,7 @@ class Scheduler:
         check_room(self.target, len(request.prompt_ids))
         text = TextStream(self.target.vocab, request.stop)
         job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
+        job.when_cancelled = self._passing.look
         with self._wake:
             if self._closing:
                 raise Closed("the model was closed")
@@ -143,10 +146,12 @@ class Scheduler:
                 atexit.register(self.close)  # nothing may be in an engine while the program ends
 
     def close(self) -> None:
-        """End all texts, after the pass that is being made, and free sessions and planners. Safe to call twice."""
+        """End all texts and the pass that is being made, and free sessions and planners. Safe to call twice."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+        self._passing.closing = True
+        self._passing.look()
         if self._thread:
             self._thread.join()
             atexit.unregister(self.close)
@@ -158,9 +163,23 @@ class Scheduler:
             for slot in self._slots:
                 if slot.job:
                     self._end(slot, Closed("the model was closed"))
+            while self.shelf and save_one(self._slots, self.shelf):
+                pass
+            for slot in self._slots:
                 slot.planner.close()
                 slot.session.close()
             self._slots.clear()
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        """Save the text that was used last, and a note with it. Raises SessionFileError."""
+        with self._turn:
+            max(self._slots, key=lambda slot: slot.used).session.save(path, note)
+
+    def load(self, path: str | Path) -> Any:
+        """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull."""
+        with self._turn:
+            slot = min((slot for slot in self._slots if slot.job is None), key=lambda slot: slot.used)
+            return slot.session.load(path)
 
     @property
     def waiting(self) -> int:
@@ -181,6 +200,10 @@ class Scheduler:
 
     def _run(self) -> None:
         while True:
+            while self.shelf and not (self._closing or self.waiting or self.active):
+                with self._turn:
+                    if not save_one(self._slots, self.shelf):
+                        break
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self.waiting or self.active)
                 if self._closing:
@@ -197,6 +220,8 @@ class Scheduler:
         for slot in self._slots:
             if slot.job and slot.job.cancelled:
                 self._end(slot, Cancelled("cancelled"))
+        while is_overfull(self.target.capabilities, self._slots):
+            self._give_way([slot for slot in self._slots if slot.job], None)
         self._admit()
         active = sorted((slot for slot in self._slots if slot.generation), key=lambda slot: slot.used)
         reading = [slot for slot in active if slot.generation and slot.generation.unread]
@@ -221,27 +246,24 @@ class Scheduler:
             source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
             shared = common_prefix(source.session.token_ids, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
-            if coming <= shared:
+            path, on_disk = self.shelf.best(prompt) if self.shelf else (None, 0)
+            if not has_room(self.target.capabilities, self._slots, job.request):
+                return
+            if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
-                self._begin(job, self._slot_for(source, shared, idle))
+                slot = slot_for(source, shared, idle)
+                if self.shelf:
+                    save_what_goes(slot, prompt, self.shelf)
+                    if path and on_disk >= shared + self.shelf.least:
+                        self.shelf.load(path, slot.session)
+                self._begin(job, slot)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
 
-    def _slot_for(self, source: Slot, shared: int, idle: list[Slot]) -> Slot:
-        """The idle slot for a prompt that begins with so many of the source's tokens."""
-        empty = [slot for slot in idle if not slot.session.token_ids]
-        held = len(source.session.token_ids)
-        if source.job is None and 2 * shared >= held and (held < shared + WORTH_SHARING or not empty):
-            return source
-        slot = min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
-        if slot is not source and shared >= WORTH_SHARING:
-            slot.session.close()
-            slot.session = source.session.fork()
-        return slot
-
     def _begin(self, job: Job, slot: Slot) -> None:
         request, self._served = job.request, self._served + 1
-        slot.job, slot.used, slot.again = job, self._served, 0
+        slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
+        make_room(self.target.capabilities, self._slots, self.shelf)
         try:
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
@@ -292,7 +314,7 @@ class Scheduler:
         for slot in group.copy():
             assert slot.generation
             try:
-                trees.append(slot.generation.plan(None if alone else fair))
+                trees.append(slot.generation.plan(None if alone else fair, len(group)))
             except Exception as error:  # this text's alone
                 group.remove(slot)
                 self._end(slot, error)
@@ -301,7 +323,8 @@ class Scheduler:
             length = fmean(len(slot.session.token_ids) for slot in group)
             cost = self._cost.at(round(length)) if self._cost else None
             sizes = split([tree.log_probs[1:] for tree in trees], room, spent, cost)
-            trees = [best_nodes(tree, size, limits.max_leaves) for tree, size in zip(trees, sizes, strict=True)]
+            leaves = limits.leaves(len(group))
+            trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
         return [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
 
     def _part(self, reading: Generation, batch: Batch) -> Work:
@@ -332,30 +355,46 @@ class Scheduler:
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
         try:
-            return self.target.forward([work for _, work in batch])
+            with self._passing.of([slot.job for slot, _ in batch if slot.job]):
+                return self.target.forward([work for _, work in batch])
         except ContextFull as error:
             self._make_room(batch, error)
+        except Interrupted:
+            pass
         except Exception as error:  # nobody knows what is left of their texts in the cache
             for slot, _ in batch:
                 self._end(slot, error)
                 slot.session.rewind(0)
+        for slot, _ in batch:
+            if slot.generation:
+                slot.generation.give_up()
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
-        """The cache is full: forget a text that nobody writes, else end the youngest."""
+        """The cache is full, or has to be put in order."""
         *_, (slot, work) = batch
-        idle = [slot for slot in self._slots if slot.job is None and slot.session.token_ids]
         if work.prompt and slot.again < MOST_AGAIN and slot.session.token_ids:
             slot.session.rewind(0)  # perhaps it was only put in order, and the prompt cannot go on where it stands now
             slot.again += 1
-        elif idle:
-            min(idle, key=lambda slot: slot.used).session.rewind(0)
         else:
-            slot = max((slot for slot, _ in batch), key=lambda slot: slot.used)
-            written = slot.job and slot.job.stats.tokens
-            if slot.job and written:
-                slot.job.stats.finish_reason = "length"
-            self._end(slot, None if written else error)
+            self._give_way([slot for slot, _ in batch], error)
+
+    def _give_way(self, active: list[Slot], error: ContextFull | None) -> None:
+        """Forget a text that nobody writes, else end the youngest, or have it wait if nothing is written of it."""
+        if idle := oldest_idle(self._slots):
+            forget(idle, self.shelf)
+            return
+        slot = max(active, key=lambda slot: slot.used)
+        job = slot.job
+        assert job
+        if job.stats.tokens:
+            job.stats.finish_reason = "length"
+            self._end(slot, None)
+        elif error:
+            self._end(slot, error)
+        else:
+            slot.job = slot.generation = None
+            self._waiting.insert(0, job)
 
     def _learn(self, batch: Batch, seconds: float) -> None:
         counts, nodes = self.counts, sum(len(work.token_ids) for _, work in batch)
@@ -400,6 +439,9 @@ class Scheduler:
 
     def _end(self, slot: Slot, error: Exception | None) -> None:
         """The slot is idle; its text stays."""
+        if error is not None and slot.generation:
+            with suppress(Exception):  # the planner may be what has failed
+                slot.generation.give_up()
         job, slot.job, slot.generation = slot.job, None, None
         if job:
             self._finish(job, error)
