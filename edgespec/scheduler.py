@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec import slots
 from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
 from edgespec.cost import PassCost, split
 from edgespec.errors import ContextFull, Interrupted
@@ -34,17 +35,7 @@ from edgespec.generate import Generation
 from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Passing, Reading, Request, Wrote, chunks_of
 from edgespec.planners import Planner
 from edgespec.shelf import Shelf
-from edgespec.slots import (
-    Slot,
-    forget,
-    has_room,
-    is_overfull,
-    make_room,
-    oldest_idle,
-    save_one,
-    save_what_goes,
-    slot_for,
-)
+from edgespec.slots import Slot
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 from edgespec.tree import DraftTree, best_nodes
@@ -163,7 +154,7 @@ class Scheduler:
             for slot in self._slots:
                 if slot.job:
                     self._end(slot, Closed("the model was closed"))
-            while self.shelf and save_one(self._slots, self.shelf):
+            while self.shelf and slots.save_one(self._slots, self.shelf):
                 pass
             for slot in self._slots:
                 slot.planner.close()
@@ -202,7 +193,7 @@ class Scheduler:
         while True:
             while self.shelf and not (self._closing or self.waiting or self.active):
                 with self._turn:
-                    if not save_one(self._slots, self.shelf):
+                    if not slots.save_one(self._slots, self.shelf):
                         break
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self.waiting or self.active)
@@ -220,7 +211,7 @@ class Scheduler:
         for slot in self._slots:
             if slot.job and slot.job.cancelled:
                 self._end(slot, Cancelled("cancelled"))
-        while is_overfull(self.target.capabilities, self._slots):
+        while slots.is_overfull(self.target.capabilities, self._slots):
             self._give_way([slot for slot in self._slots if slot.job], None)
         self._admit()
         active = sorted((slot for slot in self._slots if slot.generation), key=lambda slot: slot.used)
@@ -246,16 +237,14 @@ class Scheduler:
             source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
             shared = common_prefix(source.session.token_ids, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
-            path, on_disk = self.shelf.best(prompt) if self.shelf else (None, 0)
-            if not has_room(self.target.capabilities, self._slots, job.request):
+            on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
+            if not slots.has_room(self.target.capabilities, self._slots, job.request):
                 return
             if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
-                slot = slot_for(source, shared, idle)
+                slot = slots.slot_for(source, shared, idle)
                 if self.shelf:
-                    save_what_goes(slot, prompt, self.shelf)
-                    if path and on_disk >= shared + self.shelf.least:
-                        self.shelf.load(path, slot.session)
+                    slots.use_shelf(self.shelf, slot, prompt, shared)
                 self._begin(job, slot)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
@@ -263,7 +252,7 @@ class Scheduler:
     def _begin(self, job: Job, slot: Slot) -> None:
         request, self._served = job.request, self._served + 1
         slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
-        make_room(self.target.capabilities, self._slots, self.shelf)
+        slots.make_room(self.target.capabilities, self._slots, self.shelf)
         try:
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
@@ -381,8 +370,8 @@ class Scheduler:
 
     def _give_way(self, active: list[Slot], error: ContextFull | None) -> None:
         """Forget a text that nobody writes, else end the youngest, or have it wait if nothing is written of it."""
-        if idle := oldest_idle(self._slots):
-            forget(idle, self.shelf)
+        if idle := slots.oldest_idle(self._slots):
+            slots.forget(idle, self.shelf)
             return
         slot = max(active, key=lambda slot: slot.used)
         job = slot.job

@@ -69,11 +69,14 @@ def oldest_idle(slots: Sequence[Slot]) -> Slot | None:
     return min(idle, key=lambda slot: slot.used, default=None)
 
 
-def save_what_goes(slot: Slot, prompt: Sequence[int], shelf: Shelf) -> None:
-    """An idle slot will keep of its text only what the prompt begins with."""
+def use_shelf(shelf: Shelf, slot: Slot, prompt: Sequence[int], shared: int) -> None:
+    """Save what the slot will lose, and load what the shelf has of a prompt, if it is more than what is shared."""
     text = slot.session.token_ids
     if slot.session.kept(len(text)) - common_prefix(text, prompt) >= shelf.least:
         shelf.put(slot.session)
+    path, on_disk = shelf.best(prompt)
+    if path and on_disk >= shared + shelf.least:
+        shelf.load(path, slot.session)
 
 
 def forget(slot: Slot, shelf: Shelf | None) -> None:
