@@ -244,7 +244,7 @@ class Scheduler:
                 self._waiting.remove(job)
                 slot = slots.slot_for(source, shared, idle)
                 if self.shelf:
-                    slots.use_shelf(self.shelf, slot, prompt, shared)
+                    slots.use_shelf(self.shelf, slot, self._slots, prompt, shared)
                 self._begin(job, slot)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
@@ -252,7 +252,6 @@ class Scheduler:
     def _begin(self, job: Job, slot: Slot) -> None:
         request, self._served = job.request, self._served + 1
         slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
-        slots.make_room(self.target.capabilities, self._slots, self.shelf)
         try:
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
@@ -260,6 +259,7 @@ class Scheduler:
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             )  # fmt: skip
             slot.generation.begin()
+            slots.make_room(self.target.capabilities, self._slots, self.shelf)
         except Exception as error:  # this text's alone
             self._end(slot, error)
             return

@@ -82,16 +82,19 @@ class Shelf:
         self._make_room()
         return True
 
-    def load(self, path: Path, session: Session) -> None:
-        """Have the session start from a file; if that does not work it may be empty."""
+    def load(self, path: Path, session: Session) -> bool:
+        """Have the session start from a file; if that does not work it may be empty. False: there is no room now."""
         try:
             session.load(path)
             os.utime(path)  # it was of use
         except SessionFileError as error:
             self._say(f"{error}; it is left out")
             self._drop(path)
-        except (ContextFull, OSError):  # no room now
-            return
+        except ContextFull:
+            return False
+        except OSError:  # its time could not be set
+            pass
+        return True
 
     def _drop(self, path: Path) -> None:
         self._texts.pop(path, None)

@@ -69,14 +69,15 @@ def oldest_idle(slots: Sequence[Slot]) -> Slot | None:
     return min(idle, key=lambda slot: slot.used, default=None)
 
 
-def use_shelf(shelf: Shelf, slot: Slot, prompt: Sequence[int], shared: int) -> None:
+def use_shelf(shelf: Shelf, slot: Slot, slots: Sequence[Slot], prompt: Sequence[int], shared: int) -> None:
     """Save what the slot will lose, and load what the shelf has of a prompt, if it is more than what is shared."""
     text = slot.session.token_ids
     if slot.session.kept(len(text)) - common_prefix(text, prompt) >= shelf.least:
         shelf.put(slot.session)
     path, on_disk = shelf.best(prompt)
     if path and on_disk >= shared + shelf.least:
-        shelf.load(path, slot.session)
+        while not shelf.load(path, slot.session) and (other := oldest_idle(slots)):
+            forget(other, shelf)
 
 
 def forget(slot: Slot, shelf: Shelf | None) -> None:

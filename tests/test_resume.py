@@ -4,10 +4,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -100,8 +100,14 @@ def ask(port, prompt, *, stream=False):
     request = Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    answer = urlopen(request, timeout=60)
-    return answer if stream else json.load(answer)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            answer = urlopen(request, timeout=60)
+            return answer if stream else json.load(answer)
+        except URLError:  # it does not listen yet
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
@@ -112,13 +118,11 @@ def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
     command = [sys.executable, "-c", program, "serve", tiny, "--backend", "reference", "--ctx", "900"]
     found, caches = [], []
     for end in (signal.SIGKILL, signal.SIGINT):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         with subprocess.Popen(
-            [*command, "--port", str(port), "--keep-on-disk", str(folder)], stdout=-1, stderr=-1, text=True
+            [*command, "--port", "0", "--keep-on-disk", str(folder)], stdout=-1, stderr=-1, text=True
         ) as process:
             try:
-                assert "answers at" in process.stdout.readline()
+                port = int(re.search(r":(\d+)/v1", process.stdout.readline())[1])
                 answer = ask(port, long)
                 found.append(answer["choices"][0]["text"])
                 caches.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
