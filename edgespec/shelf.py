@@ -47,9 +47,9 @@ class Shelf:
         self._texts: dict[Path, list[int]] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in self._folder.glob(".*.session-*.new"):  # by a program that was killed
+            for left in self._folder.glob(".*.kept-*.new"):  # by a program that was killed
                 left.unlink(missing_ok=True)
-            for path in self._folder.glob("*.session"):
+            for path in self._folder.glob("*.kept"):
                 with suppress(SessionFileError):
                     saved = look(path)
                     if not difference(saved, backend):
@@ -69,7 +69,7 @@ class Shelf:
         if session.kept(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
             return False
         about = json.dumps([dict(self._backend.identity), text], sort_keys=True)
-        path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.session"
+        path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
         try:
             session.save(path)
         except SessionFileError as error:
@@ -103,7 +103,7 @@ class Shelf:
 
     def _make_room(self) -> None:
         found = list[tuple[float, int, Path]]()
-        for path in self._folder.glob("*.session"):
+        for path in self._folder.glob("*.kept"):
             with suppress(OSError):
                 found.append((path.stat().st_mtime, path.stat().st_size, path))
         size = sum(one[1] for one in found)

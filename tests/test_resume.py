@@ -127,7 +127,7 @@ def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
                 found.append(answer["choices"][0]["text"])
                 caches.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
                 deadline = time.monotonic() + 60
-                while not list(folder.glob("*.session")):
+                while not list(folder.glob("*.kept")):
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 with ask(port, "something else", stream=True) as other:
@@ -140,4 +140,4 @@ def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
     assert caches[0] == 0
     assert caches[1] >= len(long) - 1
     assert found[0] == found[1]
-    assert [file.suffix for file in folder.iterdir()] == [".session"]
+    assert [file.suffix for file in folder.iterdir()] == [".kept"]

@@ -170,7 +170,7 @@ class TestShelf:
     def test_what_killed_programs_left_is_removed(self, tmp_path):
         target = backend()
         self.make(tmp_path, target)
-        (tmp_path / "shelf" / ".abc.session-123.new").write_bytes(b"half")
+        (tmp_path / "shelf" / ".abc.kept-123.new").write_bytes(b"half")
         self.make(tmp_path, target)
         assert self.files(tmp_path) == []
 

@@ -76,7 +76,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
         together, works = write(4, SssdPlanner, cache=True)
         assert works > 1.2
         assert together == alone
-        assert list(tmp_path.glob("*.session"))
+        assert list(tmp_path.glob("*.kept"))
         assert write(4, SssdPlanner, cache=True)[0] == alone  # as after a restart
         assert sum(loaded) >= 2
     finally:

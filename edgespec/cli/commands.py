@@ -58,6 +58,7 @@ Examples:
   edgespec run mlx-community/Qwen3-0.6B-4bit          a repository on the hub
   edgespec run bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M --yes
   cat question.txt | edgespec run big.gguf - --json
+  edgespec run big.gguf --resume talk.session         a chat that goes on where it was left
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
@@ -76,7 +77,7 @@ Examples:
 @click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("--resume", metavar="FILE", help="Start from the session in FILE, if it exists, and save it there.")
+@click.option("--resume", metavar="FILE", help="Start from the text in FILE, if it exists, and keep it there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
 @click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 @click.option(
@@ -116,8 +117,8 @@ def run(
     with _load(model, options) as loaded:
         for note in loaded.notes:
             click.echo(click.style(note, dim=True), err=True)
-        loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C ends a pass early
         earlier = session.load(loaded) if session else None
+        loaded.scheduler.start()  # passes in a thread of their own, so that Ctrl-C ends them early
         system = system or loaded.system
         answer_options = {"max_tokens": max_tokens, "stop": stop, "grammar": form, **sampling}
         if text is None:
@@ -207,6 +208,7 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     epilog="""\b
 Examples:
   edgespec serve big.gguf --draft small.gguf          then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
+  edgespec serve big.gguf --keep-on-disk              long prompts are read once, also across restarts
   edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
@@ -243,6 +245,8 @@ def serve(
 
     server.check_server()
     keys, most_kept = server.read_keys(api_key, api_key_file), parse_size(keep_size)
+    if keep and Path(keep).is_file():
+        raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
     with server.open_socket(host, port, keys, no_key) as listening:
         _pull(model, options, yes)
         with _load(model, options) as loaded:
