@@ -182,8 +182,11 @@ def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
         backend: any.
         weights: equal for equal weights: `content_of` their files.
     """
-    exact = backend.capabilities.exact
-    about = {"weights": weights, "engine": backend.name, "build": backend.build, "exact": str(exact)}
+    exact, shapes = backend.capabilities.exact, "off"
+    if exact:  # how large passes may be changes nothing within a class, but for blocks
+        blocks = f", blocks of {exact.prompts.most}" if exact.blocks else ""
+        shapes = f"{exact.name} (trees from {exact.trees.least}, prompts from {exact.prompts.least}{blocks})"
+    about = {"weights": weights, "engine": backend.name, "build": backend.build, "exact": shapes}
     return about | dict(backend.computing)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec import slots
+import edgespec.slots as slots
 from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
 from edgespec.cost import PassCost, split
 from edgespec.errors import ContextFull, Interrupted

@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import time
 
 from edgespec.backend import Backend, Session, common_prefix
 from edgespec.errors import ContextFull, SessionFileError
 from edgespec.saved import difference, look
 
 WORTH_SAVING = 256  # tokens that no file has
+ABANDONED = 3600.0  # seconds after which nobody is still writing a file
 PART = 8  # … and of a long text this part, so that one that grows is not written again and again
 
 
@@ -48,7 +50,8 @@ class Shelf:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(".*.kept-*.new"):  # by a program that was killed
-                left.unlink(missing_ok=True)
+                if time() - left.stat().st_mtime > ABANDONED:
+                    left.unlink(missing_ok=True)
             for path in self._folder.glob("*.kept"):
                 with suppress(SessionFileError):
                     saved = look(path)
