@@ -93,7 +93,7 @@ class Passing:
     """The jobs whose texts are in the pass under way, which is ended when nobody wants what it gives."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
-        self.closing = False  # nobody wants anything
+        self._closed = False  # nobody wants anything
         self._interrupt = interrupt
         self._jobs: list[Job] = []
         self._lock = Lock()
@@ -110,10 +110,15 @@ class Passing:
             with self._lock:
                 self._jobs = []
 
+    def close(self) -> None:
+        """From now on nobody wants anything."""
+        self._closed = True
+        self.look()
+
     def look(self) -> None:
         """End the pass under way if it is for nobody. From any thread."""
         with self._lock:
-            if self._jobs and (self.closing or all(job.cancelled for job in self._jobs)):
+            if self._jobs and (self._closed or all(job.cancelled for job in self._jobs)):
                 self._interrupt()
 
 

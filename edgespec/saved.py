@@ -133,6 +133,15 @@ def look(path: str | Path) -> Saved:
     return Saved(**found)
 
 
+def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
+    """Whether a file's text begins so, and its note is this one."""
+    try:
+        saved = look(path)
+    except SessionFileError:
+        return False
+    return saved.token_ids[: len(token_ids)] == list(token_ids) and saved.note == note
+
+
 def read(path: str | Path, backend: Loaded) -> Saved:
     """The same of a file whose session this backend can go on with: the engine's bytes are whole.
 

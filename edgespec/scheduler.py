@@ -25,24 +25,21 @@ from threading import Condition, Lock, Thread
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 import edgespec.slots as slots
 from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
 from edgespec.cost import PassCost, split
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.generate import Generation
 from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Passing, Reading, Request, Wrote, chunks_of
+from edgespec.pieces import TILE, PromptPieces
 from edgespec.planners import Planner
+from edgespec.saved import has
 from edgespec.shelf import Shelf
 from edgespec.slots import Slot
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 from edgespec.tree import DraftTree, best_nodes
 
-TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
-FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
-LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
 TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 MOST_AGAIN = 3  # times that a prompt is read once more
 
@@ -67,7 +64,7 @@ class Scheduler:
         self.counts = Counts()
         self._budget = budget
         self._cost = cost
-        self._prompt_cost = PassCost(slope=1.0)
+        self._pieces = PromptPieces()
         self._slots = [Slot(target.open(), planner) for planner in planners]
         self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
         self._inbox: deque[Job] = deque()
@@ -79,7 +76,6 @@ class Scheduler:
         self._closing = False
         self._served = 0
         self._read_last = False  # the last pass read a prompt
-        self._tree_seconds = 0.0  # of the last that did not
 
     # What any thread may call.
 
@@ -141,8 +137,7 @@ class Scheduler:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._passing.closing = True
-        self._passing.look()
+        self._passing.close()
         if self._thread:
             self._thread.join()
             atexit.unregister(self.close)
@@ -162,9 +157,11 @@ class Scheduler:
             self._slots.clear()
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        """Save the text that was used last, and a note with it. Raises SessionFileError."""
+        """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
         with self._turn:
-            max(self._slots, key=lambda slot: slot.used).session.save(path, note)
+            last = max(self._slots, key=lambda slot: slot.used).session
+            if not has(path, last.token_ids, note):
+                last.save(path, note)
 
     def load(self, path: str | Path) -> Any:
         """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull."""
@@ -326,20 +323,11 @@ class Scheduler:
             room = min(room, limits.exact.prompts.most - taken)
         others = any(slot.generation and not slot.generation.unread for slot in self._slots)
         if others and not limits.streams:
-            room = min(room, self._quick(taken))
+            room = min(room, self._pieces.quick(taken, limits.max_nodes))
         end = start + room
         if end < start + reading.unread and end - end % TILE > start:
             end -= end % TILE
         return reading.prompt_work(end - start)
-
-    def _quick(self, taken: int) -> int:
-        """Tokens of a prompt that can be read, besides the rows that are taken, while those who write wait a moment."""
-        curve = self._prompt_cost.at(0)
-        if curve is None:
-            return FIRST_PIECE
-        sizes = np.arange(TILE, self.target.capabilities.max_nodes + TILE, TILE)
-        quick = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self._tree_seconds)
-        return TILE * max(1, int(np.count_nonzero(quick)))
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
@@ -395,10 +383,9 @@ class Scheduler:
         self._read_last = len(trees) < len(batch)
         for number, (slot, _) in enumerate(batch):
             slot.passed = counts.passes + number
+        self._pieces.add(nodes, seconds, prompt=self._read_last)
         if self._read_last:
-            self._prompt_cost.add(nodes, seconds)
             return
-        self._tree_seconds = seconds
         if self._cost and len(batch) > 1:  # a planner learns what a pass over its tree alone takes
             self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 

@@ -40,6 +40,18 @@ def test_what_was_read_is_not_read_again(run, tiny, tmp_path):
         assert found >= min(cached, prompt - 1)
 
 
+def test_a_file_that_has_it_all_stays(run, tiny, tmp_path):
+    file = tmp_path / "text.session"
+    answer(run, tiny, TEXT, "--resume", str(file))
+    before = file.stat().st_ino
+    answer(run, tiny, TEXT[:30], "--resume", str(file))  # other than TEXT from the first token written
+    assert file.stat().st_ino != before
+    answer(run, tiny, TEXT, "--resume", str(file))
+    before = file.stat().st_ino
+    answer(run, tiny, TEXT, "--resume", str(file))
+    assert file.stat().st_ino == before
+
+
 def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
     other, file = tmp_path / "other.npz", tmp_path / "text.session"
     random_model(3, vocab_size=258).save(str(other))
