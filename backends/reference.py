@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -353,7 +353,7 @@ class ReferenceBackend:
 
     @property
     def open_sessions(self) -> int:
-        """How many sessions are open."""
+        """How many there are."""
         return len(self.opened)
 
     def keep_to(self, exact: Exact) -> None:
@@ -361,13 +361,12 @@ class ReferenceBackend:
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
-        sessions = [work.session for work in batch]
+        sessions = [cast(ReferenceSession, work.session) for work in batch]
         for work, session in zip(batch, sessions, strict=True):
-            assert isinstance(session, ReferenceSession)
             session.check(work)
         self._check_room(batch)
         try:
-            return [session.add(work) for work, session in zip(batch, sessions, strict=True)]  # type: ignore[attr-defined]
+            return [session.add(work) for work, session in zip(batch, sessions, strict=True)]
         except Interrupted:
             for session in sessions:
                 session.rewind(len(session.token_ids))
@@ -378,11 +377,13 @@ class ReferenceBackend:
     def _check_room(self, batch: Sequence[Work]) -> None:
         """Refuse what goes beyond the limits that all sessions have together."""
         limits, trees = self.capabilities, {session: session.parents for session in self.opened}
-        if limits.cells is not None and sum(len(session.token_ids) for session in self.opened) > limits.cells:
+        texts = [tuple(session.token_ids) for session in self.opened] if limits.cells is not None else []
+        cells = {text[:end] for text in texts for end in range(1, len(text) + 1)}  # texts that begin alike share them
+        if limits.cells is not None and len(cells) > limits.cells:
             raise ContextFull(f"the cache of {limits.cells} cells is full")
         for work in batch:
-            assert isinstance(work.session, ReferenceSession)
-            trees[work.session] = trees[work.session] + work.parents.tolist()
+            session = cast(ReferenceSession, work.session)
+            trees[session] = trees[session] + work.parents.tolist()
         leaves = sum(np.count_nonzero(is_leaf(parents)) - 1 for parents in trees.values() if parents)
         if limits.spare_leaves is not None and leaves > limits.spare_leaves:
             raise ValueError(f"{leaves} further leaves; all sessions hold {limits.spare_leaves} together")

@@ -235,7 +235,8 @@ class Scheduler:
             shared = common_prefix(source.session.token_ids, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
             on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
-            if not slots.has_room(self.target.capabilities, self._slots, job.request):
+            common = shared - shared % TILE if source.job and shared >= slots.WORTH_SHARING else 0
+            if not slots.has_room(self.target.capabilities, self._slots, job.request, common):
                 return
             if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
@@ -256,6 +257,7 @@ class Scheduler:
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             )  # fmt: skip
             slot.generation.begin()
+            slot.forked = min(slot.forked, len(slot.session.token_ids))
             slots.make_room(self.target.capabilities, self._slots, self.shelf)
         except Exception as error:  # this text's alone
             self._end(slot, error)

@@ -28,6 +28,8 @@ class Slot:
     used: int = 0  # when it was last given to a job: a number that grows
     passed: int = 0  # the pass that it last took part in
     again: int = 0  # times that its prompt is read once more, since the cache had to be put in order
+    source: "Slot | None" = None  # whose session its own was forked from, and how many tokens of it: they share cells
+    forked: int = 0
     looked_at: bool = False  # whether its text, since it is idle, was considered for the shelf
 
 
@@ -41,13 +43,21 @@ def slot_for(source: Slot, shared: int, idle: list[Slot]) -> Slot:
     if slot is not source and shared >= WORTH_SHARING:
         slot.session.close()
         slot.session = source.session.fork()
+        slot.source, slot.forked = source, shared
     return slot
 
 
-def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request) -> bool:
-    """Whether the pool has cells for a text, besides those that are being read or written."""
+def taken(slot: Slot) -> int:
+    """Cells that the slot's text takes, but for those that it shares."""
+    text = slot.session.token_ids
+    shared = min(slot.forked, common_prefix(text, slot.source.session.token_ids)) if slot.source else 0
+    return len(text) - shared + shared % WORTH_SHARING
+
+
+def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request, shared: int) -> bool:
+    """Whether the pool has cells for a text, besides those that are being read or written, which have so many of it."""
     active = [_reserved(limits, slot) for slot in slots if slot.job]
-    return limits.cells is None or not active or sum(active) + _needed(limits, request) <= limits.cells
+    return limits.cells is None or not active or sum(active) + _needed(limits, request) - shared <= limits.cells
 
 
 def make_room(limits: Capabilities, slots: Sequence[Slot], shelf: Shelf | None) -> None:
@@ -60,7 +70,7 @@ def make_room(limits: Capabilities, slots: Sequence[Slot], shelf: Shelf | None) 
 
 def is_overfull(limits: Capabilities, slots: Sequence[Slot]) -> bool:
     """Whether there are more tokens than cells in the pool, those aside that a pass needs."""
-    return limits.cells is not None and sum(len(slot.session.token_ids) for slot in slots) > limits.cells
+    return limits.cells is not None and sum(map(taken, slots)) > limits.cells
 
 
 def oldest_idle(slots: Sequence[Slot]) -> Slot | None:
@@ -76,6 +86,7 @@ def use_shelf(shelf: Shelf, slot: Slot, slots: Sequence[Slot], prompt: Sequence[
         shelf.put(slot.session)
     path, on_disk = shelf.best(prompt)
     if path and on_disk >= shared + shelf.least:
+        slot.source = None
         while not shelf.load(path, slot.session) and (other := oldest_idle(slots)):
             forget(other, shelf)
 
@@ -102,5 +113,5 @@ def _needed(limits: Capabilities, request: Request) -> int:
 
 
 def _reserved(limits: Capabilities, slot: Slot) -> int:
-    held = len(slot.session.token_ids)
-    return max(held, _needed(limits, slot.job.request)) if slot.job else held
+    held, new = len(slot.session.token_ids), taken(slot)
+    return max(held, _needed(limits, slot.job.request)) - held + new if slot.job else new

@@ -1,4 +1,4 @@
-"""Sequence ids of llama.cpp: lent to the sessions whose trees are wide."""
+"""What sessions of llama.cpp share: sequence ids, lent to those whose trees are wide, and cells."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from edgespec.backends.reference import ReferenceBackend, random_model
 from test_contract import llamacpp_factory
 
 from edgespec.backend import prefill
+from edgespec.errors import ContextFull
 
 
 def test_ids_go_where_leaves_are(smollm2_tiny):
@@ -51,3 +52,43 @@ def test_what_each_of_several_texts_may_have(texts, leaves):
     backend.forward(batch)
     with pytest.raises(ValueError, match="leaves"):
         backend.forward([work(one.session, [5] * 9, [-1] * 9, first=leaves) for one in batch[:2]])
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "f32"])
+def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(smollm2_tiny, smollm2_tiny_f32, kv_type):
+    factory = llamacpp_factory(smollm2_tiny_f32 if kv_type == "f32" else smollm2_tiny, kv_type=kv_type, share=0.125)
+    with loaded(factory, sessions=4, context_length=256) as backend:
+        assert backend.capabilities.cells == 256 + 3 * 32
+        first, text = backend.open(), random_tokens(backend, 200, 1)
+        prefill(backend, first, text)
+        sessions, texts = [first], [text]
+        for i in range(2):
+            sessions.append(sessions[i].fork())
+            texts.append([*text, *random_tokens(backend, 9 + i, 2 + i)])
+            prefill(backend, sessions[-1], texts[-1])
+        for _ in range(2):
+            backend.cells.put_in_order(sessions)
+            assert backend.cells.end <= 200 + 2 * 64 + 20
+            for session, one in zip(sessions, texts, strict=True):
+                check_session(backend, session, one)
+        sessions[0].rewind(100)
+        backend.cells.put_in_order(sessions[::-1])
+        texts[0] = text[:100]
+        for session, one in zip(sessions, texts, strict=True):
+            check_session(backend, session, one)
+        sessions[1].close()
+        other = backend.open()
+        full = random_tokens(backend, 250, 9)
+        prefill(backend, other, full)  # 210 + 250 tokens, but what is shared
+        check_session(backend, sessions[2], texts[2])
+        size, backend.cells._size = backend.cells._size, 500  # what is for passes left out
+        more = [work(sessions[0], [5] * 100, range(-1, 99), wanted=[])]
+        with pytest.raises(ContextFull, match="cells is full: 496 hold texts"):
+            backend.forward(more)
+        sessions[0].rewind(0)
+        other.rewind(100)
+        backend.forward(more)
+        backend.cells._size = size
+        sessions[0].rewind(0)
+        for session, one in ((other, full[:100]), (sessions[2], texts[2])):
+            check_session(backend, session, one)

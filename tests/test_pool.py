@@ -60,20 +60,20 @@ def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, s
 def test_texts_wait_until_there_are_cells_for_them():
     target = pooled(cells=300)
     scheduler = Scheduler(target, planners("none", 3), budget=4)
-    readers = [Reader(scheduler, 4, 0.7, seed, 10) for seed in range(4)]  # 168 tokens each
+    readers = [Reader(scheduler, prompt, 0.7, seed, 100) for seed, prompt in enumerate((4, 2, 3, 6))]
     most = 0
     while scheduler.waiting or scheduler.active:
         scheduler.step()
         most = max(most, scheduler.active)
         assert scheduler.kept_tokens <= 300
-    assert most == 1
+    assert most == 2
     for reader in readers:
         reader.check()
     scheduler.close()
 
 
 def test_idle_texts_give_way_and_the_oldest_first():
-    target = pooled(cells=300, slots=4)
+    target = pooled(cells=280, slots=4)
     scheduler = Scheduler(target, planners("none", 4), budget=4)
     for prompt in (1, 6, 4):  # 3, 91 and 158 tokens, and 7 each
         Reader(scheduler, prompt)
@@ -99,6 +99,21 @@ def test_texts_that_grow_beyond_their_share_end_but_never_all(monkeypatch):
     counts = sorted(len(reader.tokens) for reader in readers)
     assert counts[2] == 100  # the eldest is whole
     assert counts[0] < 60
+    scheduler.close()
+
+
+def test_forks_count_once():
+    """Choices of one prompt are written at once where four prompts would have no room."""
+    target = pooled(cells=300, slots=4)
+    scheduler = Scheduler(target, planners("none", 4), budget=4)
+    readers = [Reader(scheduler, 4, 1.0, seed, 20) for seed in range(4)]
+    most = 0
+    while scheduler.waiting or scheduler.active:
+        scheduler.step()
+        most = max(most, scheduler.active)
+    assert most == 3  # 158 tokens, and thrice an answer and what of the prompt does not fill a tile
+    for reader in readers:
+        reader.check()
     scheduler.close()
 
 

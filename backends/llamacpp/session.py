@@ -91,8 +91,9 @@ class LlamaSession:
         self._memory = backend.memory
         self.ids = [own_id]  # sequence ids that carry the committed text: its own, and those lent to it
         self.held = 0  # how many committed tokens have a cell
+        self.marks: list[int] = []  # of these cells: equal where a fork shares one
         self._read = 0  # how many of these were read as a prompt, into cells that may stay where they are
-        self._aligned = True  # its tiles are those it would have alone
+        self.aligned = True  # its tiles are those it would have alone
         self._edge = 0  # the cell behind the last of these that have one; -1: not known
         self._forget_nodes()
 
@@ -188,6 +189,7 @@ class LlamaSession:
             for seq in self.ids:
                 if seq not in self.tips:
                     llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self.held, len(self.token_ids))
+            self.marks += self._backend.cells.new_marks(len(self.token_ids) - self.held)
             self.held, self._edge = len(self.token_ids), self._base
 
     def give_up(self) -> None:
@@ -217,6 +219,7 @@ class LlamaSession:
                 if seq != keep:
                     llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, length + kept)
             self.held = length + kept
+            self.marks += self._backend.cells.new_marks(kept)
         if self._prompt and self._read == length:
             self._read += kept
         self.token_ids.extend(self._tokens[node] for node in path)
@@ -234,8 +237,8 @@ class LlamaSession:
         for seq in self.ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
         self.held, self._read = min(self.held, length), min(self._read, length)
-        self._aligned = self._aligned or length == 0
-        del self.token_ids[length:]
+        self.aligned = self.aligned or length == 0
+        del self.token_ids[length:], self.marks[length:]
         self._forget_nodes()
 
     def kept(self, length: int) -> int:
@@ -257,7 +260,7 @@ class LlamaSession:
             return True
         if length == 0:
             return end % TILE == 0
-        return self._aligned and length == self.held == len(self.token_ids) and self._edge == end
+        return self.aligned and length == self.held == len(self.token_ids) and self._edge == end
 
     def padding_before(self, work: Work, end: int) -> int:
         """Cells to fill from `end` on, before this work's, so that a prompt's tiles are those it would have alone.
@@ -268,23 +271,24 @@ class LlamaSession:
         length = len(self.token_ids)
         if not work.prompt or not self._in_tiles or self._continues(length, end):
             return 0
-        if length % TILE or (length and not self._aligned):
+        if length % TILE or (length and not self.aligned):
             raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")
         return -end % TILE
 
-    def moved(self, start: int) -> None:
-        """Its text now has the cells from `start` on, which only its own id carries."""
+    def moved(self, end: int, aligned: bool) -> None:
+        """Its text now has cells up to `end`, which only its own id carries."""
         self._backend.give_back(self.ids[1:])
         del self.ids[1:]
-        self._edge, self._aligned = start + self.held, start % TILE == 0
-        if not self._aligned:
+        self._edge, self.aligned = end, aligned
+        if not self.aligned:
             self._read = 0
 
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
         llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], other.ids[0], 0, self.held)
         other.token_ids, other.held, other._read = self.token_ids.copy(), self.held, self._read
-        other._edge, other._aligned = self._edge, self._aligned
+        other.marks = self.marks.copy()
+        other._edge, other.aligned = self._edge, self.aligned
         return other
 
     @property
@@ -339,8 +343,9 @@ class LlamaSession:
         if self._backend.windows:  # cells of one sequence alone that have left a sliding window count as free
             cells.waste(self.ids[:1], 0)
         self.token_ids, self.held, self._read = saved.token_ids, held, saved.details["read"]
-        self.moved(cells.end)
+        self.marks, aligned = list(cells.new_marks(held)), cells.end % TILE == 0
         cells.end += held
+        self.moved(cells.end, aligned)
         return saved.note
 
     def _load(self, path: str | Path, text: list[int]) -> None:
