@@ -156,6 +156,11 @@ def check_folder(path: str) -> Path:
     return folder
 
 
+def weight_files(path: str) -> list[str]:
+    """The files that decide what a model folder computes."""
+    return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
+
+
 def read_config(folder: Path) -> Any:
     """The folder's config.json as transformers' configuration object.
 

@@ -153,18 +153,19 @@ class Generation:
         prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
         self.stats.prefill_seconds += perf_counter() - started
 
-    def plan(self, most: int | None = None) -> DraftTree:
-        """A tree rooted at the last committed token, with at most so many guesses."""
+    def plan(self, most: int | None = None, texts: int = 1) -> DraftTree:
+        """A tree rooted at the last committed token, with at most so many guesses; `texts` are planned at once."""
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
-        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
+        leaves = limits.leaves(texts)
+        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, leaves, texts=texts)
         budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
         budget = budget if most is None else min(budget, most)
         tree = self._planner.plan(context, budget)
         if self._grammar and budget:
             tree = shallow(self._grammar.guess(tree, self.token_ids), room)
-        tree = best_nodes(tree, budget, limits.max_leaves)
+        tree = best_nodes(tree, budget, leaves)
         self._drafted = self._planner.model_seconds - drafted
         return tree
 
@@ -174,6 +175,10 @@ class Generation:
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         self._waited, self._given = self.target.wait_seconds, perf_counter()
         return work
+
+    def give_up(self) -> None:
+        """The tree is not evaluated; another will be planned."""
+        self._planner.accept([], 0.0)
 
     def take(self, logits: Logits, *, alone: bool = True) -> Round:
         """Walk the tree with the target's own samples, and keep what they say.

@@ -1,7 +1,9 @@
 """What passes between the scheduler and those who want texts: requests, events, and how a request is called off."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 
 from edgespec.errors import EdgespecError
 from edgespec.generate import LogProbs, Round
@@ -78,10 +80,46 @@ class Job:
         self.cancelled = False
         self.text = text
         self.emit = emit
+        self.when_cancelled: Callable[[], None] = lambda: None
 
     def cancel(self) -> None:
-        """Stop after the pass that is being made. Safe to call from any thread, and twice."""
-        self.cancelled = True
+        """Stop after the pass that is being made, or within it if nobody else is in it. From any thread, also twice."""
+        if not self.cancelled:
+            self.cancelled = True
+            self.when_cancelled()
+
+
+class Passing:
+    """The jobs whose texts are in the pass under way, which is ended when nobody wants what it gives."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._closed = False  # nobody wants anything
+        self._interrupt = interrupt
+        self._jobs: list[Job] = []
+        self._lock = Lock()
+
+    @contextmanager
+    def of(self, jobs: list[Job]) -> Iterator[None]:
+        """Within, a pass is made for these."""
+        with self._lock:
+            self._jobs = jobs
+        self.look()  # who has left since the last one was not heard
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._jobs = []
+
+    def close(self) -> None:
+        """From now on nobody wants anything."""
+        self._closed = True
+        self.look()
+
+    def look(self) -> None:
+        """End the pass under way if it is for nobody. From any thread."""
+        with self._lock:
+            if self._jobs and (self._closed or all(job.cancelled for job in self._jobs)):
+                self._interrupt()
 
 
 @dataclass(slots=True)

@@ -280,7 +280,8 @@ def load(
             from host memory. Default: what is free.
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
-        parallel: how many texts may be written at once; each has room for a whole context in the cache.
+        parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
+            memory is counted: for a quarter, and what others leave.
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
         progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of

@@ -14,8 +14,8 @@ from edgespec.backends.hf_vocab import HfVocab, load_vocab
 from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
 from tokenizers import Tokenizer, decoders, models
 
-from edgespec.backend import MAX_PADDING, check_same_vocab
 from edgespec.errors import ModelError, VocabMismatch
+from edgespec.same_vocab import MAX_PADDING, check_same_vocab
 
 TEXTS = ["to be or not to be", " two  spaces\n\ttab", "žluťoučký kůň, 日本語, 🎉", "a</s>b<|im_end|>", ""]
 

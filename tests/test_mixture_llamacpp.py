@@ -232,7 +232,7 @@ def test_experts_that_are_cut_short(tmp_path, mixtures):
 def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     """`GgmlTensor` is the struct of this build, and another one is noticed."""
     backend = from_disk("mixtral", 2)
-    nodes = backend._watch.nodes(backend._context)
+    nodes = backend._watch.nodes(backend.context)
     assert len(nodes) > 50
     assert all(map(is_known, nodes))
     fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]

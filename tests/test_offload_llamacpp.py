@@ -29,7 +29,7 @@ from edgespec.backends.llamacpp.backend import LlamaBackend, load
 from edgespec.backends.llamacpp.memory import MIN_NODES, ContextSize
 
 from edgespec.backend import Work, prefill
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -375,6 +375,39 @@ def test_an_error_in_the_middle_of_a_pass(
     assert last
     np.testing.assert_array_equal(last[0].row(last[1]), np_rows(tiny_resident))
     session.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_interrupted_pass_ends_within_a_layer(
+    tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Also where llama.cpp does not ask whether to go on, as on a GPU."""
+    backend = load_streamed(tiny)
+    if not asked:
+        nobody = llama_cpp.ggml_abort_callback()
+        llama_cpp.llama_set_abort_callback(backend.context, nobody, None)
+    session, entered = backend.open(), list[int]()
+    prefill(backend, session, [1, 2, 3])
+    enter, end = backend.streamer.enter, backend.cells.end  # type: ignore[union-attr]
+    for layer in (0, 3, 5):
+
+        def interrupt(index: int, layer: int = layer) -> None:
+            entered.append(index)
+            enter(index)
+            if index == layer:
+                backend.interrupt()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend.streamer, "enter", interrupt)
+            entered.clear()
+            with pytest.raises(Interrupted):
+                prefill(backend, session, [1, 2, 3, 4, 5])
+        assert max(entered) <= layer + 1
+        assert (session.token_ids, backend.cells.end) == ([1, 2, 3], end)
+    last = prefill(backend, session, [1, 2, 3, 4, 5], want_last=True)
+    assert last
+    np.testing.assert_array_equal(last[0].row(last[1]), np_rows(tiny_resident))
     backend.close()
 
 

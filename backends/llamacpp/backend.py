@@ -9,26 +9,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import accumulate, chain
 from time import monotonic
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, shape_of
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.saved import content_of, identity_of
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.ring import Streamer
 
+from .batch import Batch
 from .cells import TILE, Cells, Rows
 from .files import (
-    FILE_TYPE_BF16,
-    FILE_TYPE_F16,
-    FILE_TYPE_F32,
     last_log,
     llama_cpp,
     load_model,
@@ -37,10 +34,12 @@ from .files import (
     without_amx,
 )
 from .gpu import without_output
+from .ids import Ids
 from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
     MIN_NODES,
+    SHARE,
     ContextSize,
     choose_gpu_layers,
     is_plenty,
@@ -50,24 +49,16 @@ from .memory import (
     suits_narrow,
 )
 from .mixture import Mixture, open_mixture
-from .session import LlamaSession
+from .session import LlamaSession, Placement
 from .specimen import specimen
+from .stop import ABORTED, Stop
 from .threads import compute_cores, crowd, threads_for
+from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
 from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
-# Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
-# for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
-# Measured with SmolLM2 as the largest difference over a vocabulary: Q4_1 1.31, BF16 0.43, F16 0.18, and F32, whose
-# cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
-TOLERANCE_QUANTISED = 1.5
-TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
-# The same by the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
-# SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
-CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
-TOLERANCE_OF_4_BITS = 10.0
 TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
 
 
@@ -115,6 +106,7 @@ class LlamaBackend:
         watch: LayerWatch | None = None,
         yielding: int = 0,
         *,
+        ids: int,
         computing: Mapping[str, str | int | None],
     ) -> None:
         self.vocab = LlamaVocab(model)
@@ -130,43 +122,43 @@ class LlamaBackend:
         self.state_width = 0  # of the states that are kept of each row, where all rows are wanted; 0: none are
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
-        self._context = context
-        share = capabilities.max_leaves
-        self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
-        self.cells = Cells(context, share * sessions)
+        self.context = context
+        self.windows = llama_cpp.llama_model_n_swa(model) > 0
+        self._files: Sequence[str] = ()  # of the model
+        self._ids = Ids(sessions, ids)
+        self.cells = Cells(context, ids)
         self._open: list[LlamaSession] = []
         self._most_cells = 0  # that were in use at once since all were free
-        # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
-        nodes = llama_cpp.llama_n_batch(context)
-        self._tokens = np.zeros(nodes, np.int32)
-        self._positions = np.zeros(nodes, np.int32)
-        self._id_counts = np.zeros(nodes, np.int32)
-        self._id_pointers = np.zeros(nodes, np.uintp)
-        self._wanted = np.zeros(nodes, np.int8)
-        self._batch = llama_cpp.llama_batch()
-        fields: list[tuple[str, NDArray[Any], Any]] = [
-            ("token", self._tokens, llama_cpp.llama_token),
-            ("pos", self._positions, llama_cpp.llama_pos),
-            ("n_seq_id", self._id_counts, ctypes.c_int32),
-            ("seq_id", self._id_pointers, ctypes.POINTER(llama_cpp.llama_seq_id)),
-            ("logits", self._wanted, ctypes.c_int8),
-        ]
-        for name, array, kind in fields:
-            setattr(self._batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
+        self._batch = Batch(llama_cpp.llama_n_batch(context))
+        self._stop = Stop(context, asked=computing.get("gpu_layers") == 0)
+        if watch:
+            watch.stop = self._stop
 
     def open(self) -> LlamaSession:
-        if not self._free_ids:
+        if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        session = LlamaSession(self, self._free_ids.pop(0))
+        session = LlamaSession(self, self._ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    def release(self, session: LlamaSession, ids: list[int]) -> None:
-        """A session has given its sequence ids back."""
+    def release(self, session: LlamaSession) -> None:
+        """A session is empty, and was closed."""
         self._open.remove(session)
-        self._free_ids.append(ids)
+        self._ids.close(session.ids)
+
+    def lend(self, seq: int, session: LlamaSession) -> None:
+        """A session gets a sequence id that was free when its nodes were placed."""
+        self._ids.lend(seq, session, self._open, self.memory)
+
+    def give_back(self, ids: list[int]) -> None:
+        """Nothing carries these sequence ids any more."""
+        self._ids.give_back(ids)
+
+    def make_room(self, rows: int) -> None:
+        """See `Cells.make_room`."""
+        self.cells.make_room(rows, self._open)
 
     @property
     def streamer(self) -> Streamer | None:
@@ -195,38 +187,46 @@ class LlamaBackend:
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
-        placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
+        placements, taken = list[Placement](), {seq for session in self._open for seq in session.tips}
+        for session, work in zip(sessions, batch, strict=True):
+            placements.append(session.place(work, self._ids.offer(session, self._open, taken)))
+            taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
-            self.cells.make_room(most, self._open)
+            self.make_room(most)
         between = self._paddings(sessions, batch)
         logits: list[Logits] = []
-        rows = Rows([], [], [], [])
+        rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
             start, owed = len(rows.tokens), session.owed
             rows.add(*session.add(placement, self.cells.end + start))
             index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
-            logits.append(LlamaLogits(self._context, self.vocab.size, self.state_width, index))
+            logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
         self.cells.end += len(rows.tokens)
         count = len(rows.tokens)
         if shape := shape_of(self.capabilities, batch):
             rows.fill(shape.least, self.cells.padding_id)
         if self.state_width:
-            llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
+            llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
             if self._watch:
                 self._watch.begin(
                     prompt=any(work.prompt for work in batch), rows=len(rows.tokens), padding=len(rows.tokens) - count
                 )
-            self._decode(self._fill(rows))
-        except BaseException:
+            self._decode(self._batch.fill(rows))
+        except BaseException as error:
             for session in sessions:
                 session.give_up()
             self.cells.drop_padding(0)
-            self.cells.uncertain = True
+            if isinstance(error, Interrupted) and end is not None:
+                self.cells.end = end  # all that the pass had filled is free again
+            else:
+                self.cells.uncertain = True
             raise
+        finally:
+            self._stop.clear()
         if rows.padding:
             self.cells.drop_padding(sum(between))  # what stands before others stays
         for session in sessions:
@@ -241,46 +241,40 @@ class LlamaBackend:
             end += found[-1] + session.owed + len(work.token_ids)
         return found
 
-    def _fill(self, rows: Rows) -> int:
-        """Fill llama.cpp's batch; how many rows it has."""
-        total = len(rows.tokens)
-        self._tokens[:total] = rows.tokens
-        self._positions[:total] = rows.positions
-        self._wanted[:total] = 0
-        self._wanted[rows.wanted] = 1
-        counts = [len(node_ids) for node_ids in rows.ids]
-        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)  # kept: the batch points into it
-        address = self._flat.__array_interface__["data"][0]
-        self._id_counts[:total] = counts
-        self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]
-        self._batch.n_tokens = total
-        return total
-
     def _decode(self, total: int) -> None:
         watch = self._watch
         if self._yielding:
             self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
             others = crowd().others(monotonic())
             threads = threads_for(self._yielding, others, total, self._most_cells)
-            llama_cpp.llama_set_n_threads(self._context, threads, threads)
+            llama_cpp.llama_set_n_threads(self.context, threads, threads)
         with watch.signals_held() if watch else nullcontext():
-            status = llama_cpp.llama_decode(self._context, self._batch)
-            llama_cpp.llama_synchronize(self._context)
+            status = llama_cpp.llama_decode(self.context, self._batch.struct)
+            llama_cpp.llama_synchronize(self.context)
             if watch:
                 watch.finish()
         if watch and watch.error is not None:
             raise watch.error
+        if status == ABORTED:
+            raise Interrupted("the pass was interrupted")
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
 
+    def interrupt(self) -> None:
+        self._stop.set()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*self._files))
+
     def close(self) -> None:
-        if self._context is not None:
+        if self.context is not None:
             self.memory = None
-            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_free(self.context)
             if self._watch:
                 self._watch.close()
             llama_cpp.llama_model_free(self.model)
-            self._context = self.model = None
+            self.context = self.model = None
 
 
 def load(
@@ -298,6 +292,7 @@ def load(
     resident: bool = False,
     wide: bool = False,
     exact: str | None = "off",
+    share: float | None = None,
     progress: Progress = lambda done, total: None,
 ) -> LlamaBackend:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
@@ -325,6 +320,8 @@ def load(
             40 against 253 and 55 of 64 nodes.
         exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
             those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
+        share: sessions take cells of the cache from one pool, which has one context and this part of one for each
+            further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
 
     Raises:
@@ -333,11 +330,12 @@ def load(
     """
     _check_options(context_length, budget, sessions, threads)
     memory = parse_size(memory) if isinstance(memory, str) else memory
-    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type)
+    plenty = is_plenty(path, memory, beside)
+    share = share if share is not None else 1.0 if plenty or resident else SHARE
+    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type, share)
     plan, notes = None, list[str]()
     if gpu_layers is None:
         gpu_layers = choose_gpu_layers(path, size, memory=memory, beside=beside, resident=resident)
-    plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
@@ -385,20 +383,25 @@ def load(
         llama_cpp.llama_model_free(model)
         raise
     capabilities = Capabilities(
-        context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
+        context_length=size.length(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
         experts=watch.mixture.shape if watch and watch.mixture else None,
+        spare_leaves=size.ids - sessions,
+        cells=size.tokens(model) if sessions > 1 and share < 1 else None,
     )
     # Streamed weights are waited for: it is not threads that others disturb.
     yielding = 0 if threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
     computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
-    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing=computing)
+    backend = LlamaBackend(
+        model, context, capabilities, sessions, in_order, watch, yielding, ids=size.ids, computing=computing
+    )
+    backend._files = parts(path)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
     backend.notes = notes
@@ -417,13 +420,6 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
             yield backend
         finally:
             backend.close()
-
-
-def tolerance(file_type: bytes, kv_type: str | None) -> float:
-    """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
-    weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
-    types = kv_types(kv_type) if kv_type else ()
-    return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])
 
 
 def engine_build() -> str:

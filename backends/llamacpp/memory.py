@@ -48,6 +48,7 @@ from .gpu import auto_layers, check_spans, devices
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
+SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
@@ -74,6 +75,7 @@ class ContextSize:
     sessions: int
     chunk: int  # prompt tokens per pass
     kv_type: str | None = None  # of keys and values, or K/V, each one of KV_TYPES; None: f16, for float32 weights f32
+    share: float = 1.0  # of a context: what each session but one adds to the cells that all share
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -86,7 +88,21 @@ class ContextSize:
 
     @property
     def max_leaves(self) -> int:
-        return min(max(self.budget, 32), (LLAMA_MAX_SEQ - EXTRA_IDS) // self.sessions)
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ - EXTRA_IDS - self.sessions + 1)
+
+    @property
+    def ids(self) -> int:
+        """Of sequences: one for each session, and those that all of them share."""
+        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - EXTRA_IDS)
+
+    def length(self, model: Any) -> int:
+        """Most tokens of one text."""
+        return self.context_length or int(llama_cpp.llama_model_n_ctx_train(model))
+
+    def tokens(self, model: Any) -> int:
+        """Most tokens of all texts together."""
+        length = self.length(model)
+        return length + int(self.share * length) * (self.sessions - 1)
 
     def kept_in(self, model: Any) -> str:
         """The type of keys and values, or both, as in "f16/q8_0"."""
@@ -94,13 +110,12 @@ class ContextSize:
 
     def params(self, model: Any) -> Any:
         """llama.cpp's parameters for it."""
-        length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
         params = llama_cpp.llama_context_default_params()
         tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
         rows = self.max_nodes + tiles
-        params.n_ctx = self.sessions * (length + self.max_nodes + TILE)
+        params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
-        params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS
+        params.n_seq_max = self.ids + EXTRA_IDS
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound
@@ -265,7 +280,7 @@ def _file_sizes(*paths: str) -> int:
 def _weights_and_buffers(path: str, size: ContextSize) -> int:
     weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
     before = private_memory() + MARGIN
-    return weights + _rehearse(path, [size])[0] - before
+    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before  # a draft has room for each text
 
 
 def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:

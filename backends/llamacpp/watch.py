@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
 
 from .files import ggml_base, llama_cpp
 from .mixture import Mixture
+from .stop import Stop
 
 
 class LayerWatch:
@@ -26,6 +28,7 @@ class LayerWatch:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
+        self.stop: Stop | None = None  # when it is set, the pass ends
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
         self._name_of = ggml_base().ggml_get_name
@@ -107,6 +110,8 @@ class LayerWatch:
             return True
         try:
             self._obey()
+            if self.stop and self.stop.is_set:
+                raise Interrupted("the pass was interrupted")
             return self._asked(self._name_of(tensor), tensor)
         except BaseException as error:
             self.error = error

@@ -6,6 +6,7 @@ Inside a layer, `tree_attention` writes each work's keys and values into its ses
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import transformers
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from edgespec.errors import ModelError
+from edgespec.errors import Interrupted, ModelError
 
 ATTENTION = "edgespec_tree"
 MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks whose rows start elsewhere
@@ -45,6 +46,7 @@ class Tree:
 
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]  # by layer
+    interrupted: Event  # when it is set, no further layer is computed
 
 
 def tree_attention(
@@ -79,6 +81,8 @@ def tree_attention(
     """
     if isinstance(tree, Probe):
         return _probe(module, query, key, value, tree, sliding_window, options)
+    if tree.interrupted.is_set():
+        raise Interrupted("the pass was interrupted")
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]
     out[:, tree.parts[-1].rows.stop :] = 0  # rows of padding belong to no part, and see nothing
     layer = module.layer_idx

@@ -21,6 +21,7 @@ class Context:
     max_leaves: int  # most leaves the target's backend can hold
     cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
     least: float = 0.0  # a guess less probable than this does not pay
+    texts: int = 1  # that have trees at once, and share what backends hold of leaves
 
 
 @runtime_checkable
@@ -48,7 +49,8 @@ class Planner(Protocol):
     def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """What the target really wrote, accepted tokens, then the bonus, and how long its pass took.
 
-        0 seconds: the pass was shared with other texts, and part of the tree may have been left out of it.
+        0 seconds: the pass was shared with other texts, and part of the tree may have been left out of it. No tokens:
+        the tree was not evaluated.
         """
 
     def close(self) -> None:
