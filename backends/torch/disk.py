@@ -26,6 +26,7 @@ from edgespec.errors import EdgespecError, ModelError
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights import ring
 from edgespec.weights.direct import ALIGNED, DirectFiles
+from edgespec.weights.disk import recall_reading
 from edgespec.weights.residency import Extent, Layer, Plan
 from edgespec.weights.system import HUGE
 
@@ -111,7 +112,8 @@ class Feeder:
         self.sources = staging.sources
         self._staging = staging
         self._engine = engine
-        self._ring = ring.Streamer(staging.plan, staging)
+        how = recall_reading(staging.sources[0].path)
+        self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
         self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
         self._changed = threading.Condition()
         self._asked, self._sent = [0] * buffers, [0] * buffers  # how often, by buffer
