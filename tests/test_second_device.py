@@ -106,9 +106,9 @@ def test_streamed_layers_are_never_on_the_device(endpoint: str, models: dict[str
             *(
                 [path, None, {"memory": more, "gpu_layers": layers}]
                 for layers in (0, 2, 5, 9)
-                for more in (4 * MIB, 8 * MIB)
+                for more in (8 * MIB, 12 * MIB)
             ),
-            [path, RESERVE + 65 * MIB, {"memory": 4 * MIB}],
+            [path, RESERVE + 65 * MIB, {"memory": 8 * MIB}],
         ]
         _, *found = checked(endpoint, cases)
         on_device = [one["places"].get("RPC0", 0.0) for one in found[::2][:4]]
@@ -129,8 +129,8 @@ def test_all_layers_on_the_device_need_no_memory_here(endpoint: str, models: dic
     _, found, plain = checked(
         endpoint,
         [
-            [models["float32"], None, {"memory": 4 * MIB, "gpu_layers": -1}],
-            [models["float32"], None, {"memory": 4 * MIB}],
+            [models["float32"], None, {"memory": 8 * MIB, "gpu_layers": -1}],
+            [models["float32"], None, {"memory": 8 * MIB}],
         ],
     )
     assert (found["difference"], found["streamed"]) == (0.0, [])
