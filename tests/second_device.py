@@ -104,7 +104,8 @@ def check(path: str, room: int | None, options: dict[str, Any]) -> dict[str, Any
     expected = logits(plain)
     plain.close()
     if "memory" in options:
-        options = options | {"memory": least(path, **options) + options["memory"]}
+        needed = max(least(path, **options) for _ in range(3))  # a process takes a little more each time
+        options = options | {"memory": needed + options["memory"]}
     model, places = load(path, room, **options)
     found = logits(model)
     layers = [layer.index for layer in model.streamer.plan.streamed] if model.streamer else []
