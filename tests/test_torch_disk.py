@@ -300,6 +300,22 @@ def test_a_disk_that_fails_and_comes_back(llama, tiers, monkeypatch):
         np.testing.assert_array_equal(chain_rows(backend, TEXT), expected)
 
 
+def test_a_device_that_fails_in_the_middle_of_a_copy(llama, tiers, monkeypatch):
+    """Nobody waits for it in vain, then or later."""
+    backend = tiers(llama, 2, 3)
+    session = backend.open()
+
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(LateCopies, "wait", LateCopies.finish)
+    monkeypatch.setattr(LateCopies, "finish", broken)
+    with pytest.raises(ModelError, match="a layer was not sent to the device: the device is gone"):
+        passes(backend, session, 3)
+    with pytest.raises(ModelError, match="the device is gone"):
+        passes(backend, session, 3)
+
+
 def test_a_file_that_shrinks(tmp_path, tiers):
     folder = save(tiny_model("llama", num_hidden_layers=LAYERS), tmp_path / "model")
     backend = tiers(folder, 0, 0)

@@ -142,10 +142,13 @@ class Feeder:
 
     def _work(self) -> None:
         last: float = -1  # block of this pass
+        broken: EdgespecError | None = None
         while job := self._jobs.get():
             buffer, target, number = job
             error: EdgespecError | None = None
             try:
+                if broken:
+                    raise broken
                 if number <= last:  # a new pass, or the old one was given up
                     self._ring.finish()
                 if number <= last or last < 0:
@@ -162,8 +165,11 @@ class Feeder:
                 self._errors[buffer] = error
                 self._changed.notify_all()
             if error is None:
-                self._engine.finish(buffer)
-                self._ring.leave(number)
+                try:
+                    self._engine.finish(buffer)
+                    self._ring.leave(number)
+                except Exception as raised:  # the host buffer is not known to be free: nothing goes on
+                    broken = ModelError(f"a layer was not sent to the device: {raised}")
 
     def close(self) -> None:
         """Stop reading and copying."""
