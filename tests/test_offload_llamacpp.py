@@ -36,7 +36,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
-from edgespec.weights import ring
+from edgespec.weights import disk, ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
 from edgespec.weights.machine import parse_size
@@ -737,7 +737,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
 def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     least = least_memory(tiny, context_length=256, budget=8)
     arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
-    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e6)
+    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e6)
     code, _, err = run(*arguments)
     assert code == 0
     lines = err.splitlines()
@@ -746,7 +746,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
-    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e9)
+    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e9)
     assert "the disk allows" not in run(*arguments)[2]
 
 
@@ -759,7 +759,7 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(tiny, copy)
     memory = least_memory(copy, **OPTIONS)
-    monkeypatch.setattr(ring, "disk_bandwidth", broken)
+    monkeypatch.setattr(disk, "disk_bandwidth", broken)
     before = left_behind(copy)
     with pytest.raises(ModelError, match="cannot be read: Input/output error"):
         load(str(copy), memory=memory, **OPTIONS)

@@ -363,8 +363,8 @@ def load(
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen):
             params.cb_eval = watch.callback
-        if chosen:
-            params.op_offload = False  # a GPU that takes part in long prompts would find experts where they are not
+        if streams or chosen:
+            params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
         context = llama_cpp.llama_init_from_model(model, params)
         if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
             size = replace(size, kv_type=kv_type)

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from edgespec.errors import NoRoom, UsageError
-from edgespec.weights.residency import SAFETY, Extent, Plan, Tensor, count_layers, layer_of
+from edgespec.weights.residency import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of
 
 from .files import ggml_library, llama_cpp
 
@@ -106,7 +106,7 @@ def _fitting(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
     for tensor in tensors:
-        if layer_of(tensor) >= 0 or tensor.name.startswith("output"):
+        if layer_of(tensor) >= 0 or is_output(tensor):
             sizes[layer_of(tensor)] += tensor.size  # the output's is the last one: -1
     if all(not tensor.name.startswith("output.") for tensor in tensors):  # it is the embedding
         sizes[-1] += sum(tensor.size for tensor in tensors if layer_of(tensor) < 0)

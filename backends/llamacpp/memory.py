@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.models.gguf_header import own_values
+from edgespec.weights.disk import USUAL, recall_reading
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
@@ -343,7 +344,8 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
             notes.append(f"{plan.line(speed)}; {store.note}")
             notes += filter(None, [plan.warning(speed)])
-            return Streamer(plan, store)
+            how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
+            return Streamer(plan, store, how.threads, how.size)
         except BaseException:
             store.close()
             raise

@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from edgespec.errors import Interrupted, ModelError
 from edgespec.weights.direct import ALIGNED, DirectFiles
+from edgespec.weights.disk import recall_reading
 from edgespec.weights.pin import Progress, warm
 from edgespec.weights.residency import Extent, Layer, Plan, Tensor
 from edgespec.weights.ring import Streamer
@@ -102,7 +103,7 @@ class SlotStore:
 
         def read(piece: Extent) -> None:
             at = bisect_right(starts, (piece.file, piece.start)) - 1
-            self._files.read_any(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
+            self._files.read(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
 
         extents = [Extent(tensor.file, tensor.start, tensor.start + tensor.size) for tensor in tensors]
         warm(extents, read, progress)
@@ -191,7 +192,8 @@ class LayerSweep:
         for _, array in tree_flatten(model.parameters()):
             mx.eval(array)  # what is left, one after the other
         mx.clear_cache()
-        self.streamer = Streamer(store.plan, store)
+        how = recall_reading(layout.paths[store.plan.streamed[0].extents[0].file])
+        self.streamer = Streamer(store.plan, store, how.threads, how.size)
 
     def _check_values(self, model: Any, layout: Layout) -> None:
         """A model class may transform weights without another shape or type: one layer is compared bit by bit."""

@@ -28,9 +28,9 @@ from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_want
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.saved import content_of, identity_of
-from edgespec.weights.machine import available_memory, disk_bandwidth, format_size, parse_size, private_memory
+from edgespec.weights.disk import disk_speed
+from edgespec.weights.machine import available_memory, format_size, parse_size, private_memory
 from edgespec.weights.residency import MARGIN, SAFETY
-from edgespec.weights.ring import MEASURE
 
 from ..hf_vocab import check_folder, first_line, load_vocab, weight_files
 from .attention import Part, Tree, build_mask, run
@@ -359,7 +359,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     sources = streamer.feeder.sources if streamer.feeder else []
     if not sources:
         return [note]
-    from_disk, speed = sum(source.size for source in sources), disk_bandwidth(sources[0].path, MEASURE)
+    from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
     seconds = from_disk / speed
     return [f"{note}, {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"]
 

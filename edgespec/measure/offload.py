@@ -18,11 +18,10 @@ from typing import Any
 
 from edgespec.errors import EdgespecError
 from edgespec.loading import DEFAULT_BUDGET
-from edgespec.measure.offload_worker import Task, evict
+from edgespec.measure.offload_worker import PLENTY, Task, evict_model
 from edgespec.planners.choice import USE_DRAFT
 from edgespec.weights.machine import disk_bandwidth, format_size
 
-PLENTY = 1 << 42  # of memory, named so that weights are mapped as they are, not repacked
 LIBRARIES = 32 << 20  # of the interpreter's and the engine's files, mapped pages
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -79,7 +78,7 @@ def memory_group() -> Iterator[Group | None]:
 
 def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> dict[str, Any]:
     """Run a task in a process of its own, inside a limit of bytes (0: none), its files not in the page cache."""
-    left = max((evict(file) for file in files), default=0.0)
+    left = max(map(evict_model, files), default=0.0)
     if group:
         group.limit(limit or 1 << 40)
 
@@ -235,7 +234,7 @@ def text_summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not runs:
         return {"failed": failed}
     names = ("tokens", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds")
-    totals = {name: sum(run[name] for run in runs) for name in names}
+    totals = {name: sum(run.get(name, 0.0) for run in runs) for name in names}
     return {
         "failed": failed,
         **totals,

@@ -19,13 +19,12 @@ from time import perf_counter
 
 from edgespec.errors import ModelError
 from edgespec.weights.direct import DirectFiles
+from edgespec.weights.disk import recall_reading
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
 from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
 from edgespec.weights.pin import Progress
 from edgespec.weights.system import (
     HUGE,
-    READ_SIZE,
-    READ_THREADS,
     check_result,
     libc,
     new_memory,
@@ -85,7 +84,9 @@ class ExpertMemory:
                 [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
                 for layer in layers
             ]
-            for i in range(READ_THREADS):
+            how = recall_reading(paths[layers[0].tensors[0].file])
+            self._read_size = how.size
+            for i in range(how.threads):
                 thread = threading.Thread(target=self._work, name=f"edgespec-experts-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -254,13 +255,14 @@ class ExpertMemory:
                 self._changed.notify_all()
 
     def _pieces(self, number: int, weight: int, reads: Sequence[tuple[int, int]]) -> list[_Piece]:
-        """One weight of these experts, cut at multiples of READ_SIZE of the file."""
+        """One weight of these experts, cut at multiples of a read's size."""
         layer, found = self.layers[number], list[_Piece]()
         tensor, size = layer.tensors[weight], layer.expert_size(weight)
         for expert, slot in reads:
             start = tensor.start + expert * size
             shift = self.base(number, weight) + slot * size - start
-            cuts = [start, *range(start // READ_SIZE * READ_SIZE + READ_SIZE, start + size, READ_SIZE)]
+            read = self._read_size
+            cuts = [start, *range(start // read * read + read, start + size, read)]
             for first, last in zip(cuts, [*cuts[1:], start + size], strict=True):
                 found.append(_Piece((number, weight), tensor.file, first, last, first + shift))
         return found
@@ -269,7 +271,7 @@ class ExpertMemory:
         while (piece := self._take()) is not None:
             error = None
             try:
-                self._files.read_blocks(piece.file, piece.address, piece.start, piece.stop)
+                self._files.read(piece.file, piece.address, piece.start, piece.stop)
             except Exception as found:  # whatever it is, `wait` must not wait for this thread
                 error = found
             with self._changed:

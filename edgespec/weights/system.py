@@ -35,20 +35,20 @@ def open_direct(path: str) -> tuple[int, bool]:
     return descriptor, False
 
 
-def read_buffer() -> memoryview:
-    """READ_SIZE bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
-    whole = mmap.mmap(-1, READ_SIZE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def read_buffer(size: int = READ_SIZE) -> memoryview:
+    """So many bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
+    whole = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             whole.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE
-    return memoryview(whole)[start : start + READ_SIZE]
+    return memoryview(whole)[start : start + size]
 
 
-def own_buffer() -> memoryview:
-    """This thread's `read_buffer`."""
-    if not hasattr(_own, "buffer"):
-        _own.buffer = read_buffer()
+def own_buffer(size: int = READ_SIZE) -> memoryview:
+    """This thread's `read_buffer`, of so many bytes or more."""
+    if not hasattr(_own, "buffer") or len(_own.buffer) < size:
+        _own.buffer = read_buffer(max(size, READ_SIZE))
     buffer: memoryview = _own.buffer
     return buffer
 
@@ -68,15 +68,16 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
 
 
 def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None:
-    """As `read_fully`, of at most READ_SIZE bytes between multiples of READ_SIZE, for a file open for direct reads.
+    """As `read_fully`, of any bytes, for a file open for direct reads.
 
     Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where memory lies otherwise
-    within its blocks than the file's bytes do, all of it is read elsewhere first.
+    within its blocks than the file's bytes do, all of it is read elsewhere first, and copied.
     """
-    buffer = own_buffer()
     low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
     inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
-    if inner >= end or (address + inner - start) % BLOCK:
+    copied = inner >= end or (address + inner - start) % BLOCK
+    buffer = own_buffer(high - low if copied else 2 * BLOCK)
+    if copied:
         done = os.preadv(descriptor, [buffer[: high - low]], low)
         copies = [(0, start, min(stop, low + done))]
     else:
