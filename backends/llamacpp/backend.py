@@ -355,7 +355,8 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
+            streamer, speed, kept = start_streaming(path, plan, known, notes, progress)
+            watch = LayerWatch(streamer)
         streams = bool(plan and plan.streamed)
         fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
@@ -377,6 +378,10 @@ def load(
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
         if watch and plan and chosen:
             watch.mixture = open_mixture(path, plan, watch.nodes(context), notes, progress)
+            if watch.mixture is None:
+                plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)
+        if plan:
+            notes.append(f"{plan.line(speed)}; {kept}")
     except BaseException:
         if context:
             llama_cpp.llama_free(context)

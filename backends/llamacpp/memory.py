@@ -295,7 +295,9 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress) -> Streamer:
+def start_streaming(
+    path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress
+) -> tuple[Streamer, float, str]:
     """Pin and start to stream the weights of a model that has just been loaded.
 
     Args:
@@ -304,6 +306,9 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
         known: addresses of mappings of the same files that are not this model's own.
         notes: what a person should know is added.
         progress: told how much of what stays has been read.
+
+    Returns:
+        What streams, the disk's bytes per second (0: nothing is streamed), and how pinned weights are kept.
 
     Raises:
         ModelError: it cannot be read or mapped.
@@ -326,9 +331,8 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
             store.look_up(plan.looked_up)
             store.pin(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
-            notes.append(f"{plan.line(speed)}; {store.note}")
             notes += filter(None, [plan.warning(speed)])
-            return Streamer(plan, store)
+            return Streamer(plan, store), speed, store.note
         except BaseException:
             store.close()
             raise

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from ctypes import addressof, c_char, memmove
 
 from edgespec.weights.residency import Extent
-from edgespec.weights.system import BLOCK, check_sizes, file_sizes, open_direct, own_buffer, read_fully, read_unaligned
+from edgespec.weights.system import (
+    BLOCK,
+    check_sizes,
+    file_sizes,
+    memory_step,
+    open_direct,
+    own_buffer,
+    read_fully,
+    read_unaligned,
+)
 
 ALIGNED = BLOCK  # bytes; direct reads start and end at multiples of that, in the file and in memory
 
@@ -19,11 +28,13 @@ class DirectFiles:
         self._direct: list[int] = []
         self._cached: list[int] = []
         self._is_direct: list[bool] = []
+        self._steps: list[int] = []
         try:
             for path in paths:
                 descriptor, direct = open_direct(path)
                 self._direct.append(descriptor)
                 self._is_direct.append(direct)
+                self._steps.append(memory_step(descriptor) if direct else 1)
                 # Elsewhere than on Linux a descriptor takes reads of any bytes, and few are allowed (256 on a Mac).
                 self._cached.append(os.open(path, os.O_RDONLY) if sys.platform == "linux" else descriptor)
             self.sizes = file_sizes(self._direct)
@@ -57,7 +68,7 @@ class DirectFiles:
 
     def read_blocks(self, file: int, address: int, start: int, stop: int) -> None:
         """Read any bytes to an address, whole blocks past the page cache; at most as `read_unaligned`."""
-        read_unaligned(self._direct[file], address, start, stop)
+        read_unaligned(self._direct[file], address, start, stop, self._steps[file])
         if not self._is_direct[file] and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._direct[file], start, stop - start, os.POSIX_FADV_DONTNEED)
 
