@@ -36,7 +36,7 @@ from .files import (
     parts,
     without_amx,
 )
-from .gpu import without_output
+from .gpu import kept_off
 from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
@@ -44,6 +44,7 @@ from .memory import (
     ContextSize,
     choose_gpu_layers,
     is_plenty,
+    keeps_experts,
     kv_types,
     plan_memory,
     start_streaming,
@@ -345,9 +346,8 @@ def load(
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    if plan and plan.streamed and gpu_layers:
-        options |= without_output()
-    model = load_model(path, n_gpu_layers=gpu_layers, **options)
+    off = kept_off(plan, gpu_layers, keeps_experts(path, gpu_layers))
+    model = load_model(path, n_gpu_layers=gpu_layers, **options, **off)
     watch = context = None
     try:
         if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
@@ -377,7 +377,7 @@ def load(
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
         if watch and plan and chosen:
-            watch.mixture = open_mixture(path, plan, watch.nodes(context), notes, progress)
+            watch.mixture = open_mixture(path, plan, watch.nodes(context, whole=gpu_layers != 0), notes, progress)
             if watch.mixture is None:
                 plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)
         if plan:

@@ -35,6 +35,13 @@ def is_known(address: int) -> bool:
     return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
 
 
+def is_here(address: int) -> bool:
+    """Whether a tensor lies in the processor's memory."""
+    tensor = GgmlTensor.from_address(address)
+    buffer = tensor.buffer or (GgmlTensor.from_address(tensor.view_src).buffer if tensor.view_src else None)
+    return bool(buffer and ggml_base().ggml_backend_buffer_is_host(buffer))
+
+
 def source_addresses(address: int) -> list[int]:
     """Of the tensors that a node is computed from."""
     return [source for source in GgmlTensor.from_address(address).src if source]

@@ -43,7 +43,7 @@ from .files import (
     read_tensors,
     size_lines,
 )
-from .gpu import auto_layers, check_spans, devices
+from .gpu import auto_layers, check_spans, devices, experts_too_large
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
@@ -148,10 +148,11 @@ def plan_memory(
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
     tensors = all_tensors(path)
     count = count_layers(tensors)
-    layers = find_layers(path, tensors) if gpu_layers == 0 else []
+    layers = find_layers(path, tensors)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
+    gpu["experts_here"] = keeps_experts(path, gpu_layers)
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -195,6 +196,12 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     )
 
 
+def keeps_experts(path: str, gpu_layers: int) -> bool:
+    """Whether the processor keeps all experts, since a GPU that gets so many layers cannot hold theirs."""
+    found = devices() if gpu_layers else []
+    return bool(found) and experts_too_large(found, all_tensors(path), gpu_layers)
+
+
 def choose_gpu_layers(
     path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool
 ) -> int:
@@ -212,7 +219,7 @@ def choose_gpu_layers(
         return None if resident else make_plan(tensors, room, needed, kept=kept)
 
     layers = auto_layers(found, tensors, buffers, beside_it, plan)
-    # Experts that memory cannot hold are read as they are chosen, which works without a GPU only.
+    # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
     return 0 if layers > 0 and find_layers(path, tensors) and plan(0) is not None else layers
 
 
@@ -230,8 +237,15 @@ def _plans(
 def _plan(
     tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
-    """A plan with what experts get of the memory that others leave."""
+    """A plan with what experts get of the memory that others leave.
+
+    Where a GPU has layers, and memory does not hold the experts of the others, it gets no layer's experts.
+    """
     least = memory_of(layers, 0) if layers else 0
+    if layers and gpu.get("on_device"):
+        if make_plan(tensors, room, needed, **gpu) is None:
+            return None
+        gpu = gpu | {"experts_here": True}
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan

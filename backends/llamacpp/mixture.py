@@ -29,7 +29,7 @@ from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
 
 from .files import ggml_base, parts
-from .ggml_tensor import GgmlTensor, is_known
+from .ggml_tensor import GgmlTensor, is_here, is_known
 from .memory import all_tensors, find_layers
 
 NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
@@ -140,6 +140,8 @@ class Mixture:
             if node.op == b"MUL_MAT_ID" and node.names[0] in places:
                 if node.name in self._users:
                     return f"two nodes are called {node.name.decode()}"
+                if not all(map(is_here, (node.sources[0], node.sources[2]))):
+                    return f"{node.name.decode()} is computed where this program cannot look"
                 number, weight = self._users[node.name] = places[node.names[0]]
                 if not self._layers[number].weights:
                     self._first.add(node.name)

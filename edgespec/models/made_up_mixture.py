@@ -133,7 +133,7 @@ def _plan(
         if ".ffn_down." in tensor.name
     }
     for tensor in tensors:
-        part = (tensor.name.split(".") + ["", ""])[2]
+        part = [*tensor.name.split("."), "", ""][2]
         data = np.atleast_2d(tensor.data).view(np.uint8)
         if part not in PARTS:
             turned = heads.get(part, 0) if kind == "qwen2" else 0
