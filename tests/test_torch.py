@@ -455,7 +455,6 @@ class TestRefusals:
         [
             ("mamba", {}, "linear_attention, which cannot branch into a tree"),
             ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention, which cannot"),
-            ("gpt_oss", {"sliding_window": 8}, "a term .s_aux. that this backend does not compute"),
             ("bloom", {}, "computes attention in its own way"),
         ],
     )
