@@ -49,6 +49,7 @@ LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
+BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages and page tables. Pools do not shrink as page cache does
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -249,7 +250,7 @@ def _plan(
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan
-    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - MARGIN - int(room * BESIDE_POOLS)
     slots = max(0, most_slots(layers, left))
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
 

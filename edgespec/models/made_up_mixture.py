@@ -24,7 +24,7 @@ from edgespec.models.gguf_write import appearing, check_out, check_space
 
 Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
 SCALES = {  # where float16 scales lie in a block (ggml-common.h), by type
-    "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2),
+    "F32": (), "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2),
     "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 KINDS = ("qwen2", "llama")
@@ -182,6 +182,9 @@ def _copies(tensor: Any, part: str, each: tuple[int, int], experts: Experts) -> 
 
 def _multiply(rows: Bytes, kind: str, size: int, by: int) -> None:
     """Multiply weights, in place: the scales of their blocks."""
+    if kind == "F32":
+        rows.view(np.float32)[...] *= by
+        return
     blocks = rows.reshape(-1, size)
     for at in SCALES[kind]:
         scales = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) * np.float16(by)
