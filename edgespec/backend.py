@@ -51,7 +51,7 @@ class Capabilities:
     max_leaves: int  # most leaves among one session's uncommitted nodes: see `leaves`
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
     streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
-    experts: tuple[int, int] | None = None  # of a layer, and used by a token, if those used are read from a disk
+    experts: tuple[int, int] | None = None  # of a layer, used by a token; if passes read only those that are used
     gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
     exact: Exact | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
     spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit

@@ -81,6 +81,7 @@ def load_streamed(monkeypatch) -> Iterator[Callable]:
                 patch.setattr(residency, "PART", part)
             backend = load(str(folder), **options)
         assert backend.capabilities.streams
+        assert backend.capabilities.experts is None  # all of a streamed layer are read
         opened.append(backend)
         return backend
 

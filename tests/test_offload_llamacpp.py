@@ -68,9 +68,11 @@ def least_memory(path: Path, **options: Any) -> int:
 
 
 def load_streamed(path: Path, more: int = 0, **options: Any) -> LlamaBackend:
-    """With the least memory, or that much more."""
-    options = OPTIONS | options
-    backend = load(str(path), memory=least_memory(path, **options) + more, **options)
+    """With the least memory, or that much more; what this program holds besides may not change in between."""
+    options, held = OPTIONS | options, llamacpp_memory.private_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llamacpp_memory, "private_memory", lambda: held)
+        backend = load(str(path), memory=least_memory(path, **options) + more, **options)
     assert backend.streamer is not None
     assert len(backend.streamer.plan.streamed) >= 4
     return backend

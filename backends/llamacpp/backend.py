@@ -33,7 +33,7 @@ from .files import (
     parts,
     without_amx,
 )
-from .gpu import without_output
+from .gpu import kept_off
 from .ids import Ids
 from .memory import (
     KV_OF_NARROW,
@@ -43,6 +43,7 @@ from .memory import (
     ContextSize,
     choose_gpu_layers,
     is_plenty,
+    keeps_experts,
     kv_types,
     plan_memory,
     start_streaming,
@@ -343,9 +344,8 @@ def load(
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    if plan and plan.streamed and gpu_layers:
-        options |= without_output()
-    model = load_model(path, n_gpu_layers=gpu_layers, **options)
+    off = kept_off(plan, gpu_layers, keeps_experts(path, gpu_layers))
+    model = load_model(path, n_gpu_layers=gpu_layers, **options, **off)
     watch = context = None
     try:
         if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
@@ -353,7 +353,8 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
+            streamer, speed, kept = start_streaming(path, plan, known, notes, progress)
+            watch = LayerWatch(streamer)
         streams = bool(plan and plan.streamed)
         fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
@@ -374,7 +375,11 @@ def load(
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
         if watch and plan and chosen:
-            watch.mixture = open_mixture(path, plan, watch.nodes(context), notes, progress)
+            watch.mixture = open_mixture(path, plan, watch.nodes(context, whole=gpu_layers != 0), notes, progress)
+            if watch.mixture is None:
+                plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)
+        if plan:
+            notes.append(f"{plan.line(speed)}; {kept}")
     except BaseException:
         if context:
             llama_cpp.llama_free(context)

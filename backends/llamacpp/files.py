@@ -164,6 +164,7 @@ def ggml_base() -> Any:
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_op_desc", text, [pointer]),
+        ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
         ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),

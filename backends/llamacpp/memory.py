@@ -44,13 +44,16 @@ from .files import (
     read_tensors,
     size_lines,
 )
-from .gpu import auto_layers, check_spans, devices
+from .gpu import auto_layers, check_spans, devices, experts_too_large
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
+BESIDE_POOLS = (
+    1 / 64
+)  # of memory, and a MARGIN: libraries' pages, page tables. Pools do not shrink as page cache does
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -164,10 +167,11 @@ def plan_memory(
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
     tensors = all_tensors(path)
     count = count_layers(tensors)
-    layers = find_layers(path, tensors) if gpu_layers == 0 else []
+    layers = find_layers(path, tensors)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
+    gpu["experts_here"] = keeps_experts(path, gpu_layers)
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -211,6 +215,12 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     )
 
 
+def keeps_experts(path: str, gpu_layers: int) -> bool:
+    """Whether the processor keeps all experts, since a GPU that gets so many layers cannot hold theirs."""
+    found = devices() if gpu_layers else []
+    return bool(found) and experts_too_large(found, all_tensors(path), gpu_layers)
+
+
 def choose_gpu_layers(
     path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool
 ) -> int:
@@ -228,7 +238,7 @@ def choose_gpu_layers(
         return None if resident else make_plan(tensors, room, needed, kept=kept)
 
     layers = auto_layers(found, tensors, buffers, beside_it, plan)
-    # Experts that memory cannot hold are read as they are chosen, which works without a GPU only.
+    # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
     return 0 if layers > 0 and find_layers(path, tensors) and plan(0) is not None else layers
 
 
@@ -246,12 +256,19 @@ def _plans(
 def _plan(
     tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
-    """A plan with what experts get of the memory that others leave."""
+    """A plan with what experts get of the memory that others leave.
+
+    Where a GPU has layers, and memory does not hold the experts of the others, it gets no layer's experts.
+    """
     least = memory_of(layers, 0) if layers else 0
+    if layers and gpu.get("on_device"):
+        if make_plan(tensors, room, needed, **gpu) is None:
+            return None
+        gpu = gpu | {"experts_here": True}
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan
-    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - MARGIN - int(room * BESIDE_POOLS)
     slots = max(0, most_slots(layers, left))
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
 
@@ -311,7 +328,9 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress) -> Streamer:
+def start_streaming(
+    path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress
+) -> tuple[Streamer, float, str]:
     """Pin and start to stream the weights of a model that has just been loaded.
 
     Args:
@@ -320,6 +339,9 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
         known: addresses of mappings of the same files that are not this model's own.
         notes: what a person should know is added.
         progress: told how much of what stays has been read.
+
+    Returns:
+        What streams, the disk's bytes per second (0: nothing is streamed), and how pinned weights are kept.
 
     Raises:
         ModelError: it cannot be read or mapped.
@@ -342,10 +364,9 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
             store.look_up(plan.looked_up)
             store.pin(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
-            notes.append(f"{plan.line(speed)}; {store.note}")
             notes += filter(None, [plan.warning(speed)])
             how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
-            return Streamer(plan, store, how.threads, how.size)
+            return Streamer(plan, store, how.threads, how.size), speed, store.note
         except BaseException:
             store.close()
             raise

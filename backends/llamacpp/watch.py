@@ -52,12 +52,16 @@ class LayerWatch:
         """Time that passes have waited for weights."""
         return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
 
-    def nodes(self, context: Any) -> list[int]:
-        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed."""
+    def nodes(self, context: Any, whole: bool = False) -> list[int]:
+        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.
+
+        With `whole` all is: a GPU's nodes come in graphs of their own, and the next is not begun before.
+        """
         stop = llama_cpp.ggml_abort_callback(lambda data: True)
         self._seen = found = list[int]()
         try:
-            llama_cpp.llama_set_abort_callback(context, stop, None)
+            if not whole:
+                llama_cpp.llama_set_abort_callback(context, stop, None)
             token = (llama_cpp.llama_token * 1)(0)
             with self.signals_held():
                 llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))

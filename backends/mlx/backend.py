@@ -38,7 +38,7 @@ from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
 from edgespec.weights.ring import measure_disk, supported
 
-from ..hf_vocab import HfVocab, check_folder, first_line, load_vocab, weight_files
+from ..hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
 from .loading import check_files, find_windows, load_weights
 from .memory import MIN_NODES, Layout, PassSize, beside_bytes, parameter_bytes, plan_memory, set_memory_limits
 from .session import MlxSession
@@ -317,6 +317,7 @@ def load(
         max_leaves=size.max_nodes,
         logit_tolerance=tolerance,
         streams=sweep is not None,
+        experts=None if sweep else experts_of(text_config),  # of streamed layers all experts are read
     )
     backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes)
     backend._files = weight_files(path)

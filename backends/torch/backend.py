@@ -32,7 +32,7 @@ from edgespec.weights.disk import disk_speed
 from edgespec.weights.machine import available_memory, format_size, parse_size, private_memory
 from edgespec.weights.residency import MARGIN, SAFETY
 
-from ..hf_vocab import check_folder, first_line, load_vocab, weight_files
+from ..hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from .attention import Part, Tree, build_mask, run
 from .loading import (
     NF4,
@@ -320,6 +320,7 @@ def assemble(
         max_wanted=max_nodes,
         max_leaves=max_nodes,
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
+        experts=experts_of(config.to_dict()),
         gaps=True,  # of float32, trees of 6 nodes have other bits than their chains
     )
     shape = cache_shape(config, context_length + max_nodes)
@@ -339,7 +340,7 @@ def assemble(
             fixed -= WORKSPACE  # a processor has none
         streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form)
     if streamer is not None:
-        capabilities = replace(capabilities, streams=True)
+        capabilities = replace(capabilities, streams=True, experts=None)  # of streamed layers all experts are moved
         notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
         model.to(device)

@@ -11,7 +11,7 @@ from importlib import import_module
 from math import log2
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -262,7 +262,10 @@ def _try(
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"
-        if engine != "llamacpp":
+        if engine == "llamacpp" and tried.plan:  # experts may have been left to the page cache after all
+            tried.plan = cast(Any, backend).streamer.plan
+            tried.notes += [note for note in backend.notes if note.startswith("experts are left")]
+        elif engine != "llamacpp":
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
         tried.streams = backend.capabilities.streams
         nodes = min(budget + 1, most_nodes(backend.capabilities, 0))

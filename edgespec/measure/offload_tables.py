@@ -42,11 +42,11 @@ def pass_table(report: dict[str, Any]) -> str:
 
 
 def text_table(report: dict[str, Any]) -> str:
-    """One row for each variant."""
+    """One row for each variant. "kernel" is the system's part of the processors' time; shares are of seconds else."""
     about = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
     headings = (
-        "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "read/pass",
-        "peak",
+        "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel",
+        "read/pass", "peak",
     )  # fmt: skip
     view = _table(about, headings)
     for name, row in report["variants"].items():
@@ -59,6 +59,7 @@ def text_table(report: dict[str, Any]) -> str:
             name, f"{row['tokens_per_second']:.2f}", f"{row['ratio']:.1f}" if "ratio" in row else "",
             f"{row['acceptance_length']:.2f}", f"{row['target_seconds'] / row['passes']:.3f}",
             *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
+            f"{100 * row['system_seconds'] / (row['user_seconds'] + row['system_seconds']):.0f} %",
             format_size(row["bytes_per_round"]), f"{row['peak'] / report['limit']:.2f}",
         )  # fmt: skip
     return _text(view)

@@ -101,14 +101,17 @@ def _measure_passes(task: Task) -> dict[str, Any]:
 def _measure_texts(task: Task) -> dict[str, Any]:
     backends = _open(task)
     try:
-        pace = new_pace(backends[0].capabilities.streams) if task.by_cost else None
+        limits = backends[0].capabilities
+        pace = new_pace(limits.streams, limits.experts) if task.by_cost else None
         planner = make_planner(task.planner, backends, pace=pace, **task.planner_options)
         with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
-            read, runs = bytes_read(), []
+            read, before, runs = bytes_read(), processor_seconds(), []
             for prompt in task.prompts:
                 result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
                 runs.append({**result.stats.as_dict(), "token_ids": result.token_ids})
-        return {"runs": runs, "bytes": bytes_read() - read, **_plan_of(backends[0])}
+            user, system = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+        figures = {"bytes": bytes_read() - read, "user_seconds": user, "system_seconds": system}
+        return {"runs": runs, **figures, **_plan_of(backends[0])}
     finally:
         close_all(backends)
 
@@ -173,6 +176,14 @@ def evict_model(path: str) -> float:
     """Drop a file, or all of a folder, from the page cache; the largest share of one that stayed."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
     return max((evict(str(file)) for file in files if file.stat().st_size), default=0.0)
+
+
+def processor_seconds() -> tuple[float, float]:
+    """That this process has computed, and that the system has worked for it."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime, used.ru_stime
 
 
 def evict(path: str) -> float:

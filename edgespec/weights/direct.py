@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from edgespec.weights.residency import Extent
-from edgespec.weights.system import BLOCK, check_sizes, file_sizes, open_direct, read_unaligned
+from edgespec.weights.system import BLOCK, check_sizes, file_sizes, memory_step, open_direct, read_unaligned
 
 ALIGNED = BLOCK  # bytes; direct reads start and end at multiples of that, in the file and in memory
 
@@ -16,11 +16,13 @@ class DirectFiles:
         self.paths = paths
         self._files: list[int] = []
         self._direct: list[bool] = []
+        self._steps: list[int] = []
         try:
             for path in paths:
                 descriptor, direct = open_direct(path)
                 self._files.append(descriptor)
                 self._direct.append(direct)
+                self._steps.append(memory_step(descriptor) if direct else 1)
             self.sizes = file_sizes(self._files)
         except BaseException:
             self.close()
@@ -36,8 +38,8 @@ class DirectFiles:
         return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
 
     def read(self, file: int, address: int, start: int, stop: int) -> None:
-        """Read any bytes to any address, past the page cache. Where both lie alike within blocks nothing is copied."""
-        read_unaligned(self._files[file], address, start, stop)
+        """Read any bytes to any address, past the page cache. Nothing is copied where the disk can read to there."""
+        read_unaligned(self._files[file], address, start, stop, self._steps[file])
         if not self._direct[file] and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[file], start, stop - start, os.POSIX_FADV_DONTNEED)
 
