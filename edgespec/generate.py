@@ -32,6 +32,7 @@ from edgespec.backend import (
 )
 from edgespec.grammar import Constraint
 from edgespec.planners import Context, Planner
+from edgespec.planners.ngrams import Family
 from edgespec.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.stats import GenerationStats
 from edgespec.tree import DraftTree, Source, best_nodes, shallow
@@ -78,6 +79,7 @@ class Generation:
         stop_ids: frozenset[int] | None = None,
         log_probs: int | None = None,
         grammar: Constraint | None = None,
+        family: Family | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +94,7 @@ class Generation:
             stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
             log_probs: rounds tell how probable tokens were, and so many of the likeliest; None: they do not.
             grammar: what the text must look like, at its beginning.
+            family: texts that may foretell this one; it joins them.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -109,6 +112,7 @@ class Generation:
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
         self._grammar = grammar
+        self._family, self._member = family, family.join() if family else 0
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
@@ -158,7 +162,10 @@ class Generation:
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
-        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
+        beside = self._family.beside(self._member) if self._family else ()
+        context = Context(
+            self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves, beside=beside
+        )
         budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
         budget = budget if most is None else min(budget, most)
         tree = self._planner.plan(context, budget)
@@ -191,6 +198,8 @@ class Generation:
         self.session.commit(result.path[: len(output)])  # the last token of the output is the next root
         self._planner.accept(output, passed if alone else 0.0)
         self.token_ids.extend(output)
+        if self._family:
+            self._family.extend(self._member, output)
         stats = self.stats
         stats.count(sources, drafted=len(tree) - 1)
         stats.finish_reason = self.finished

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from edgespec.errors import EdgespecError
 from edgespec.generate import LogProbs, Round
 from edgespec.grammar import Compiled
+from edgespec.planners.ngrams import Family
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
@@ -23,6 +24,7 @@ class Request:
     log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
     plain: bool = False  # guess nothing: plain decoding
     grammar: Compiled | None = None  # what the text must look like
+    family: Family | None = None  # texts that may foretell this one
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
 from edgespec.planners import Planner
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
+from edgespec.planners.ngrams import Family
 from edgespec.planners.paced import Pace, new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
@@ -94,6 +95,7 @@ class Model:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         grammar: Grammar | None = None,
+        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -105,6 +107,8 @@ class Model:
             max_tokens: most tokens to generate.
             stop: strings that end the text; not part of it.
             grammar: what the text must look like: of `edgespec.json_schema`, `regex` or `lark`.
+            prediction: what the text may be in large parts, such as a file that is to be edited: the planners auto and
+                sssd guess from it. It changes no text.
             stats: filled in while it runs.
             progress: called with (prompt tokens read, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
@@ -113,7 +117,9 @@ class Model:
             UsageError: empty prompt, or a value out of range.
             ContextFull: the prompt does not fit into the context.
         """
-        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
+        request = self.request(
+            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
+        )
         TextStream(self.target.vocab, stop)  # refuse bad stop strings now
         return self._stream(request, stats, progress)
 
@@ -131,6 +137,7 @@ class Model:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         grammar: Grammar | None = None,
+        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -140,7 +147,9 @@ class Model:
         A task that is cancelled, or leaves the loop, ends its text after the pass that is being made. To leave early:
         `async with contextlib.aclosing(model.astream(…)) as chunks`.
         """
-        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
+        request = self.request(
+            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
+        )
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
@@ -163,6 +172,7 @@ class Model:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         grammar: Grammar | None = None,
+        prediction: str = "",
         **sampling: Any,
     ) -> Request:
         """What `stream` asks the scheduler for; arguments and errors as there."""
@@ -172,7 +182,15 @@ class Model:
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar else None
-        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled)
+        return Request(
+            prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, family=self.family(prompt_ids, prediction)
+        )
+
+    def family(self, prompt_ids: Sequence[int], prediction: str = "", texts: int = 1) -> Family | None:
+        """What texts of one prompt may be guessed from besides themselves; None: nothing."""
+        if not prediction and texts == 1:
+            return None
+        return Family(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False))
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar made ready for this model; the first takes half a second.
@@ -192,6 +210,37 @@ class Model:
             result.text += chunk.text
             result.token_ids.append(chunk.token_id)
         return result
+
+    def branch(self, prompt: Prompt, k: int, **options: Any) -> list[GenerationResult]:
+        """Continue a prompt in k ways at once: text i has seed + i, and is what `generate` writes with that seed.
+
+        The prompt is read once and its cells are shared; each pass serves all texts that have a place (`parallel` of
+        `load`), the others take turns; and what one has written, its siblings guess from. To go on from some of them,
+        call it again with their texts behind the prompt: what is in the cache is not read again.
+
+        Args:
+            prompt: as for `stream`.
+            k: how many; at least 1.
+            options: as for `stream`, but for `stats` and `progress`.
+
+        Raises:
+            UsageError, ContextFull: as for `stream`.
+        """
+        if k < 1:
+            raise UsageError(f"k is {k}, but must be at least 1")
+        first = self.request(prompt, **options)
+        TextStream(self.target.vocab, first.stop)
+        family, seed = self.family(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
+        requests = [
+            replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), family=family) for i in range(k)
+        ]
+        results = [GenerationResult() for _ in requests]
+        with closing(self.scheduler.together(requests, [result.stats for result in results])) as events:
+            for number, event in events:
+                for chunk in _chunks(event, None):
+                    results[number].text += chunk.text
+                    results[number].token_ids.append(chunk.token_id)
+        return results
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template; arguments as for `stream`."""

@@ -17,6 +17,7 @@ passes at once, or `start` is called, a thread of its own makes them all.
 import atexit
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from statistics import fmean
@@ -115,10 +116,20 @@ class Scheduler:
 
     def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
         """Ask for a text, and take part in making passes until it is done. Arguments and errors as for `submit`."""
-        found: SimpleQueue[Event] = SimpleQueue()
-        job = self.submit(request, found.put, stats)
+        with closing(self.together([request], [stats] if stats is not None else ())) as found:
+            for _, event in found:
+                yield event
+
+    def together(
+        self, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
+    ) -> Generator[tuple[int, Event]]:
+        """As `events`, for several texts at once: the number of the text comes with each event."""
+        found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        jobs, left = list[Job](), len(requests)
         try:
-            while True:
+            for number, request in enumerate(requests):
+                jobs.append(self.submit(request, _numbered(found, number), stats[number] if stats else None))
+            while left:
                 while found.empty() and self._thread is None:
                     if not self._turn.acquire(blocking=False):
                         self.start()  # somebody else makes passes: from now on a thread of its own does
@@ -127,12 +138,12 @@ class Scheduler:
                         self.step()
                     finally:
                         self._turn.release()
-                event = found.get()
-                yield event
-                if isinstance(event, Ended):
-                    return
+                number, event = found.get()
+                left -= isinstance(event, Ended)
+                yield number, event
         finally:
-            job.cancel()
+            for job in jobs:
+                job.cancel()
 
     def start(self) -> None:
         """From now on a thread makes the passes."""
@@ -247,6 +258,7 @@ class Scheduler:
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
+                family=request.family,
             )  # fmt: skip
             slot.generation.begin()
         except Exception as error:  # this text's alone
@@ -416,3 +428,7 @@ class Scheduler:
             job.emit(event)
         except Exception:  # its reader is gone
             job.cancel()
+
+
+def _numbered(found: "SimpleQueue[tuple[int, Event]]", number: int) -> Callable[[Event], None]:
+    return lambda event: found.put((number, event))

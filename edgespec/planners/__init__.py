@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from edgespec.cost import Curve
+from edgespec.planners.ngrams import Beside
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import DraftTree
 
@@ -21,6 +22,7 @@ class Context:
     max_leaves: int  # most leaves the target's backend can hold
     cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
     least: float = 0.0  # a guess less probable than this does not pay
+    beside: Beside = ()  # other texts that may foretell this one
 
 
 @runtime_checkable

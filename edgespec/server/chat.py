@@ -73,6 +73,7 @@ class ChatBody(Common):
     tools: list[Any] | None = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class CompletionBody(Common):
@@ -187,6 +188,7 @@ async def chat(http: HttpRequest) -> Response:
     requests = requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
         log_probs=most if body.logprobs else None, plain=body.edgespec.plain, grammar=grammar,
+        prediction=plain_text((body.prediction or {}).get("content"), "prediction.content"),
     )  # fmt: skip
     return await answer(
         http, service, body, Texts(service, requests, tools is not None), ChatShape(service.model.target.vocab)

@@ -149,6 +149,7 @@ def requests_for(
     log_probs: int | None = None,
     plain: bool = False,
     grammar: Compiled | None = None,
+    prediction: str = "",
 ) -> list[Request]:
     """One request for each choice of each prompt: choice i has seed + i.
 
@@ -171,8 +172,9 @@ def requests_for(
         check_room(service.model.target, len(ids))
         most = min(max_tokens or limit, limit - len(ids))
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
+        family = service.model.family(ids, prediction, choices)
         found += [
-            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar)
+            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family)
             for seed in seeds
         ]
     if service.stopping:
@@ -283,7 +285,6 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     first = {tuple(answer.request.prompt_ids): answer for answer in reversed(answers)}.values()
     prompt = sum(len(answer.request.prompt_ids) for answer in first)
     written = sum(answer.stats.tokens for answer in answers)
-    accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -291,10 +292,20 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in first)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(answer.stats.drafted for answer in answers) - accepted,
+            **predicted(answers),
         },
     }
+
+
+def predicted(answers: Sequence[Answer]) -> dict[str, int]:
+    """How much of the prediction was right, as OpenAI counts it; of all guesses, where none was sent."""
+    if sent := sum(answer.request.family.prediction for answer in answers if answer.request.family):
+        accepted = sum(answer.stats.tokens_by_source["prediction"] for answer in answers)
+        rejected = max(0, sent - accepted)
+    else:
+        accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in answers)
+        rejected = sum(answer.stats.drafted for answer in answers) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 def account(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 import { drawTree } from "./tree.js";
 
-const SOURCES = ["target", "draft", "input", "datastore", "grammar"];
-const MEANING = { target: "the model itself", draft: "draft", input: "text so far", datastore: "datastore", grammar: "grammar" };
+const SOURCES = ["target", "draft", "input", "datastore", "grammar", "prediction"];
+const MEANING = { target: "the model itself", draft: "draft", input: "text so far", datastore: "datastore", grammar: "grammar", prediction: "prediction" };
 const PARTS = ["prefill", "draft", "wait", "target", "plan"];
 const PART_NAMES = { prefill: "reading the prompt", draft: "draft", wait: "disk", target: "computing", plan: "planning" };
 const $ = (id) => document.getElementById(id);
