@@ -173,6 +173,13 @@ class Scheduler:
                 slot.session.close()
             self._slots.clear()
 
+    def forget(self) -> None:
+        """Idle sessions drop their texts, so that the next prompts are read from their beginning: for measuring."""
+        with self._turn:
+            for slot in self._slots:
+                if slot.job is None:
+                    slot.session.rewind(0)
+
     @property
     def waiting(self) -> int:
         """Requests that have no slot yet."""
