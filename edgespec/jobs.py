@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from edgespec.errors import EdgespecError
 from edgespec.generate import LogProbs, Round
@@ -80,6 +81,8 @@ class Job:
         self.cancelled = False
         self.text = text
         self.emit = emit
+        self.since = perf_counter()
+        self.foretold = 0.0  # tokens that it is thought to have; 0: nobody has asked
 
     def cancel(self) -> None:
         """Stop after the pass that is being made. Safe to call from any thread, and twice."""

@@ -8,7 +8,10 @@ alone, never the text.
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from math import exp, inf, log, sqrt
+from math import exp, inf, log
+from time import perf_counter
+
+from edgespec.jobs import Counts, Job
 
 LATEST = 512  # prompts that are remembered
 NEAREST = 12  # of them are asked
@@ -41,17 +44,18 @@ class Lengths:
         count = len(self._seen)
         if not count:
             return min(most, FIRST)
-        weights = {word: log((count + 1) / (self._often[word] + 0.5)) for word in set(prompt_ids[-WORDS:])}
-        weights = {word: weight**2 for word, weight in weights.items() if weight > 0 and self._often[word]}
+        seen = [word for word in set(prompt_ids[-WORDS:]) if 0 < self._often[word] <= count / 2]
+        weights = {word: log((count + 1) / self._often[word]) ** 2 for word in seen}
         found = sorted(((self._alike(weights, words), value) for words, value in self._seen), reverse=True)[:NEAREST]
         total = BELIEF + sum(alike for alike, _ in found)
         return min(most, exp((BELIEF * self._sum / count + sum(alike * value for alike, value in found)) / total))
 
     @staticmethod
     def _alike(weights: dict[int, float], words: frozenset[int]) -> float:
-        """What two prompts share, from 0 to 1."""
+        """What two prompts share, and how far they are of one size, from 0 to 1."""
         shared = sum(weight for word, weight in weights.items() if word in words)
-        return shared / sqrt((sum(weights.values()) or 1.0) * (len(words) or 1))
+        sizes = sorted((len(weights), len(words)))
+        return shared / (sum(weights.values()) or 1.0) * sizes[0] / (sizes[1] or 1)
 
 
 def urgency(waited: float, seconds: float) -> float:
@@ -64,3 +68,20 @@ def urgency(waited: float, seconds: float) -> float:
         seconds: that writing it is foretold to take.
     """
     return (waited + seconds) / max(seconds, 1e-9)
+
+
+def by_turn(waiting: Sequence[Job], places: int, lengths: Lengths | None, counts: Counts) -> list[Job]:
+    """Those who wait, whose turn it is first.
+
+    Args:
+        waiting: as they came; stays their order where it does not matter, or `lengths` is None.
+        places: that are free.
+        lengths: what is known.
+        counts: how fast texts are written.
+    """
+    if lengths is None or len(waiting) <= places:
+        return list(waiting)
+    for job in waiting:
+        job.foretold = job.foretold or lengths.foretell(job.request.prompt_ids, job.request.max_tokens)
+    now, each = perf_counter(), counts.pass_seconds / max(1, sum(counts.tokens.values()))
+    return sorted(waiting, key=lambda job: -urgency(now - job.since, job.foretold * each))

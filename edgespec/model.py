@@ -61,6 +61,7 @@ class Model:
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
         pace: Pace | None = None,
+        first_come: bool = False,
     ) -> None:
         """
         Args:
@@ -69,6 +70,7 @@ class Model:
             budget: most guessed tokens per pass of a text.
             sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
             pace: what the planners know of passes' costs, by which texts share a pass.
+            first_come: as for `load`.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -77,7 +79,9 @@ class Model:
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
-        self.scheduler = Scheduler(target, self.planners, budget=budget, cost=pace.target if pace else None)
+        self.scheduler = Scheduler(
+            target, self.planners, budget=budget, cost=pace.target if pace else None, first_come=first_come
+        )
         self._owned: list[Backend] = []
         self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
@@ -294,6 +298,7 @@ def load(
     gpu_memory: int | str | None = None,
     exact: str | None = None,
     parallel: int = 1,
+    first_come: bool = False,
     models_file: str | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -330,6 +335,8 @@ def load(
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
         parallel: how many texts may be written at once; each has room for a whole context in the cache.
+        first_come: where more texts are wanted than can be written at once, they are written as they were asked for;
+            else those first that are foretold to be short, by the lengths of earlier ones (`lengths.py`).
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
         progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of
@@ -365,7 +372,7 @@ def load(
         pace = None if fixed else new_pace(limits.streams, limits.experts)
         made = [make_planner(planner, backends, datastore, pace, **planner_options) for _ in range(parallel)]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
-        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace)
+        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace, first_come=first_come)
     except BaseException:
         close_all(backends)
         raise

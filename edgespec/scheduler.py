@@ -31,6 +31,7 @@ from edgespec.cost import PassCost, split
 from edgespec.errors import ContextFull
 from edgespec.generate import Generation
 from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Reading, Request, Wrote, chunks_of
+from edgespec.lengths import Lengths, by_turn
 from edgespec.planners import Planner
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
@@ -64,7 +65,13 @@ class Scheduler:
     """See the module."""
 
     def __init__(
-        self, target: Backend, planners: Sequence[Planner], *, budget: int, cost: PassCost | None = None
+        self,
+        target: Backend,
+        planners: Sequence[Planner],
+        *,
+        budget: int,
+        cost: PassCost | None = None,
+        first_come: bool = False,
     ) -> None:
         """
         Args:
@@ -72,12 +79,14 @@ class Scheduler:
             planners: one for each text that may be written at once.
             budget: most guesses of a text in a pass.
             cost: of the target's passes, which it learns on; None: the trees take all the room that a pass has.
+            first_come: requests are served as they come; else short ones first, where more wait than can be served.
         """
         self.target = target
         self.counts = Counts()
         self._budget = budget
         self._cost = cost
         self._prompt_cost = PassCost(slope=1.0)
+        self._lengths = None if first_come else Lengths()
         self._slots = [Slot(target.open(), planner) for planner in planners]
         self._inbox: deque[Job] = deque()
         self._waiting: list[Job] = []
@@ -128,7 +137,11 @@ class Scheduler:
         jobs, left = list[Job](), len(requests)
         try:
             for number, request in enumerate(requests):
-                jobs.append(self.submit(request, _numbered(found, number), stats[number] if stats else None))
+
+                def tell(event: Event, number: int = number) -> None:
+                    found.put((number, event))
+
+                jobs.append(self.submit(request, tell, stats[number] if stats else None))
             while left:
                 while found.empty() and self._thread is None:
                     if not self._turn.acquire(blocking=False):
@@ -234,7 +247,7 @@ class Scheduler:
         """Give the first of the waiting that need not wait longer a slot."""
         idle = [slot for slot in self._slots if slot.job is None]
         reading = [slot.generation for slot in self._slots if slot.generation and slot.generation.unread]
-        for job in self._waiting if idle else ():
+        for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():
             prompt = job.request.prompt_ids
             source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
             shared = common_prefix(source.session.token_ids, prompt)
@@ -426,6 +439,8 @@ class Scheduler:
     def _finish(self, job: Job, error: Exception | None) -> None:
         if error is not None:
             job.stats.finish_reason = "interrupted"
+        elif self._lengths:
+            self._lengths.learn(job.request.prompt_ids, job.stats.tokens)
         reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
         self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
         self._tell(job, Ended(error))
@@ -435,7 +450,3 @@ class Scheduler:
             job.emit(event)
         except Exception:  # its reader is gone
             job.cancel()
-
-
-def _numbered(found: "SimpleQueue[tuple[int, Event]]", number: int) -> Callable[[Event], None]:
-    return lambda event: found.put((number, event))

@@ -3,7 +3,7 @@
 import gzip
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +38,8 @@ def read_answers(path: Path) -> list[Recorded]:
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return [Recorded(words_of(one["instruction"]), max(1, len(words_of(one["output"])))) for one in json.loads(data)]
+        pairs = [(words_of(one["instruction"]), words_of(one["output"])) for one in json.loads(data)]
+        return [Recorded(prompt, max(1, len(text))) for prompt, text in pairs]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: needs a JSON list of objects with `instruction` and `output`: {error}") from error
 
@@ -55,28 +56,27 @@ def simulate(
         order: one of `ORDERS`.
         seconds_per_token: of one text.
     """
-    lengths, free, waiting, done = Lengths(), [0.0] * places, list[int](), [0.0] * len(asked)
+    lengths, free, waiting, done = Lengths(), [0.0] * places, dict[int, float](), [0.0] * len(asked)
     ending = list[tuple[float, int]]()  # of texts that are written: what they teach is known when they end
     coming = 0
-    known: Callable[[int], float] = lambda i: float(asked[i].tokens)  # noqa: E731
     while coming < len(asked) or waiting:
         place = int(np.argmin(free))
         now = max(free[place], arrivals[coming]) if not waiting else free[place]
+        for end, i in [one for one in ending if one[0] <= now]:
+            lengths.learn(asked[i].words, asked[i].tokens)
+            ending.remove((end, i))
         while coming < len(asked) and arrivals[coming] <= now:
-            waiting.append(coming)
+            known = order.startswith("known") or order == "first come"
+            tokens = asked[coming].tokens if known else lengths.foretell(asked[coming].words)
+            waiting[coming] = tokens * seconds_per_token
             coming += 1
-        for end, i in sorted(ending):
-            if end <= now:
-                lengths.learn(asked[i].words, asked[i].tokens)
-                ending.remove((end, i))
-        foretold = known if order.startswith("known") else lambda i: lengths.foretell(asked[i].words)
-        ageing = not order.endswith("no ageing")
         if order == "first come":
-            best = waiting[0]
+            best = min(waiting)
+        elif order.endswith("no ageing"):
+            best = min(waiting, key=lambda i: waiting[i])
         else:
-            times = {i: foretold(i) * seconds_per_token for i in waiting}
-            best = max(waiting, key=lambda i: urgency(now - arrivals[i], times[i]) if ageing else -times[i])
-        waiting.remove(best)
+            best = max(waiting, key=lambda i: urgency(now - arrivals[i], waiting[i]))
+        del waiting[best]
         free[place] = now + asked[best].tokens * seconds_per_token
         done[best] = free[place] - arrivals[best]
         ending.append((free[place], best))
@@ -112,5 +112,5 @@ def agreement(asked: Sequence[Recorded]) -> float:
     for one in asked:
         foretold.append(lengths.foretell(one.words))
         lengths.learn(one.words, one.tokens)
-    ranks = [np.argsort(np.argsort(values)) for values in (foretold, [one.tokens for one in asked])]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (foretold, [one.tokens for one in asked]))
+    return float(np.corrcoef(first, second)[0, 1])
