@@ -26,6 +26,7 @@ class Request:
     plain: bool = False  # guess nothing: plain decoding
     grammar: Compiled | None = None  # what the text must look like
     family: Family | None = None  # texts that may foretell this one
+    shown: frozenset[int] = frozenset()  # control tokens whose names are part of the text
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        text = TextStream(self.target.vocab, request.stop)
+        text = TextStream(self.target.vocab, request.stop, request.shown)
         job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
         with self._wake:
             if self._closing:

@@ -22,7 +22,9 @@ from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
 from edgespec.server.errors import Refused, error_body, refusal
-from edgespec.server.tools import Call, Regions
+from edgespec.server.forms import Call, Thought
+from edgespec.server.regions import Piece, Regions
+from edgespec.server.tools import Look
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 
@@ -150,6 +152,7 @@ def requests_for(
     plain: bool = False,
     grammar: Compiled | None = None,
     prediction: str = "",
+    shown: frozenset[int] = frozenset(),
 ) -> list[Request]:
     """One request for each choice of each prompt: choice i has seed + i.
 
@@ -174,7 +177,9 @@ def requests_for(
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
         family = service.model.family(ids, prediction, choices)
         found += [
-            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family)
+            Request(
+                list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family, shown
+            )
             for seed in seeds
         ]
     if service.stopping:
@@ -191,21 +196,40 @@ class Answer:
 
     request: Request
     stats: GenerationStats = field(default_factory=GenerationStats)
-    regions: Regions = field(default_factory=lambda: Regions(False))
-    pieces: list[str | Call] = field(default_factory=list)  # content and calls so far
-    new: list[str | Call] = field(default_factory=list)  # those of the last event
+    regions: Regions = field(default_factory=Regions)
+    pieces: list[Piece] = field(default_factory=list)  # thoughts, content and calls so far
+    new: list[Piece] = field(default_factory=list)  # those of the last event
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None  # the stop string that ended it
+    thought_tokens: int = 0
 
-    def take(self, pieces: list[str | Call]) -> None:
-        """More of it is certain."""
-        self.new = pieces
-        self.pieces += pieces
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """More is written."""
+        new = list[Piece]()
+        for chunk in chunks:
+            before = self.regions.thinking
+            new += self.regions.push(chunk.text)
+            self.thought_tokens += before or self.regions.thinking
+        self.chunks += chunks
+        self._take(new)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._take(self.regions.finish())
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        self.new = joined(pieces)
+        self.pieces = joined([*self.pieces, *pieces])
 
     @property
     def text(self) -> str:
         """What is content."""
         return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def thought(self) -> str:
+        """What was thought before."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
 
     @property
     def calls(self) -> list[Call]:
@@ -218,17 +242,31 @@ class Answer:
         return "tool_calls" if self.calls else self.stats.finish_reason
 
 
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one kind as one."""
+    found = list[Piece]()
+    for piece in pieces:
+        last = found[-1] if found else None
+        if isinstance(piece, str) and isinstance(last, str):
+            found[-1] = last + piece
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            found[-1] = Thought(last.text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
 class Texts:
     """The texts of one HTTP request: iterate to follow them, once."""
 
-    def __init__(self, service: Service, requests: Sequence[Request], calling: bool = False) -> None:
+    def __init__(self, service: Service, requests: Sequence[Request], look: Look | None = None) -> None:
         """
         Args:
             service: what answers.
             requests: one for each text.
-            calling: look for calls of tools.
+            look: how they are read; None: everything is content.
         """
-        self.answers = [Answer(request, regions=Regions(calling)) for request in requests]
+        self.answers = [Answer(request, regions=look.regions() if look else Regions()) for request in requests]
         self._service = service
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
@@ -252,11 +290,10 @@ class Texts:
                     continue
                 answer = self.answers[number]
                 if isinstance(event, Wrote):
-                    answer.take(answer.regions.push("".join(chunk.text for chunk in event.chunks)))
-                    answer.chunks += event.chunks
+                    answer.read(event.chunks)
                 elif isinstance(event, Ended):
                     left -= 1
-                    answer.take(answer.regions.finish())
+                    answer.end()
                     answer.stop_found = jobs[number].text.stop_found
                     if event.error is not None:
                         raise event.error
@@ -291,7 +328,7 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in first)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(answer.thought_tokens for answer in answers),
             **predicted(answers),
         },
     }
