@@ -26,6 +26,7 @@ class Request:
     plain: bool = False  # guess nothing: plain decoding
     grammar: Compiled | None = None  # what the text must look like
     family: Family | None = None  # texts that may foretell this one
+    foresee: bool = False  # tell what the draft thinks will follow
     shown: frozenset[int] = frozenset()  # control tokens whose names are part of the text
 
 
@@ -56,13 +57,21 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True)
+class Foresaw:
+    """What the draft thinks will follow. Nothing of it is certain."""
+
+    token_ids: list[int]
+    shown: frozenset[int] = frozenset()  # as of the request
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The last event of a text."""
 
     error: Exception | None = None
 
 
-Event = Reading | Wrote | Ended
+Event = Reading | Wrote | Foresaw | Ended
 
 
 class Cancelled(EdgespecError):

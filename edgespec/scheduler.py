@@ -30,7 +30,7 @@ from edgespec.backend import Backend, Logits, Session, Work, check_room, common_
 from edgespec.cost import PassCost, split
 from edgespec.errors import ContextFull
 from edgespec.generate import Generation
-from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Reading, Request, Wrote, chunks_of
+from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Foresaw, Job, Reading, Request, Wrote, chunks_of
 from edgespec.lengths import Lengths, by_turn
 from edgespec.planners import Planner
 from edgespec.stats import GenerationStats
@@ -42,6 +42,8 @@ FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no su
 LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
 TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 MOST_AGAIN = 3  # times that a prompt is read once more
+AHEAD = 0.5  # of a pass's time, spent on looking ahead where a request wants it
+MOST_AHEAD = 128  # tokens
 WORTH_SHARING = TILE  # tokens by which another session's text must be the better start, to be forked
 
 
@@ -237,6 +239,15 @@ class Scheduler:
             self._pass(writing if together else [], reading[0])
         elif writing:
             self._pass(writing, None)
+        for slot in writing:
+            self._foresee(slot)
+
+    def _foresee(self, slot: Slot) -> None:
+        """Look ahead for who wants to know, for a part of the time that a pass takes."""
+        if not (slot.job and slot.generation and slot.job.request.foresee):
+            return
+        if slot.generation.foresee(AHEAD * self._tree_seconds, MOST_AHEAD):
+            self._tell(slot.job, Foresaw(slot.generation.foreseen.copy(), slot.job.request.shown))
 
     def _prompts_ride_along(self) -> bool:
         """Whether parts of prompts and trees may share a pass."""

@@ -55,3 +55,11 @@ class Planner(Protocol):
 
     def close(self) -> None:
         """Free what `begin` and `plan` took (a session in the draft's cache)."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A planner that can look further ahead than a tree."""
+
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """The likeliest next tokens, at most `count`, and those that `seconds` are enough for, but at least one."""

@@ -48,6 +48,7 @@ class Extra(Lenient):
 
     trace: str | None = None  # "passes": chunks tell what each pass has guessed and kept
     plain: bool = False  # guess nothing
+    speculate_tools: bool = False  # tell of calls as soon as the draft believes in them
     regex: str | None = None  # that the text must match
     lark: str | None = None  # a grammar that it must follow
 
@@ -197,7 +198,7 @@ async def chat(http: HttpRequest) -> Response:
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
         log_probs=most if body.logprobs else None, plain=body.edgespec.plain, grammar=grammar,
         prediction=plain_text((body.prediction or {}).get("content"), "prediction.content"),
-        shown=look.shown,
+        shown=look.shown, foresee=body.edgespec.speculate_tools and tools is not None and body.stream,
     )  # fmt: skip
     return await answer(http, service, body, Texts(service, requests, look), ChatShape(vocab))
 
@@ -374,6 +375,8 @@ async def _stream(
             continue
         index, event = found
         one = texts.answers[index]
+        for told in one.foreseen.take(event, one, shape.vocab):
+            yield None, {**head, "choices": [], "edgespec": {"speculative_tool_call": {"choice": index, **told}}}
         if isinstance(event, Wrote):
             trace = {"edgespec": traced(event, one, shape.vocab)} if body.edgespec.trace == "passes" else {}
             if one.new or trace or event.chunks[0].log_probs:

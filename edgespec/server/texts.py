@@ -22,6 +22,7 @@ from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
 from edgespec.server.errors import Refused, error_body, refusal
+from edgespec.server.foreseen import Foreseen
 from edgespec.server.forms import Call, Thought
 from edgespec.server.regions import Piece, Regions
 from edgespec.server.tools import Look
@@ -153,6 +154,7 @@ def requests_for(
     grammar: Compiled | None = None,
     prediction: str = "",
     shown: frozenset[int] = frozenset(),
+    foresee: bool = False,
 ) -> list[Request]:
     """One request for each choice of each prompt: choice i has seed + i.
 
@@ -178,10 +180,11 @@ def requests_for(
         family = service.model.family(ids, prediction, choices)
         found += [
             Request(
-                list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family, shown
+                list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family,
+                foresee, shown,
             )
             for seed in seeds
-        ]
+        ]  # fmt: skip
     if service.stopping:
         raise Refused(503, "the server is stopping")
     waiting = service.model.scheduler.waiting
@@ -202,6 +205,7 @@ class Answer:
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None  # the stop string that ended it
     thought_tokens: int = 0
+    foreseen: Foreseen = field(default_factory=Foreseen)
 
     def read(self, chunks: Sequence[Chunk]) -> None:
         """More is written."""
