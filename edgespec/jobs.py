@@ -92,7 +92,15 @@ class Job:
         self.text = text
         self.emit = emit
         self.since = perf_counter()
+        self.hold: int | None = (
+            None  # nobody has asked yet: so many tokens may be prepared, while nothing else is to do
+        )
         self.foretold = 0.0  # tokens that it is thought to have; 0: nobody has asked
+
+    @property
+    def waits(self) -> bool:
+        """Prepared as far as it may be."""
+        return self.hold is not None and self.stats.tokens >= self.hold
 
     def cancel(self) -> None:
         """Stop after the pass that is being made. Safe to call from any thread, and twice."""

@@ -9,9 +9,6 @@ alone, never the text.
 from collections import Counter, deque
 from collections.abc import Sequence
 from math import exp, inf, log
-from time import perf_counter
-
-from edgespec.jobs import Counts, Job
 
 LATEST = 512  # prompts that are remembered
 NEAREST = 12  # of them are asked
@@ -68,20 +65,3 @@ def urgency(waited: float, seconds: float) -> float:
         seconds: that writing it is foretold to take.
     """
     return (waited + seconds) / max(seconds, 1e-9)
-
-
-def by_turn(waiting: Sequence[Job], places: int, lengths: Lengths | None, counts: Counts) -> list[Job]:
-    """Those who wait, whose turn it is first.
-
-    Args:
-        waiting: as they came; stays their order where it does not matter, or `lengths` is None.
-        places: that are free.
-        lengths: what is known.
-        counts: how fast texts are written.
-    """
-    if lengths is None or len(waiting) <= places:
-        return list(waiting)
-    for job in waiting:
-        job.foretold = job.foretold or lengths.foretell(job.request.prompt_ids, job.request.max_tokens)
-    now, each = perf_counter(), counts.pass_seconds / max(1, sum(counts.tokens.values()))
-    return sorted(waiting, key=lambda job: -urgency(now - job.since, job.foretold * each))

@@ -31,11 +31,12 @@ from edgespec.cost import PassCost, split
 from edgespec.errors import ContextFull
 from edgespec.generate import Generation
 from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Foresaw, Job, Reading, Request, Wrote, chunks_of
-from edgespec.lengths import Lengths, by_turn
+from edgespec.lengths import Lengths
 from edgespec.planners import Planner
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 from edgespec.tree import DraftTree, best_nodes
+from edgespec.turns import by_turn, in_the_way, wanted
 
 TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
 FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
@@ -102,13 +103,20 @@ class Scheduler:
 
     # What any thread may call.
 
-    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Job:
+    def submit(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        stats: GenerationStats | None = None,
+        hold: int | None = None,
+    ) -> Job:
         """Ask for a text.
 
         Args:
             request: what is wanted.
             emit: told of every event, in whatever thread makes passes; must be quick.
             stats: filled in as the text grows.
+            hold: only prepare so many of its tokens, while nothing else is to do, until `go_on`; gives way to others.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -118,12 +126,21 @@ class Scheduler:
         check_room(self.target, len(request.prompt_ids))
         text = TextStream(self.target.vocab, request.stop, request.shown)
         job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
+        job.hold = hold
         with self._wake:
             if self._closing:
                 raise Closed("the model was closed")
             self._inbox.append(job)
             self._wake.notify()
         return job
+
+    def go_on(self, job: Job) -> bool:
+        """What was held is wanted now. False: it had to give way to another."""
+        with self._wake:
+            if not job.cancelled:
+                job.hold = None
+            self._wake.notify()
+        return job.hold is None
 
     def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
         """Ask for a text, and take part in making passes until it is done. Arguments and errors as for `submit`."""
@@ -215,7 +232,7 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self.waiting or self.active)
+                self._wake.wait_for(lambda: self._closing or self.waiting or wanted(self._slots))
                 if self._closing:
                     return
             with self._turn:
@@ -231,7 +248,7 @@ class Scheduler:
             if slot.job and slot.job.cancelled:
                 self._end(slot, Cancelled("cancelled"))
         self._admit()
-        active = sorted((slot for slot in self._slots if slot.generation), key=lambda slot: slot.used)
+        active = sorted(wanted(self._slots), key=lambda slot: slot.used)
         reading = [slot for slot in active if slot.generation and slot.generation.unread]
         writing = [slot for slot in active if slot not in reading]
         together = self._prompts_ride_along()
@@ -256,6 +273,12 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give the first of the waiting that need not wait longer a slot."""
+        with self._wake:
+            slot = in_the_way(self._slots) if self._waiting else None
+            if slot and slot.job:
+                slot.job.cancel()
+        if slot:
+            self._end(slot, Cancelled("it gave way to another"))
         idle = [slot for slot in self._slots if slot.job is None]
         reading = [slot.generation for slot in self._slots if slot.generation and slot.generation.unread]
         for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from edgespec.backend import Vocab
 from edgespec.generate import LogProbs
 from edgespec.grammar import Compiled, Grammar, json_object, json_schema, lark, regex
-from edgespec.jobs import Chunk, Ended, Wrote
+from edgespec.jobs import Chunk, Ended, Request, Wrote
 from edgespec.server.errors import Refused
 from edgespec.server.forms import Call, Thought
 from edgespec.server.texts import (
@@ -179,18 +179,22 @@ async def compiled(service: Service, grammar: Grammar | None) -> Compiled | None
     return await asyncio.to_thread(service.model.compile, grammar) if grammar else None
 
 
-async def chat(http: HttpRequest) -> Response:
-    """POST /v1/chat/completions."""
-    service: Service = http.app.state.service
-    body = await read_body(http, ChatBody)
-    tools = tools_of(service.model.target.vocab, body.tools, body.tool_choice)
+async def prompt_of(service: Service, body: ChatBody, tools: Tools | None = None) -> list[int]:
+    """Token ids of the conversation. Raises Refused, UsageError."""
+    shown = tools.functions if tools else None
+    more = template_options(body.reasoning_effort, body.chat_template_kwargs)
+    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body.messages), shown, more)
+
+
+async def requests_of(service: Service, body: ChatBody) -> tuple[list[Request], Look]:
+    """What is asked of the scheduler, a request a choice, and how the answers are read. Raises Refused, UsageError."""
+    vocab = service.model.target.vocab
+    tools = tools_of(vocab, body.tools, body.tool_choice)
     form = one_form(tools, grammar_of(body.response_format, body.edgespec))
     most = body.top_logprobs or 0
     if not 0 <= most <= MOST_LOG_PROBS:
         raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")
-    vocab, shown = service.model.target.vocab, tools.functions if tools else None
-    more = template_options(body.reasoning_effort, body.chat_template_kwargs)
-    ids = await asyncio.to_thread(render_chat, vocab, conversation(body.messages), shown, more)
+    ids = await prompt_of(service, body, tools)
     look = Look(vocab, ids, tools)
     grammar = await compiled(service, look.grammar(form))
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -200,7 +204,16 @@ async def chat(http: HttpRequest) -> Response:
         prediction=plain_text((body.prediction or {}).get("content"), "prediction.content"),
         shown=look.shown, foresee=body.edgespec.speculate_tools and tools is not None and body.stream,
     )  # fmt: skip
-    return await answer(http, service, body, Texts(service, requests, look), ChatShape(vocab))
+    return requests, look
+
+
+async def chat(http: HttpRequest) -> Response:
+    """POST /v1/chat/completions."""
+    service: Service = http.app.state.service
+    body = await read_body(http, ChatBody)
+    requests, look = await requests_of(service, body)
+    shape = ChatShape(service.model.target.vocab)
+    return await answer(http, service, body, Texts(service, requests, look), shape)
 
 
 def template_options(effort: str | None, more: dict[str, Any] | None = None) -> dict[str, Any]:

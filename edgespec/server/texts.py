@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from edgespec.grammar import Compiled
 from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
+from edgespec.server.drafts import Drafts
 from edgespec.server.errors import Refused, error_body, refusal
 from edgespec.server.foreseen import Foreseen
 from edgespec.server.forms import Call, Thought
@@ -57,6 +58,7 @@ class Service:
     ping_seconds: float = PING_SECONDS
     stopping: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+    drafts: Drafts = field(default_factory=Drafts)
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status) -> how often
 
     @cached_property
@@ -284,7 +286,11 @@ class Texts:
         try:
             for number, answer in enumerate(self.answers):
                 emit = _sender(asyncio.get_running_loop(), queue, number)
-                jobs.append(scheduler.submit(answer.request, emit, answer.stats))
+                if prepared := self._service.drafts.take(answer.request, partial(_put, queue, number)):
+                    answer.stats = prepared.stats
+                    jobs.append(prepared.job)
+                else:
+                    jobs.append(scheduler.submit(answer.request, emit, answer.stats))
             left = len(jobs)
             while left:
                 try:
@@ -312,11 +318,15 @@ class Texts:
             pass
 
 
+def _put(queue: "asyncio.Queue[tuple[int, Event]]", number: int, event: Event) -> None:
+    queue.put_nowait((number, event))
+
+
 def _sender(
     loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[tuple[int, Event]]", number: int
 ) -> Callable[[Event], None]:
     def emit(event: Event) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, (number, event))
+        loop.call_soon_threadsafe(_put, queue, number, event)
 
     return emit
 
