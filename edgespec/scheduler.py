@@ -475,8 +475,9 @@ class Scheduler:
             job.stats.finish_reason = "interrupted"
         elif self._lengths:
             self._lengths.learn(job.request.prompt_ids, job.stats.tokens)
-        reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
-        self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
+        if job.hold is None:
+            reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
+            self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
         self._tell(job, Ended(error))
 
     def _tell(self, job: Job, event: Event) -> None:
