@@ -14,14 +14,14 @@ class PromptPieces:
 
     def __init__(self) -> None:
         self._cost = PassCost(slope=1.0)
-        self._tree_seconds = 0.0  # of the last pass without a prompt
+        self.tree_seconds = 0.0  # of the last pass without a prompt
 
     def add(self, nodes: int, seconds: float, *, prompt: bool) -> None:
         """A pass over so many nodes, with a part of a prompt or without."""
         if prompt:
             self._cost.add(nodes, seconds)
         else:
-            self._tree_seconds = seconds
+            self.tree_seconds = seconds
 
     def quick(self, taken: int, most: int) -> int:
         """Tokens of a prompt, at most so many, that can be read besides the rows that are taken, in a moment."""
@@ -29,5 +29,5 @@ class PromptPieces:
         if curve is None:
             return FIRST_PIECE
         sizes = np.arange(TILE, most + TILE, TILE)
-        quick = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self._tree_seconds)
+        quick = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self.tree_seconds)
         return TILE * max(1, int(np.count_nonzero(quick)))

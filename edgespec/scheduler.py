@@ -17,7 +17,7 @@ passes at once, or `start` is called, a thread of its own makes them all.
 import atexit
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
@@ -27,10 +27,25 @@ from typing import Any
 
 import edgespec.slots as slots
 from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
-from edgespec.cost import PassCost, split
+from edgespec.batches import Batch, plan_part, plan_trees
+from edgespec.cost import PassCost
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.generate import Generation
-from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Passing, Reading, Request, Wrote, chunks_of
+from edgespec.jobs import (
+    Cancelled,
+    Closed,
+    Counts,
+    Ended,
+    Event,
+    Foresaw,
+    Job,
+    Passing,
+    Reading,
+    Request,
+    Wrote,
+    chunks_of,
+)
+from edgespec.lengths import Lengths
 from edgespec.pieces import TILE, PromptPieces
 from edgespec.planners import Planner
 from edgespec.saved import has
@@ -38,20 +53,24 @@ from edgespec.shelf import Shelf
 from edgespec.slots import Slot
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
-from edgespec.tree import DraftTree, best_nodes
+from edgespec.turns import by_turn, in_the_way, wanted
 
-TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 MOST_AGAIN = 3  # times that a prompt is read once more
-
-
-Batch = list[tuple[Slot, Work]]
+AHEAD = 0.5  # of a pass's time, spent on looking ahead where a request wants it
+MOST_AHEAD = 128  # tokens
 
 
 class Scheduler:
     """See the module."""
 
     def __init__(
-        self, target: Backend, planners: Sequence[Planner], *, budget: int, cost: PassCost | None = None
+        self,
+        target: Backend,
+        planners: Sequence[Planner],
+        *,
+        budget: int,
+        cost: PassCost | None = None,
+        first_come: bool = False,
     ) -> None:
         """
         Args:
@@ -59,12 +78,14 @@ class Scheduler:
             planners: one for each text that may be written at once.
             budget: most guesses of a text in a pass.
             cost: of the target's passes, which it learns on; None: the trees take all the room that a pass has.
+            first_come: requests are served as they come; else short ones first, where more wait than can be served.
         """
         self.target = target
         self.counts = Counts()
         self._budget = budget
         self._cost = cost
         self._pieces = PromptPieces()
+        self._lengths = None if first_come else Lengths()
         self._slots = [Slot(target.open(), planner) for planner in planners]
         self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
         self._inbox: deque[Job] = deque()
@@ -79,13 +100,20 @@ class Scheduler:
 
     # What any thread may call.
 
-    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Job:
+    def submit(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        stats: GenerationStats | None = None,
+        hold: int | None = None,
+    ) -> Job:
         """Ask for a text.
 
         Args:
             request: what is wanted.
             emit: told of every event, in whatever thread makes passes; must be quick.
             stats: filled in as the text grows.
+            hold: only prepare so many of its tokens, while nothing else is to do, until `go_on`; gives way to others.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -93,9 +121,10 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        text = TextStream(self.target.vocab, request.stop)
+        text = TextStream(self.target.vocab, request.stop, request.shown)
         job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
         job.when_cancelled = self._passing.look
+        job.hold = hold
         with self._wake:
             if self._closing:
                 raise Closed("the model was closed")
@@ -103,12 +132,34 @@ class Scheduler:
             self._wake.notify()
         return job
 
+    def go_on(self, job: Job) -> bool:
+        """What was held is wanted now. False: it had to give way to another."""
+        with self._wake:
+            if not job.cancelled:
+                job.hold = None
+            self._wake.notify()
+        return job.hold is None
+
     def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
         """Ask for a text, and take part in making passes until it is done. Arguments and errors as for `submit`."""
-        found: SimpleQueue[Event] = SimpleQueue()
-        job = self.submit(request, found.put, stats)
+        with closing(self.together([request], [stats] if stats is not None else ())) as found:
+            for _, event in found:
+                yield event
+
+    def together(
+        self, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
+    ) -> Generator[tuple[int, Event]]:
+        """As `events`, for several texts at once: the number of the text comes with each event."""
+        found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        jobs, left = list[Job](), len(requests)
         try:
-            while True:
+            for number, request in enumerate(requests):
+
+                def tell(event: Event, number: int = number) -> None:
+                    found.put((number, event))
+
+                jobs.append(self.submit(request, tell, stats[number] if stats else None))
+            while left:
                 while found.empty() and self._thread is None:
                     if not self._turn.acquire(blocking=False):
                         self.start()  # somebody else makes passes: from now on a thread of its own does
@@ -117,12 +168,12 @@ class Scheduler:
                         self.step()
                     finally:
                         self._turn.release()
-                event = found.get()
-                yield event
-                if isinstance(event, Ended):
-                    return
+                number, event = found.get()
+                left -= isinstance(event, Ended)
+                yield number, event
         finally:
-            job.cancel()
+            for job in jobs:
+                job.cancel()
 
     def start(self) -> None:
         """From now on a thread makes the passes."""
@@ -169,6 +220,13 @@ class Scheduler:
             slot = min((slot for slot in self._slots if slot.job is None), key=lambda slot: slot.used)
             return slot.session.load(path)
 
+    def forget(self) -> None:
+        """Idle sessions drop their texts, so that the next prompts are read from their beginning: for measuring."""
+        with self._turn:
+            for slot in self._slots:
+                if slot.job is None:
+                    slot.session.rewind(0)
+
     @property
     def waiting(self) -> int:
         """Requests that have no slot yet."""
@@ -193,7 +251,7 @@ class Scheduler:
                     if not slots.save_one(self._slots, self.shelf):
                         break
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self.waiting or self.active)
+                self._wake.wait_for(lambda: self._closing or self.waiting or wanted(self._slots))
                 if self._closing:
                     return
             with self._turn:
@@ -211,7 +269,7 @@ class Scheduler:
         while slots.is_overfull(self.target.capabilities, self._slots):
             self._give_way([slot for slot in self._slots if slot.job], None)
         self._admit()
-        active = sorted((slot for slot in self._slots if slot.generation), key=lambda slot: slot.used)
+        active = sorted(wanted(self._slots), key=lambda slot: slot.used)
         reading = [slot for slot in active if slot.generation and slot.generation.unread]
         writing = [slot for slot in active if slot not in reading]
         together = self._prompts_ride_along()
@@ -219,6 +277,15 @@ class Scheduler:
             self._pass(writing if together else [], reading[0])
         elif writing:
             self._pass(writing, None)
+        for slot in writing:
+            self._foresee(slot)
+
+    def _foresee(self, slot: Slot) -> None:
+        """Look ahead for who wants to know, for a part of the time that a pass takes."""
+        if not (slot.job and slot.generation and slot.job.request.foresee):
+            return
+        if slot.generation.foresee(AHEAD * self._pieces.tree_seconds, MOST_AHEAD):
+            self._tell(slot.job, Foresaw(slot.generation.foreseen.copy(), slot.job.request.shown))
 
     def _prompts_ride_along(self) -> bool:
         """Whether parts of prompts and trees may share a pass."""
@@ -227,9 +294,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give the first of the waiting that need not wait longer a slot."""
+        with self._wake:
+            slot = in_the_way(self._slots) if self._waiting else None
+            if slot and slot.job:
+                slot.job.cancel()
+        if slot:
+            self._end(slot, Cancelled("it gave way to another"))
         idle = [slot for slot in self._slots if slot.job is None]
         reading = [slot.generation for slot in self._slots if slot.generation and slot.generation.unread]
-        for job in self._waiting if idle else ():
+        for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():
             prompt = job.request.prompt_ids
             source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
             shared = common_prefix(source.session.token_ids, prompt)
@@ -255,6 +328,7 @@ class Scheduler:
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
+                family=request.family,
             )  # fmt: skip
             slot.generation.begin()
             slot.forked = min(slot.forked, len(slot.session.token_ids))
@@ -270,8 +344,6 @@ class Scheduler:
         """One forward for texts that are written, as many as it has room for, and for the next part of a prompt."""
         try:
             batch = self._plan(writing, reader)
-            if reader and reader.generation:
-                batch.append((reader, self._part(reader.generation, batch)))
             started = perf_counter()
             logits = self._forward(batch) if batch else []
             self._learn(batch, perf_counter() - started)
@@ -286,50 +358,17 @@ class Scheduler:
             raise
 
     def _plan(self, writing: list[Slot], reader: Slot | None) -> Batch:
-        """Trees of those who have waited longest, as many as a pass has room for, and in it their best nodes."""
+        """Trees of those who have waited longest, and then the next part of a prompt."""
         limits = self.target.capabilities
-        room, group = most_nodes(limits, 0), list[Slot]()
-        if reader and reader.generation:
-            room -= min(TILE, reader.generation.unread, room // 2)
-        for slot in sorted(writing, key=lambda slot: slot.passed):
-            if (rows := 1 + slot.session.owed) > room:
-                break
-            group.append(slot)
-            room -= rows
-        trees, spent = list[DraftTree](), perf_counter()
-        alone = len(group) == 1 and reader is None
-        fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
-        for slot in group.copy():
-            assert slot.generation
-            try:
-                trees.append(slot.generation.plan(None if alone else fair, len(group)))
-            except Exception as error:  # this text's alone
-                group.remove(slot)
-                self._end(slot, error)
-        spent = perf_counter() - spent
-        if len(group) > 1:
-            length = fmean(len(slot.session.token_ids) for slot in group)
-            cost = self._cost.at(round(length)) if self._cost else None
-            sizes = split([tree.log_probs[1:] for tree in trees], room, spent, cost)
-            leaves = limits.leaves(len(group))
-            trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
-        return [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
-
-    def _part(self, reading: Generation, batch: Batch) -> Work:
-        """The next part of a prompt, in the room that the trees leave; small enough that they need not wait long."""
-        limits, session = self.target.capabilities, reading.session
-        session.rewind(session.kept(len(session.token_ids)))
-        taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
-        start, room = len(session.token_ids), limits.max_nodes - taken
-        if limits.exact and batch:
-            room = min(room, limits.exact.prompts.most - taken)
-        others = any(slot.generation and not slot.generation.unread for slot in self._slots)
-        if others and not limits.streams:
-            room = min(room, self._pieces.quick(taken, limits.max_nodes))
-        end = start + room
-        if end < start + reading.unread and end - end % TILE > start:
-            end -= end % TILE
-        return reading.prompt_work(end - start)
+        part = reader.generation if reader else None
+        room = most_nodes(limits, 0) - (min(TILE, part.unread, most_nodes(limits, 0) // 2) if part else 0)
+        batch, failed = plan_trees(writing, limits, room, self._cost, alone=reader is None)
+        for slot, error in failed:  # that text's alone
+            self._end(slot, error)
+        if reader and part:
+            others = any(slot.generation and not slot.generation.unread for slot in self._slots)
+            batch.append((reader, plan_part(part, limits, batch, self._pieces if others else None)))
+        return batch
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
@@ -427,8 +466,11 @@ class Scheduler:
     def _finish(self, job: Job, error: Exception | None) -> None:
         if error is not None:
             job.stats.finish_reason = "interrupted"
-        reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
-        self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
+        elif self._lengths:
+            self._lengths.learn(job.request.prompt_ids, job.stats.tokens)
+        if job.hold is None:
+            reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
+            self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
         self._tell(job, Ended(error))
 
     def _tell(self, job: Job, event: Event) -> None:

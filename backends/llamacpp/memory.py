@@ -51,9 +51,7 @@ MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chu
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
-BESIDE_POOLS = (
-    1 / 64
-)  # of memory, and a MARGIN: libraries' pages, page tables. Pools do not shrink as page cache does
+BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages, page tables. Pools do not shrink as page cache does
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 

@@ -215,6 +215,7 @@ Examples:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
 @click.option("--parallel", type=int, default=4, show_default=True, help="Texts written at once; others wait.")
+@click.option("--first-come", is_flag=True, help="Serve those who wait as they came, not short texts first.")
 @click.option("--api-key", metavar="KEY", help="Key that clients must send; others can see it: better a file.")
 @click.option("--api-key-file", metavar="FILE", help="Keys, one a line. [default: $EDGESPEC_API_KEY]")
 @click.option("--no-key", is_flag=True, help="Let everybody in who reaches --host.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from edgespec.cost import Curve
+from edgespec.planners.ngrams import Beside
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import DraftTree
 
@@ -22,6 +23,7 @@ class Context:
     cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
     least: float = 0.0  # a guess less probable than this does not pay
     texts: int = 1  # that have trees at once, and share what backends hold of leaves
+    beside: Beside = ()  # other texts that may foretell this one
 
 
 @runtime_checkable
@@ -55,3 +57,11 @@ class Planner(Protocol):
 
     def close(self) -> None:
         """Free what `begin` and `plan` took (a session in the draft's cache)."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A planner that can look further ahead than a tree."""
+
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """The likeliest next tokens, at most `count`, and those that `seconds` are enough for, but at least one."""
