@@ -35,7 +35,8 @@ def test_what_is_none(text: str, folders: tuple[str, str]) -> None:
 def test_the_table_compares_with_what_is_possible() -> None:
     one = {"seconds": 2.0, "waited": 1.0}
     report = {
-        "target": "big", "engine": "mlx", "size": 2 << 30, "limit": 1 << 30, "limit_of_texts": 1 << 30, "bandwidth": 1e9,
+        "target": "big", "engine": "mlx", "size": 2 << 30, "bandwidth": 1e9, "limit": 1 << 30,
+        "limit_of_texts": 1 << 30,
         "passes": {
             "in memory": {"passes": {"1": {"seconds": 0.5}, "64": {"seconds": 1.0}}, "failed": []},
             "streamed": {"passes": {"1": one, "64": one}, "failed": [], "streamed": 800_000_000, "peak": 1 << 29},
