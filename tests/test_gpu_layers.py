@@ -212,6 +212,14 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     assert backend.computing["gpu_layers"] == -1
     np.testing.assert_array_equal(logits(backend), expected)
     backend.close()
+    backend = load(str(smollm2_tiny), context_length=64, gpu_memory="1M")
+    assert backend.computing["gpu_layers"] == 0  # no more than that, whatever is free
+    backend.close()
+    with pytest.raises(UsageError, match="gpu_layers and gpu_memory both say"):
+        load(str(smollm2_tiny), context_length=64, gpu_memory="1G", gpu_layers=2)
+    monkeypatch.setattr(memory, "devices", list)
+    with pytest.raises(UsageError, match="gpu_memory is given, but this llama"):
+        load(str(smollm2_tiny), context_length=64, gpu_memory="1G")
     monkeypatch.setattr(memory, "devices", lambda: [Device("GPU0", False, 1 << 20)])
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == 0

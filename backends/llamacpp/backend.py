@@ -286,6 +286,7 @@ def load(
     sessions: int = 1,
     threads: int | None = None,
     gpu_layers: int | None = None,
+    gpu_memory: int | str | None = None,
     in_order: bool = True,
     memory: int | str | None = None,
     kv_type: str | None = None,
@@ -305,7 +306,8 @@ def load(
         sessions: how many sessions may be open at once.
         threads: compute threads; default: one per core (performance cores on a Mac), fewer while other programs keep
             cores busy, where that does not change a bit of the result.
-        gpu_layers: layers to keep on the GPU; -1 = all; default: as many as its memory takes (`gpu.py`).
+        gpu_layers: layers to keep on the GPU; -1 = all; default: as many as `gpu_memory` takes (`gpu.py`).
+        gpu_memory: bytes of each GPU's memory to use, such as "10G"; default: what is free.
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
@@ -336,7 +338,11 @@ def load(
     size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type, share)
     plan, notes = None, list[str]()
     if gpu_layers is None:
-        gpu_layers = choose_gpu_layers(path, size, memory=memory, beside=beside, resident=resident)
+        gpu_layers = choose_gpu_layers(
+            path, size, memory=memory, beside=beside, resident=resident, gpu_memory=gpu_memory
+        )
+    elif gpu_memory is not None:
+        raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
     if not plenty and not resident:
         plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()

@@ -24,6 +24,7 @@ from edgespec.weights.machine import (
     available_memory,
     file_system,
     format_size,
+    parse_size,
     private_memory,
 )
 from edgespec.weights.pin import Progress
@@ -220,12 +221,18 @@ def keeps_experts(path: str, gpu_layers: int) -> bool:
 
 
 def choose_gpu_layers(
-    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool
-) -> int:
+    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool,
+    gpu_memory: int | str | None = None,
+) -> int:  # fmt: skip
     """How many layers a GPU gets where nobody says it; arguments and errors as for `load`."""
-    found = devices()
+    most = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    found = [replace(device, free=min(device.free, most or device.free)) for device in devices()]
     if not found:
-        return 0
+        if most is None:
+            return 0
+        raise UsageError(
+            "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
+        )
     tensors = all_tensors(path)
     room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
     buffers = _rehearse(path, [size])[0] - private_memory() - MARGIN
