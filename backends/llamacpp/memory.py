@@ -49,7 +49,9 @@ LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
-BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages and page tables. Pools do not shrink as page cache does
+BESIDE_POOLS = (
+    1 / 64
+)  # of memory, and a MARGIN: libraries' pages and page tables. Pools do not shrink as page cache does
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -310,16 +312,13 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(
-    path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress
-) -> tuple[Streamer, float, str]:
+def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) -> tuple[Streamer, float, str]:
     """Pin and start to stream the weights of a model that has just been loaded.
 
     Args:
         path: of the model; for a split one its first file.
         plan: what stays and what is streamed.
         known: addresses of mappings of the same files that are not this model's own.
-        notes: what a person should know is added.
         progress: told how much of what stays has been read.
 
     Returns:
@@ -346,7 +345,6 @@ def start_streaming(
             store.look_up(plan.looked_up)
             store.pin(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
-            notes += filter(None, [plan.warning(speed)])
             return Streamer(plan, store), speed, store.note
         except BaseException:
             store.close()
