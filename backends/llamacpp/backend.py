@@ -359,7 +359,7 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            streamer, speed, kept = start_streaming(path, plan, known, notes, progress)
+            streamer, speed, kept = start_streaming(path, plan, known, progress)
             watch = LayerWatch(streamer)
         streams = bool(plan and plan.streamed)
         fits = plan is None or not (plan.streamed or plan.cached)
@@ -385,7 +385,7 @@ def load(
             if watch.mixture is None:
                 plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)
         if plan:
-            notes.append(f"{plan.line(speed)}; {kept}")
+            notes += filter(None, [f"{plan.line(speed)}; {kept}", plan.warning(speed)])
     except BaseException:
         if context:
             llama_cpp.llama_free(context)

@@ -333,16 +333,13 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(
-    path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress
-) -> tuple[Streamer, float, str]:
+def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) -> tuple[Streamer, float, str]:
     """Pin and start to stream the weights of a model that has just been loaded.
 
     Args:
         path: of the model; for a split one its first file.
         plan: what stays and what is streamed.
         known: addresses of mappings of the same files that are not this model's own.
-        notes: what a person should know is added.
         progress: told how much of what stays has been read.
 
     Returns:
@@ -369,7 +366,6 @@ def start_streaming(
             store.look_up(plan.looked_up)
             store.pin(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
-            notes += filter(None, [plan.warning(speed)])
             how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
             return Streamer(plan, store, how.threads, how.size), speed, store.note
         except BaseException:
