@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+from edgespec import asking
 from edgespec.backend import Backend, check_room
 from edgespec.errors import UsageError
 from edgespec.grammar import Compiled, Compiler, Grammar
@@ -130,7 +131,7 @@ class Model:
     def _stream(
         self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
     ) -> Iterator[Chunk]:
-        with closing(self.scheduler.events(request, stats)) as events:
+        with closing(asking.events(self.scheduler, request, stats)) as events:
             for event in events:
                 yield from _chunks(event, progress)
 
@@ -239,7 +240,7 @@ class Model:
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), family=family) for i in range(k)
         ]
         results = [GenerationResult() for _ in requests]
-        with closing(self.scheduler.together(requests, [result.stats for result in results])) as events:
+        with closing(asking.together(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
                 for chunk in _chunks(event, None):
                     results[number].text += chunk.text

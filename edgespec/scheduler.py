@@ -16,10 +16,9 @@ passes at once, or `start` is called, a thread of its own makes them all.
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import fmean
 from threading import Condition, Lock, Thread
 from time import perf_counter
@@ -90,9 +89,9 @@ class Scheduler:
         self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
         self._inbox: deque[Job] = deque()
         self._waiting: list[Job] = []
-        self._turn = Lock()  # held by whoever makes a pass
+        self.turn = Lock()  # held by whoever calls `step`
         self._wake = Condition()
-        self._thread: Thread | None = None
+        self.thread: Thread | None = None  # that makes passes; None: those do who want texts (`asking.py`)
         self._passing = Passing(target.interrupt)
         self._closing = False
         self._served = 0
@@ -140,47 +139,12 @@ class Scheduler:
             self._wake.notify()
         return job.hold is None
 
-    def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
-        """Ask for a text, and take part in making passes until it is done. Arguments and errors as for `submit`."""
-        with closing(self.together([request], [stats] if stats is not None else ())) as found:
-            for _, event in found:
-                yield event
-
-    def together(
-        self, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
-    ) -> Generator[tuple[int, Event]]:
-        """As `events`, for several texts at once: the number of the text comes with each event."""
-        found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
-        jobs, left = list[Job](), len(requests)
-        try:
-            for number, request in enumerate(requests):
-
-                def tell(event: Event, number: int = number) -> None:
-                    found.put((number, event))
-
-                jobs.append(self.submit(request, tell, stats[number] if stats else None))
-            while left:
-                while found.empty() and self._thread is None:
-                    if not self._turn.acquire(blocking=False):
-                        self.start()  # somebody else makes passes: from now on a thread of its own does
-                        break
-                    try:
-                        self.step()
-                    finally:
-                        self._turn.release()
-                number, event = found.get()
-                left -= isinstance(event, Ended)
-                yield number, event
-        finally:
-            for job in jobs:
-                job.cancel()
-
     def start(self) -> None:
         """From now on a thread makes the passes."""
         with self._wake:
-            if self._thread is None and not self._closing:
-                self._thread = Thread(target=self._run, name="edgespec passes", daemon=True)
-                self._thread.start()
+            if self.thread is None and not self._closing:
+                self.thread = Thread(target=self._run, name="edgespec passes", daemon=True)
+                self.thread.start()
                 atexit.register(self.close)  # nothing may be in an engine while the program ends
 
     def close(self) -> None:
@@ -189,10 +153,10 @@ class Scheduler:
             self._closing = True
             self._wake.notify()
         self._passing.close()
-        if self._thread:
-            self._thread.join()
+        if self.thread:
+            self.thread.join()
             atexit.unregister(self.close)
-        with self._turn:
+        with self.turn:
             for job in [*self._inbox, *self._waiting]:
                 self._tell(job, Ended(Closed("the model was closed")))
             self._inbox.clear()
@@ -209,20 +173,20 @@ class Scheduler:
 
     def save(self, path: str | Path, note: Any = None) -> None:
         """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
-        with self._turn:
+        with self.turn:
             last = max(self._slots, key=lambda slot: slot.used).session
             if not has(path, last.token_ids, note):
                 last.save(path, note)
 
     def load(self, path: str | Path) -> Any:
         """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull."""
-        with self._turn:
+        with self.turn:
             slot = min((slot for slot in self._slots if slot.job is None), key=lambda slot: slot.used)
             return slot.session.load(path)
 
     def forget(self) -> None:
         """Idle sessions drop their texts, so that the next prompts are read from their beginning: for measuring."""
-        with self._turn:
+        with self.turn:
             for slot in self._slots:
                 if slot.job is None:
                     slot.session.rewind(0)
@@ -247,14 +211,14 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             while self.shelf and not (self._closing or self.waiting or self.active):
-                with self._turn:
+                with self.turn:
                     if not slots.save_one(self._slots, self.shelf):
                         break
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self.waiting or wanted(self._slots))
                 if self._closing:
                     return
-            with self._turn:
+            with self.turn:
                 self.step()
 
     def step(self) -> None:

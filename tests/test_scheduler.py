@@ -16,6 +16,7 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec import asking
 from edgespec.backend import Exact, ShapeClass, prefill
 from edgespec.cost import Curve, goodput, split
 from edgespec.errors import ContextFull, ModelError, UsageError
@@ -338,7 +339,7 @@ def test_a_pass_that_fails_ends_those_in_it():
 def test_ctrl_c_leaves_everything_fit_for_the_next_text():
     target = backend(kind=Recording, sessions=1)
     scheduler = Scheduler(target, planners("specexec", 1), budget=4)
-    events = scheduler.events(Request(PROMPTS[1], SamplingParams(), 20))
+    events = asking.events(scheduler, Request(PROMPTS[1], SamplingParams(), 20))
     next(events)
     target.failing = lambda batch: KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -431,13 +432,13 @@ def test_progress_stop_strings_and_log_probs():
     found = {}
     for name in ("none", "sssd"):
         scheduler = Scheduler(target, planners(name, 1), budget=8)
-        events = list(scheduler.events(Request(prompt, sampling, 30, log_probs=3)))
+        events = list(asking.events(scheduler, Request(prompt, sampling, 30, log_probs=3)))
         assert [(e.done, e.total) for e in events if isinstance(e, Reading)] == [(0, 18), (18, 18)]
         chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         found[name] = [(chunk.token_id, chunk.log_probs) for chunk in chunks]
         text, stats = "".join(chunk.text for chunk in chunks), GenerationStats()
         stop = text[10:12]
-        events = list(scheduler.events(Request(prompt, sampling, 30, stop=[stop]), stats))
+        events = list(asking.events(scheduler, Request(prompt, sampling, 30, stop=[stop]), stats))
         chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
         assert stats.finish_reason == "stop"
@@ -583,7 +584,7 @@ class TestModel:
             next(left)
             assert len(model.generate("hello 1", max_tokens=5).token_ids) == 5  # the text that was left is in the way
             assert len(list(left)) == 19
-            assert model.scheduler._thread is None
+            assert model.scheduler.thread is None
 
     def test_a_program_may_end_in_the_middle(self):
         script = (

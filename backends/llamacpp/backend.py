@@ -5,7 +5,6 @@ A model larger than memory is streamed: `memory.py`.
 """
 
 import ctypes
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,6 +25,7 @@ from edgespec.weights.ring import Streamer
 from .batch import Batch
 from .cells import TILE, Cells, Rows
 from .files import (
+    engine_build,
     last_log,
     llama_cpp,
     load_model,
@@ -431,13 +431,6 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
             yield backend
         finally:
             backend.close()
-
-
-def engine_build() -> str:
-    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
-    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
-    features = llama_cpp.llama_print_system_info().decode().strip(" |")
-    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])
 
 
 def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:

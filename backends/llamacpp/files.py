@@ -176,3 +176,10 @@ def ggml_base() -> Any:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def engine_build() -> str:
+    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
+    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
+    features = llama_cpp.llama_print_system_info().decode().strip(" |")
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])

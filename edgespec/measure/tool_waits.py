@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from edgespec import asking
 from edgespec.errors import UsageError
 from edgespec.jobs import Request, Wrote
 from edgespec.model import Model
@@ -104,7 +105,7 @@ def replay(
             break
         written = json.dumps({"name": true.name, "arguments": json.loads(true.arguments)})
         started, regions, found = perf_counter(), Regions(form), list[Call]()
-        with closing(draft.scheduler.events(Request(ids, SamplingParams(), 150))) as events:
+        with closing(asking.events(draft.scheduler, Request(ids, SamplingParams(), 150))) as events:
             for event in events:
                 text_so_far = "".join(chunk.text for chunk in event.chunks) if isinstance(event, Wrote) else ""
                 found += [piece for piece in regions.push(text_so_far) if isinstance(piece, Call)]
