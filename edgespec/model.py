@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from edgespec import asking
+import edgespec.asking as asking
 from edgespec.backend import Backend, check_room
 from edgespec.errors import UsageError
 from edgespec.grammar import Compiled, Compiler, Grammar

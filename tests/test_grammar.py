@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import asking
+import edgespec.asking as asking
 from edgespec.backend import prefill
 from edgespec.errors import UsageError
 from edgespec.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex

@@ -16,7 +16,7 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec import asking
+import edgespec.asking as asking
 from edgespec.backend import Exact, ShapeClass, prefill
 from edgespec.cost import Curve, goodput, split
 from edgespec.errors import ContextFull, ModelError, UsageError

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec import asking
+import edgespec.asking as asking
 from edgespec.errors import UsageError
 from edgespec.jobs import Request, Wrote
 from edgespec.model import Model

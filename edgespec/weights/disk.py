@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import median
 
-from edgespec import remembered
+import edgespec.remembered as remembered
 from edgespec.weights.machine import disk_bandwidth, disk_name
 from edgespec.weights.system import BLOCK, READ_SIZE, READ_THREADS
 
