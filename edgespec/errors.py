@@ -36,6 +36,14 @@ class DatastoreError(EdgespecError):
     """A datastore is missing, damaged, or built with another tokenizer."""
 
 
+class SessionFileError(EdgespecError):
+    """A saved session is missing, damaged, or of another model; or it cannot be written."""
+
+
+class Interrupted(EdgespecError):
+    """A pass was ended before its time: see `Backend.interrupt`."""
+
+
 class RegistryError(EdgespecError):
     """models.yaml is missing, broken, or does not have the name asked for."""
 

@@ -142,10 +142,16 @@ class GgufInit(ctypes.Structure):
 
 @cache
 def ggml_library(name: str) -> Any:
-    """One of llama.cpp's libraries, such as "ggml-cpu"."""
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    """One of llama.cpp's libraries, such as "ggml-cpu": the very one that libllama uses.
+
+    Packages hold each library under several names, which are copies: another name is another library, with other
+    devices.
+    """
+    names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
+        sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
+    )
     folder = Path(llama_cpp.__file__).parent / "lib"
-    return ctypes.CDLL(str(folder / (f"{name}.dll" if suffix == "dll" else f"lib{name}.{suffix}")))
+    return ctypes.CDLL(str(next((folder / one for one in names if (folder / one).exists()), folder / names[-1])))
 
 
 @cache
@@ -158,6 +164,7 @@ def ggml_base() -> Any:
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_op_desc", text, [pointer]),
+        ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
         ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),
@@ -169,3 +176,10 @@ def ggml_base() -> Any:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def engine_build() -> str:
+    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
+    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
+    features = llama_cpp.llama_print_system_info().decode().strip(" |")
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])

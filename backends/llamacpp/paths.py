@@ -17,18 +17,21 @@ their tokens are owed even where a state is there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from edgespec.backend import Capabilities, Logits, Work, check_batch
-from edgespec.errors import ContextFull, UsageError
+from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.paths import MOST_OWED, Path, States, paths_of, step_from
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.saved import Loaded, read, write
 from edgespec.tree import depths, is_leaf
 
 from .cells import TILE, Rows
 from .files import llama_cpp, metadata
+from .state_files import load_sequence, save_sequence
 
 MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session
@@ -102,17 +105,24 @@ class PathLogits:
         return top_of_rows([self.rows[node] for node in nodes], k, temperature, noise)
 
 
-class Owner(Protocol):
+class Between(Interrupted):
+    """Interrupted between two calls of llama.cpp: only nodes are lost."""
+
+
+class Owner(Loaded, Protocol):
     """What sessions and passes need of the backend they belong to."""
 
     memory: Any  # llama.cpp's; None once it is freed
-    capabilities: Capabilities
+    context: Any  # llama.cpp's
     in_order: bool
     sessions: Sequence[Any]  # that are open
 
+    @property
+    def interrupted(self) -> bool: ...
+
     def open(self) -> Any: ...
 
-    def release(self, session: Any, ids: list[int]) -> None: ...
+    def release(self, session: Any) -> None: ...
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None: ...
 
@@ -138,13 +148,12 @@ class PathSession:
         self.token_ids: list[int] = []
         self._backend = backend
         self._memory = backend.memory
-        self._ids = ids
+        self.ids = ids
         self._text, *others = ids
         self._states = States[int](KEPT_STATES)  # sequence ids; cells are the text's as far as its last state
         self._free = others[-KEPT_STATES - 1 :]
         self._lanes = others[: -KEPT_STATES - 1]  # that are free, in rising order: some models want neighbours
         self._after_prompt = False  # the last commit was of a prompt's part
-        self._read = 0  # tokens read as a prompt
         self._tips: dict[int, int] = {}  # node -> the lane that ended with it
         self._forget_nodes()
 
@@ -280,13 +289,19 @@ class PathSession:
                 self._release(lane.id)
         self._head = self._step = None
 
-    def give_up(self) -> None:
-        """A pass failed, and may have moved states in memory without their contents: read the text again."""
+    def drop_nodes(self) -> None:
+        """A pass is ended before its last call of llama.cpp: no path is left."""
         self._tips = {}
         self._forget_nodes()
-        for seq in self._ids:
+        self._lanes = self.ids[1 : -KEPT_STATES - 1]
+        for seq in self._lanes:
             self._remove(seq)
-        self._lanes = self._ids[1 : -KEPT_STATES - 1]
+
+    def give_up(self) -> None:
+        """A pass failed, and may have moved states in memory without their contents: read the text again."""
+        self.drop_nodes()
+        for seq in self.ids:
+            self._remove(seq)
         self._free += self._states.cut(-1)
 
     @property
@@ -337,11 +352,30 @@ class PathSession:
         """Most cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 
+    def save(self, path: str | FilePath, note: Any = None) -> None:
+        held = self._states.last  # what is behind is read again
+        text, context = self.token_ids[:held], self._backend.context
+
+        def put(new: FilePath) -> None:
+            save_sequence(context, new, self._text, text)
+
+        write(path, self._backend, self.token_ids, {"held": held}, put, note)
+
+    def load(self, path: str | FilePath) -> Any:
+        saved = read(path, self._backend)
+        held = saved.details["held"]
+        self.rewind(0)
+        load_sequence(self._backend.context, path, self._text, saved.token_ids[:held])
+        self.token_ids = saved.token_ids
+        if held:
+            self._keep(held)
+        return saved.note
+
     def close(self) -> None:
-        if self._ids and self._backend.memory is not None:
+        if self.ids and self._backend.memory is not None:
             self.rewind(0)
-            self._backend.release(self, self._ids)
-        self._ids = []
+            self._backend.release(self)
+        self.ids = []
 
 
 def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
@@ -372,6 +406,10 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
             for start in range(0, len(group), max(1, most_rows // rows)):
                 part = group[start : start + max(1, most_rows // rows)]
                 _compute(backend, part, rows, prompt=reading)
+    except Between:
+        for session in sessions:
+            session.drop_nodes()
+        raise
     except BaseException:
         for one in backend.sessions:
             one.give_up()
@@ -382,7 +420,9 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
 
 
 def _compute(backend: Owner, lanes: Sequence[tuple[Lane, PathLogits]], length: int, *, prompt: bool) -> None:
-    """One rectangle: the lanes' tokens, each filled up to a length."""
+    """One rectangle: the lanes' tokens, each filled up to a length. Raises Between."""
+    if backend.interrupted:
+        raise Between("the pass was interrupted")
     rows = Rows([], [], [], [])
     for number, (lane, _) in enumerate(lanes):
         filled = lane.tokens + lane.tokens[-1:] * (length - len(lane.tokens))
