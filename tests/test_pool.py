@@ -6,7 +6,7 @@ from time import monotonic, sleep
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, run
+from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, play, run
 
 from edgespec.jobs import Wrote
 from edgespec.planners.none import NonePlanner
@@ -40,19 +40,7 @@ def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, s
     scheduler = Scheduler(target, planners(name, 3), budget=12)
     if keep:
         scheduler.shelf = Shelf(tmp_path_factory.mktemp("shelf"), target, 1 << 20, least=8)
-    readers = []
-    for what, *values in schedule:
-        if what == "ask":
-            readers.append(Reader(scheduler, *values))
-        elif what == "cancel":
-            if readers:
-                readers[values[0] % len(readers)].job.cancel()
-        else:
-            for _ in range(values[0]):
-                scheduler.step()
-    run(scheduler)
-    for reader in readers:
-        reader.check()
+    play(scheduler, schedule, 3)
     scheduler.close()
     assert target.open_sessions == 0
 
