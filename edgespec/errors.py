@@ -32,6 +32,10 @@ class ContextFull(EdgespecError):
     """The text does not fit into the context."""
 
 
+class Stopped(EdgespecError):
+    """A pass was ended because nobody wants its result. Nothing of it is kept."""
+
+
 class DatastoreError(EdgespecError):
     """A datastore is missing, damaged, or built with another tokenizer."""
 
@@ -46,3 +50,7 @@ class MissingPackage(EdgespecError):
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         what = f"edgespec[{extra}]" if extra else package
         super().__init__(f"{purpose} needs the package {package!r}: pip install '{what}'")
+        self._given = package, extra, purpose
+
+    def __reduce__(self) -> "tuple[type[MissingPackage], tuple[str, str, str]]":
+        return MissingPackage, self._given  # it may come from another process

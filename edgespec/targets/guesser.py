@@ -1,0 +1,71 @@
+"""Guesses for several targets: one token after another, for as long as nobody says that they are wrong."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from edgespec.backend import Backend
+from edgespec.errors import Stopped
+from edgespec.planners import Context
+from edgespec.planners.drafting import Drafter, Guess
+from edgespec.sampling import Noise, SamplingParams
+from edgespec.targets.verifier import resume_passes, stop_pass
+
+
+class Guesser(Protocol):
+    """Where guesses come from. All but `stop` is called by one thread."""
+
+    def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """A text starts. Raises ContextFull: it does not fit."""
+
+    def next(self, token_ids: Sequence[int]) -> int | None:
+        """What may follow these tokens; None: it was stopped, or has no more room."""
+
+    def stop(self) -> None:
+        """What is being guessed is not wanted any more; called by another thread."""
+
+    def close(self) -> None:
+        """Free what it took."""
+
+
+class DraftGuesser:
+    """A draft model that is asked for its best token, coupled to the target's noise as in `planners/specexec.py`."""
+
+    def __init__(self, draft: Backend, vocab_size: int, tau: float | None = None, coupling: bool = True) -> None:
+        """
+        Args:
+            draft: loaded for one session; closed with this.
+            vocab_size: of the target.
+            tau: see `SpecExecPlanner`.
+            coupling: see `SpecExecPlanner`.
+        """
+        self._draft, self._size = draft, vocab_size
+        self._tau, self._coupling = tau, coupling
+        self._drafter = Drafter(draft, None)
+
+    def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Take note of the text; the first guess reads it."""
+        self._drafter.begin(prompt_ids, read=False)
+        self._prompt_length, self._sampling = len(prompt_ids), sampling
+        self._noise = Noise(sampling.seed, self._size)
+
+    def next(self, token_ids: Sequence[int]) -> int | None:
+        """One pass of the draft."""
+        context = Context(token_ids, self._prompt_length, self._sampling, self._noise, 1, 1)
+        if self._drafter.room(context) < 1:
+            return None
+        resume_passes(self._draft)
+        with suppress(Stopped):
+            logits, node = self._drafter.read(token_ids)
+            ids, _ = Guess(context, self._tau, self._coupling).children(logits, [node], [0], 1)
+            return int(ids[0][0])
+        return None
+
+    def stop(self) -> None:
+        """End the pass under way, if the engine can."""
+        stop_pass(self._draft)
+
+    def close(self) -> None:
+        """Free the draft."""
+        self._drafter.close()
+        self._draft.close()
