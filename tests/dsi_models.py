@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from threading import Event
@@ -89,12 +89,13 @@ class Recorded:
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         pass
 
-    def next(self, token_ids: Sequence[int]) -> int | None:
+    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         self.stopped.clear()
-        if self.stopped.wait(self.seconds) or len(token_ids) >= len(self.text):
-            return None
-        token = self.text[len(token_ids)]
-        return token if Random(f"{self.seed} {len(token_ids)}").random() < self.right else (token + 1) % SIZE
+        for position in range(len(token_ids), len(self.text)):
+            if self.stopped.wait(self.seconds):
+                return
+            token = self.text[position]
+            yield token if Random(f"{self.seed} {position}").random() < self.right else (token + 1) % SIZE
 
     def stop(self) -> None:
         self.stopped.set()

@@ -169,7 +169,7 @@ def test_copies_that_cannot_work_are_one_error() -> None:
 
 def test_a_draft_that_fails_is_an_error() -> None:
     class Failing(Recorded):
-        def next(self, token_ids: Sequence[int]) -> int | None:
+        def after(self, token_ids: Sequence[int]) -> Iterator[int]:
             raise EdgespecError("the draft is broken")
 
     with (

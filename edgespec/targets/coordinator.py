@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from statistics import median
@@ -290,24 +291,35 @@ class Targets:
             raise EdgespecError(f"no copy of the target does its tasks: {error or type(error).__name__}") from error
 
     def _draft(self, most: int) -> None:
-        """Have the next token guessed, unless so many are guessed already."""
+        """Have guesses made, up to so many."""
         if self._guessing or self._version == self._speechless or len(self._guesses) >= most:
             return
-        version, text, started = self._version, [*self._text, *self._guesses], perf_counter()
+        version, text = self._version, [*self._text, *self._guesses]
         self._guessing = True
-        future = self._drafting.submit(self._guesser.next, text)
-        future.add_done_callback(lambda done: self._events.put(lambda: self._guessed(version, len(text), started, done)))
+        future = self._drafting.submit(self._guess, version, text, most - len(self._guesses))
+        future.add_done_callback(lambda done: self._events.put(lambda: self._guessed_all(version, done)))
 
-    def _guessed(self, version: int, length: int, started: float, done: "Future[int | None]") -> Answer:
-        self._guessing = False
-        token = done.result()
+    def _guess(self, version: int, text: list[int], most: int) -> bool:
+        """In the draft's thread: guess after guess, for the text of that version; whether there may be more."""
+        began = perf_counter()
+        for number, token in enumerate(self._guesser.after(text), 1):
+            self._events.put(partial(self._guessed, version, token, perf_counter() - began))
+            if number == most or version != self._version:
+                return True
+            began = perf_counter()
+        return version != self._version
+
+    def _guessed(self, version: int, token: int, seconds: float) -> Answer:
         if version == self._version:
-            if token is None:
-                self._speechless = version  # its context is full
-                return None
-            if length > self._prompt_length:
-                self._drafts.append(perf_counter() - started)
             self._guesses.append(token)
+            if len(self._text) + len(self._guesses) > self._prompt_length + 1:  # it had no prompt to read
+                self._drafts.append(seconds)
+        return None
+
+    def _guessed_all(self, version: int, done: "Future[bool]") -> Answer:
+        self._guessing = False
+        if not done.result():
+            self._speechless = version
         return None
 
     def _wait(self) -> Answer:

@@ -1,6 +1,6 @@
 """Guesses for several targets: one token after another, for as long as nobody says that they are wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -18,11 +18,11 @@ class Guesser(Protocol):
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """A text starts. Raises ContextFull: it does not fit."""
 
-    def next(self, token_ids: Sequence[int]) -> int | None:
-        """What may follow these tokens; None: it was stopped, or has no more room."""
+    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """What may follow these tokens, one after the other; ends when it is stopped, or has no more room."""
 
     def stop(self) -> None:
-        """What is being guessed is not wanted any more; called by another thread."""
+        """What is being guessed is not wanted any more, the next one included; called by another thread."""
 
     def close(self) -> None:
         """Free what it took."""
@@ -49,17 +49,19 @@ class DraftGuesser:
         self._prompt_length, self._sampling = len(prompt_ids), sampling
         self._noise = Noise(sampling.seed, self._size)
 
-    def next(self, token_ids: Sequence[int]) -> int | None:
-        """One pass of the draft."""
-        context = Context(token_ids, self._prompt_length, self._sampling, self._noise, 1, 1)
-        if self._drafter.room(context) < 1:
-            return None
+    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """One pass of the draft for each guess."""
         resume_passes(self._draft)
+        text = list(token_ids)
         with suppress(Stopped):
-            logits, node = self._drafter.read(token_ids)
-            ids, _ = Guess(context, self._tau, self._coupling).children(logits, [node], [0], 1)
-            return int(ids[0][0])
-        return None
+            while True:
+                context = Context(text, self._prompt_length, self._sampling, self._noise, 1, 1)
+                if self._drafter.room(context) < 1:
+                    return
+                logits, node = self._drafter.read(text)
+                ids, _ = Guess(context, self._tau, self._coupling).children(logits, [node], [0], 1)
+                text.append(int(ids[0][0]))
+                yield text[-1]
 
     def stop(self) -> None:
         """End the pass under way, if the engine can."""
