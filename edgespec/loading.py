@@ -101,6 +101,16 @@ def open_backends(
     return backends
 
 
+def open_draft(
+    draft: str, models_file: str | None, *, backend: str | None = None, context_length: int | None = None, **options: Any
+) -> Backend:
+    """Load a draft alone: its target is somewhere else. Arguments and errors as for `open_backends`."""
+    source = find_model(draft, models_file).target
+    given = {name: value for name, value in options.items() if value is not None} | RESIDENT
+    given["context_length"] = context_length if context_length is not None else DEFAULT_CONTEXT
+    return _load_with(backend or choose_backend(is_folder(source)), local_path(source), given)
+
+
 def _load_with(name: str, path: str, options: Mapping[str, Any]) -> Backend:
     """Load, with those of the options that the backend has."""
     known = load_options(name)

@@ -25,6 +25,8 @@ from edgespec.planners.paced import Pace, new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
 from edgespec.stats import GenerationStats
+from edgespec.targets.coordinator import Targets
+from edgespec.targets.opening import check_targets, open_targets
 from edgespec.text import Message, TextStream, render_chat, user_messages
 
 MOST_PARALLEL = 32  # texts at once
@@ -60,6 +62,7 @@ class Model:
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
         pace: Pace | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """
         Args:
@@ -68,6 +71,7 @@ class Model:
             budget: most guessed tokens per pass of a text.
             sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
             pace: what the planners know of passes' costs, by which texts share a pass.
+            targets: several targets, which write instead of the one and the planners.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -76,7 +80,8 @@ class Model:
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
-        self.scheduler = Scheduler(target, self.planners, budget=budget, cost=pace.target if pace else None)
+        cost = pace.target if pace else None
+        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
         self._owned: list[Backend] = []
         self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
@@ -245,6 +250,8 @@ def load(
     gpu_memory: int | str | None = None,
     exact: str | None = None,
     parallel: int = 1,
+    targets: int | None = None,
+    cluster: str | None = None,
     models_file: str | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -281,6 +288,9 @@ def load(
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
         parallel: how many texts may be written at once; each has room for a whole context in the cache.
+        targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
+            program again: scripts need `if __name__ == "__main__":`.
+        cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
         progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of
@@ -303,6 +313,17 @@ def load(
         "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "kv_type": kv_type,
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
     }  # fmt: skip
+    if targets is not None or cluster is not None:
+        check_targets(targets, cluster, draft, planner, parallel, planner_options | {"datastore": datastore})
+        given = engine | {"context_length": context_length, "budget": budget, "exact": exact, "remember": remember}
+        remote, writer = open_targets(
+            target, entry, draft or "", models_file, count=targets, cluster=cluster, budget=budget, say=say,
+            options={name: value for name, value in given.items() if value is not None}, **planner_options,
+        )  # fmt: skip
+        sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
+        model = Model(remote, [], budget=budget, sampling=sampling, targets=writer)
+        model._notes, model.system = notes, defaults.system
+        return model
     used = draft if planner in USE_DRAFT else None
     # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
     guesses = bool(used or datastore) if planner == "auto" else planner != "none"

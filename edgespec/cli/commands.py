@@ -13,7 +13,7 @@ from edgespec import __version__, remembered
 from edgespec.backend import choose_backend, load_options, load_vocab
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import EXACT_HELP, KV_TYPE_HELP, MEMORY_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS
+from edgespec.cli.options import EXACT_HELP, KV_TYPE_HELP, MEMORY_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS, TARGETS_OPTIONS
 from edgespec.cli.pairs import pair
 from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
@@ -67,6 +67,7 @@ Examples:
     is_flag=True,
     help=f"Neither use nor keep what earlier runs learned of pass costs; always with {remembered.OFF}=1 set.",
 )
+@TARGETS_OPTIONS
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
 @SAMPLING_OPTIONS
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")

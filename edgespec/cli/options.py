@@ -64,6 +64,10 @@ MODEL_OPTIONS = _options(
     click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
     click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
 )
+TARGETS_OPTIONS = _options(
+    click.option("--targets", type=int, metavar="N", help="Judge guesses in N processes, each with a copy of MODEL."),
+    click.option("--cluster", metavar="ADDRESS", help="The same on the workers of a Dask scheduler: tls://HOST:PORT."),
+)
 SAMPLING_OPTIONS = _options(
     click.option(
         "--temperature",

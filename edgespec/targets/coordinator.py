@@ -71,6 +71,7 @@ class Targets:
         guesser: Guesser,
         *,
         lookahead: int | None = None,
+        most_guesses: int = MOST_GUESSES,
         stop_ids: frozenset[int] | None = None,
     ) -> None:
         """
@@ -81,12 +82,13 @@ class Targets:
             places: where the copies are; closed with this.
             guesser: the draft; closed with this.
             lookahead: guesses from one task to the next; default: so few that the copies just suffice.
+            most_guesses: ahead of the certain text.
             stop_ids: tokens that end a text; default: the vocabulary's.
         """
         self._vocab, self._described, self._spec = vocab, described, spec
         self._places, self._guesser = list(places), guesser
         self._idle = list(places)  # the last one answered last, and so lacks least of the text
-        self._fixed = lookahead
+        self._fixed, self._most = lookahead, most_guesses
         self._stop_ids = vocab.eog_ids if stop_ids is None else stop_ids
         self._owner = uuid.uuid4().hex
         self._numbers = count(1)  # of tasks
@@ -102,6 +104,7 @@ class Targets:
         self._speechless = -1  # the version for which the draft has no more to say
         self._guessing = False
         self._closed = False
+        self.at_close: Callable[[], None] = lambda: None
 
     # What the model calls.
 
@@ -154,10 +157,11 @@ class Targets:
             return
         self._closed = True
         self._call_off()
+        self._drafting.shutdown()
+        self._guesser.close()
         for place in self._places:
             place.close()
-        self._drafting.submit(self._guesser.close)
-        self._drafting.shutdown()
+        self.at_close()
 
     # One text.
 
@@ -178,7 +182,7 @@ class Targets:
             room = limit - len(self._text) - 1  # a deeper guess would leave none for the bonus
             while self._idle and self._due():
                 self._submit(self._guesses)
-            self._draft(min(MOST_GUESSES, room))
+            self._draft(min(self._most, room))
             if (answer := self._wait()) is None:
                 continue
             task, tokens = answer
