@@ -102,7 +102,12 @@ def open_backends(
 
 
 def open_draft(
-    draft: str, models_file: str | None, *, backend: str | None = None, context_length: int | None = None, **options: Any
+    draft: str,
+    models_file: str | None,
+    *,
+    backend: str | None = None,
+    context_length: int | None = None,
+    **options: Any,
 ) -> Backend:
     """Load a draft alone: its target is somewhere else. Arguments and errors as for `open_backends`."""
     source = find_model(draft, models_file).target

@@ -37,9 +37,7 @@ def plain(sampling: SamplingParams, prompt: Sequence[int] = PROMPT, count: int =
 
 
 @contextmanager
-def targets(
-    spec: SlowSpec, places: list[Place], guesser: Guesser, lookahead: int | None = None
-) -> Iterator[Targets]:
+def targets(spec: SlowSpec, places: list[Place], guesser: Guesser, lookahead: int | None = None) -> Iterator[Targets]:
     target = SlowSpec(model=spec.model).open()
     described = threads(1)[0].executor.submit(describe, SlowSpec(model=spec.model)).result()
     made = Targets(target.vocab, described, spec, places, guesser, lookahead=lookahead, stop_ids=frozenset())
@@ -226,7 +224,9 @@ def test_clusters_that_anybody_can_enter_are_refused(address: str) -> None:
         check_address(address)
 
 
-@pytest.mark.parametrize("address", ["tls://head:8786", "tcp://127.0.0.1:8786", "tcp://[::1]:8786", "tcp://localhost:1"])
+@pytest.mark.parametrize(
+    "address", ["tls://head:8786", "tcp://127.0.0.1:8786", "tcp://[::1]:8786", "tcp://localhost:1"]
+)
 def test_others_are_not(address: str) -> None:
     check_address(address)
 

@@ -1,13 +1,13 @@
 """How long writing takes: plainly, by speculative inference (SI) and by distributed speculative inference (DSI).
 
-After "Distributed Speculative Inference" (arXiv 2405.14105). T is the seconds of a target pass, t of a draft pass, k the
-lookahead, p the share of right guesses, N the tokens to write. A round ends with the first wrong guess; A is how many
-were right before, P(A = a) = p^a (1 - p).
+After "Distributed Speculative Inference" (arXiv 2405.14105). T is the seconds of a target pass, t of a draft pass, k
+the lookahead, p the share of right guesses. A round ends with the first wrong guess; A is how many were right before,
+P(A = a) = p^a (1 - p).
 
 Closed form: SI writes min(A, k) + 1 tokens in k t + T; a round of DSI writes A + 1 tokens in
 min(ceil(A / k) k t + T, (A + 1) T), with ceil(T / (k t)) copies of the target or more. The paper's own program counts
-otherwise: no token for free after a pass whose guesses are all right, so that a wrong guess is found one guess later, and
-for SI a pass without guesses at the start of every round.
+otherwise: no token for free after a pass whose guesses are all right, so that a wrong guess is found one guess later,
+and for SI a pass without guesses at the start of every round.
 """
 
 import math

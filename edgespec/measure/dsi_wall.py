@@ -1,4 +1,4 @@
-"""What several targets really take, beside the closed form: with models that sleep, so that seven need no seven machines.
+"""What several targets really take, beside the closed form: with models that sleep, so seven need no seven machines.
 
 A pass computes a small random model, whose texts can be compared to the bit, and then sleeps until its time is over.
 Guesses are the recorded text with seeded errors.
@@ -68,7 +68,8 @@ class SleepingSpec:
 
     def open(self) -> Backend:
         """Make it."""
-        inner = ReferenceBackend(random_model(self.model, vocab_size=SIZE), context_length=256)
+        small = random_model(self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8)  # whose passes are quick
+        inner = ReferenceBackend(small, context_length=256)
         sleeping: Any = Sleeping(inner, self.seconds)
         made: Backend = sleeping
         return made
@@ -160,10 +161,11 @@ def open_places(kind: str, copies: int) -> Iterator[list[Place]]:
     from edgespec.errors import MissingPackage
 
     try:
-        from distributed import LocalCluster
+        import distributed
     except ImportError as error:
         raise MissingPackage("distributed", "cluster", "measuring Dask") from error
-    with LocalCluster(
+    local_cluster: Any = distributed.LocalCluster
+    with local_cluster(
         n_workers=copies, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, memory_limit=None
     ) as local:
         cluster = Cluster(local.scheduler_address)

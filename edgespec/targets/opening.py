@@ -65,7 +65,9 @@ def check_targets(
     if count is not None and not 1 <= count <= MOST_TARGETS:
         raise UsageError(f"targets is {count}, but must be from 1 to {MOST_TARGETS}")
     if not draft:
-        raise UsageError("several targets need a draft model that guesses ahead of them: give one with --draft (draft=…)")
+        raise UsageError(
+            "several targets need a draft model that guesses ahead of them: give one with --draft (draft=…)"
+        )
     if planner not in PLANNERS:
         raise UsageError(f"several targets go with the planners {' and '.join(PLANNERS)}, not {planner}")
     if parallel != 1:
@@ -134,7 +136,9 @@ def open_targets(
         targets.at_close = undo.pop_all().close
     notes = list(described[0].notes)
     if len({_computing(one) for one in described}) > 1:
-        notes.append("the copies do not compute alike: where two tokens score within rounding, a text depends on which judges")
+        notes.append(
+            "the copies do not compute alike: where two tokens score within rounding, a text depends on which judges"
+        )
     return cast(Backend, Remote(vocab, described[0], notes)), targets
 
 

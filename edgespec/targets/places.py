@@ -151,11 +151,12 @@ class Cluster:
         """
         check_address(address)
         try:
-            from distributed import Client
+            import distributed
         except ImportError as error:
             raise MissingPackage("distributed", "cluster", "targets on other machines") from error
         try:
-            self._client = Client(address, timeout=10)
+            client: Any = distributed.Client
+            self._client = client(address, timeout=10)
         except (OSError, TimeoutError, TypeError, ValueError) as error:
             raise EdgespecError(f"{address}: no Dask scheduler answers: {error}") from error
         self._messenger = ThreadPoolExecutor(1)
