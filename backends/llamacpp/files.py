@@ -142,10 +142,16 @@ class GgufInit(ctypes.Structure):
 
 @cache
 def ggml_library(name: str) -> Any:
-    """One of llama.cpp's libraries, such as "ggml-cpu"."""
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    """One of llama.cpp's libraries, such as "ggml-cpu": the very one that libllama uses.
+
+    Packages hold each library under several names, which are copies: another name is another library, with other
+    devices.
+    """
+    names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
+        sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
+    )
     folder = Path(llama_cpp.__file__).parent / "lib"
-    return ctypes.CDLL(str(folder / (f"{name}.dll" if suffix == "dll" else f"lib{name}.{suffix}")))
+    return ctypes.CDLL(str(next((folder / one for one in names if (folder / one).exists()), folder / names[-1])))
 
 
 @cache
