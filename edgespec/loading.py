@@ -14,7 +14,7 @@ from edgespec.remembered import remember as keep
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
 DEFAULT_CONTEXT = 4096
-FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
+FOR_TARGET = ("memory", "gpu_memory", "lenders")  # the draft is to fit beside it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
 
 
@@ -81,6 +81,7 @@ def open_backends(
         "sessions": sessions,
     }
     for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact}
+    for_target["lenders"] = for_target["lenders"] or ()
     for_target |= {"progress": progress} if progress else {}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])

@@ -245,6 +245,7 @@ def load(
     gpu_layers: int | None = None,
     memory: int | str | None = None,
     kv_type: str | None = None,
+    lenders: Sequence[str] | None = None,
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
@@ -281,6 +282,7 @@ def load(
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
             then what plain decoding writes with the same type. Default: f16; for float32 weights f32; for narrow passes
             (`exact`) and at most 4,096 tokens of context q8_0, with which they need no padding.
+        lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
@@ -311,7 +313,7 @@ def load(
     fixed, budget = budget is not None, choose_budget(budget, entry)
     engine: dict[str, Any] = {
         "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "kv_type": kv_type,
-        "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
+        "device": device, "dtype": dtype, "gpu_memory": gpu_memory, "lenders": lenders,
     }  # fmt: skip
     if targets is not None or cluster is not None:
         check_targets(targets, cluster, draft, planner, parallel, planner_options | {"datastore": datastore})
@@ -352,7 +354,7 @@ def load(
     model.system = defaults.system
     if pace and planner != "none" and remember:
         sources = [entry.target, *([find_model(used, models_file).target] if used else [])]
-        model._at_close = recall_pace(pace, sources, backends[0], engine)
+        model._at_close = recall_pace(pace, sources, backends[0], engine | {"lenders": ",".join(lenders or ())})
     return model
 
 

@@ -136,7 +136,7 @@ def test_the_override_is_llamacpps(smollm2_tiny: Path, monkeypatch: pytest.Monke
     """llama.cpp takes the structure as it is made here."""
     assert gpu.without_output() == {} or sys.platform == "darwin"
     assert gpu.overrides()  # made once
-    gpu._library()  # found by its name on this system
+    gpu.ggml()  # found by its name on this system
     monkeypatch.setattr(sys, "platform", "darwin")
     options = gpu.without_output()
     monkeypatch.undo()

@@ -22,13 +22,12 @@ from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
+from edgespec.weights.residency import Plan
 from edgespec.weights.ring import Streamer
 
+from .apart import Apart, load_apart
 from .cells import TILE, Cells, Rows
 from .files import (
-    FILE_TYPE_BF16,
-    FILE_TYPE_F16,
-    FILE_TYPE_F32,
     last_log,
     llama_cpp,
     load_model,
@@ -37,6 +36,7 @@ from .files import (
     without_amx,
 )
 from .gpu import without_output
+from .lending import head_stays, lent_line
 from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
@@ -53,21 +53,12 @@ from .mixture import Mixture, open_mixture
 from .session import LlamaSession
 from .specimen import specimen
 from .threads import compute_cores, crowd, threads_for
+from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
 from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
-# Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
-# for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
-# Measured with SmolLM2 as the largest difference over a vocabulary: Q4_1 1.31, BF16 0.43, F16 0.18, and F32, whose
-# cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
-TOLERANCE_QUANTISED = 1.5
-TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
-# The same by the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
-# SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
-CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
-TOLERANCE_OF_4_BITS = 10.0
 TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
 
 
@@ -121,6 +112,7 @@ class LlamaBackend:
         self.capabilities = capabilities
         self.in_order = in_order
         self.notes: list[str] = []
+        self.plan: Plan | None = None  # of what is where, if not everything is in memory
         self._watch = watch
         self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
         self.build = engine_build()
@@ -299,7 +291,9 @@ def load(
     wide: bool = False,
     exact: str | None = "off",
     progress: Progress = lambda done, total: None,
-) -> LlamaBackend:
+    lenders: Sequence[str] = (),
+    borrowed: Any = None,
+) -> LlamaBackend | Apart:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
 
     Args:
@@ -326,26 +320,37 @@ def load(
         exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
             those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
+        lenders: addresses HOST:PORT of `edgespec lend`; layers that do not fit here go there (`apart.py`).
+        borrowed: what `lending.borrow` returned: the same, within the process of its own that `apart.py` starts.
 
     Raises:
         ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
         UsageError: an option is out of range, or the memory too little for the model.
     """
     _check_options(context_length, budget, sessions, threads)
+    if lenders:
+        given = {name: value for name, value in locals().items() if name not in ("path", "lenders", "progress")}
+        return load_apart(path, list(lenders), given, progress)
     memory = parse_size(memory) if isinstance(memory, str) else memory
     size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type)
     plan, notes = None, list[str]()
     if gpu_layers is None:
-        gpu_layers = choose_gpu_layers(path, size, memory=memory, beside=beside, resident=resident)
+        choose = {"memory": memory, "beside": beside, "resident": resident, "borrowed": borrowed}
+        gpu_layers = choose_gpu_layers(path, size, **choose)
     plenty = is_plenty(path, memory, beside)
     if not plenty and not resident:
-        plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
+        plan, size, notes = plan_memory(
+            path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed)
+        )
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
     repack = plenty and not wide and exact == "off"  # repacked weights are copies outside the file's mapping
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    if plan and plan.streamed and gpu_layers:
+    if borrowed:
+        options |= {"devices": ctypes.cast(borrowed, ctypes.c_void_p), **head_stays()}
+        notes.append(lent_line(path, gpu_layers))
+    elif plan and plan.streamed and gpu_layers:
         options |= without_output()
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = context = None
@@ -365,7 +370,7 @@ def load(
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen):
             params.cb_eval = watch.callback
-        if chosen:
+        if chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would find experts where they are not
         context = llama_cpp.llama_init_from_model(model, params)
         if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
@@ -401,7 +406,7 @@ def load(
     backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing=computing)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
-    backend.notes = notes
+    backend.notes, backend.plan = notes, plan
     return backend
 
 
@@ -412,18 +417,12 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU")
     with specimen(path) as copy:
         backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
+        assert isinstance(backend, LlamaBackend)
         backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
         try:
             yield backend
         finally:
             backend.close()
-
-
-def tolerance(file_type: bytes, kv_type: str | None) -> float:
-    """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
-    weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
-    types = kv_types(kv_type) if kv_type else ()
-    return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])
 
 
 def engine_build() -> str:

@@ -38,7 +38,7 @@ def devices() -> list[Device]:
     """All GPUs that this llama.cpp can use."""
     if not llama_cpp.llama_supports_gpu_offload():
         return []
-    library, found = _library(), list[Device]()
+    library, found = ggml(), list[Device]()
     for i in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(i)
         kind = library.ggml_backend_dev_type(device)
@@ -51,7 +51,8 @@ def devices() -> list[Device]:
 
 
 @cache
-def _library() -> Any:
+def ggml() -> Any:
+    """What llama-cpp-python does not name of libggml."""
     library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
     for name, result, arguments in [
         ("ggml_backend_dev_count", size, []),
@@ -60,6 +61,7 @@ def _library() -> Any:
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, pointer, pointer]),
         ("ggml_backend_cpu_buffer_type", pointer, []),
+        ("ggml_backend_register", None, [pointer]),
     ]:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -98,10 +100,10 @@ def auto_layers(
     room = int(sum(device.free for device in own) * (1 - SAFETY)) - len(own) * RESERVE - buffers
     if beside <= room // 2:  # all of a small draft is worth more than a few layers: it makes many passes
         room -= beside
-    return _fitting(tensors, room, len(own))
+    return layers_that_fit(tensors, room, len(own))
 
 
-def _fitting(tensors: Sequence[Tensor], room: int, parts: int) -> int:
+def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     """How many layers, the output first, go into so many bytes, in so many parts."""
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
@@ -187,4 +189,4 @@ def without_output() -> dict[str, Any]:
 @cache
 def overrides() -> Any:
     """For llama.cpp: tensors whose name begins with "output" lie in the processor's memory."""
-    return (Override * 2)(Override(b"^output", _library().ggml_backend_cpu_buffer_type()), Override(None, None))
+    return (Override * 2)(Override(b"^output", ggml().ggml_backend_cpu_buffer_type()), Override(None, None))

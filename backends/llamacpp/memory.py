@@ -44,6 +44,7 @@ from .files import (
     size_lines,
 )
 from .gpu import auto_layers, check_spans, devices
+from .lending import choose_lent, memory_of_lenders
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
@@ -135,11 +136,17 @@ def suits_narrow(model: Any, size: ContextSize) -> bool:
 
 
 def plan_memory(
-    path: str, size: ContextSize, *, memory: int | None = None, beside: Sequence[str] = (), gpu_layers: int = 0
+    path: str,
+    size: ContextSize,
+    *,
+    memory: int | None = None,
+    beside: Sequence[str] = (),
+    gpu_layers: int = 0,
+    lent: bool = False,
 ) -> tuple[Plan | None, ContextSize, list[str]]:
     """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
 
-    Arguments and errors as for `load`.
+    Arguments and errors as for `load`; `lent`: it is not a GPU but lenders who have layers.
     """
     found = available_memory()
     room = memory if memory is not None else int(found * (1 - SAFETY))
@@ -151,7 +158,7 @@ def plan_memory(
     layers = find_layers(path, tensors) if gpu_layers == 0 else []
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
+    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -168,7 +175,7 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
         return None, sizes[best], notes
-    if sys.platform == "darwin":
+    if sys.platform == "darwin" and not lent:
         check_spans(plan, tensors, gpu_layers)
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
@@ -196,9 +203,13 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
 
 
 def choose_gpu_layers(
-    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool
+    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool, borrowed: Any = None
 ) -> int:
-    """How many layers a GPU gets where nobody says it; arguments and errors as for `load`."""
+    """How many layers a GPU, or a lender, gets where nobody says it; arguments and errors as for `load`."""
+    if borrowed:
+        tensors, needed = all_tensors(path), memory_needs(path, size, beside)
+        buffers = needed - private_memory() - MARGIN
+        return choose_lent(tensors, memory, needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1)
     found = devices()
     if not found:
         return 0

@@ -28,6 +28,14 @@ def _gpu_layers(context: click.Context, option: click.Parameter, value: str | No
         raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
 
 
+LENDER_OPTION = click.option(
+    "--lender",
+    "lenders",
+    multiple=True,
+    metavar="HOST:PORT",
+    callback=lambda context, option, value: list(value) or None,
+    help="llamacpp: where `edgespec lend` listens; layers that do not fit here go there. Repeatable.",
+)
 GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as its memory takes]"
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
@@ -48,6 +56,7 @@ MODEL_OPTIONS = _options(
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
+    LENDER_OPTION,
     click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
     click.option("--exact", metavar="NAME", help=EXACT_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),

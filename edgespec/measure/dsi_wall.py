@@ -68,7 +68,9 @@ class SleepingSpec:
 
     def open(self) -> Backend:
         """Make it."""
-        small = random_model(self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8)  # whose passes are quick
+        small = random_model(
+            self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8
+        )  # whose passes are quick
         inner = ReferenceBackend(small, context_length=256)
         sleeping: Any = Sleeping(inner, self.seconds)
         made: Backend = sleeping
