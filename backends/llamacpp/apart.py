@@ -1,7 +1,7 @@
 """A model in a process of its own: where a lender dies, llama.cpp ends the program that borrowed from it.
 
-Here is what stands for the model in this program; `apart_child.py` is the other end. Calls go through a socket, one at a
-time. Logits stay there until they are asked for: a walk needs a few rows of a tree's.
+Here is what stands for the model in this program; `apart_child.py` is the other end. Calls go through a socket, one at
+a time. Logits stay there until they are asked for: a walk needs a few rows of a tree's.
 """
 
 import os

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, shape_of
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, Stopped, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
@@ -52,6 +52,7 @@ from .memory import (
 from .mixture import Mixture, open_mixture
 from .session import LlamaSession
 from .specimen import specimen
+from .stopping import STOPPED, Switch
 from .threads import compute_cores, crowd, threads_for
 from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
@@ -123,6 +124,8 @@ class LlamaBackend:
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self._context = context
+        switch = Switch(context)
+        self.stop, self.resume = switch.stop, switch.resume
         share = capabilities.max_leaves
         self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
         self.cells = Cells(context, share * sessions)
@@ -262,6 +265,8 @@ class LlamaBackend:
                 watch.finish()
         if watch and watch.error is not None:
             raise watch.error
+        if status == STOPPED:
+            raise Stopped("the pass was stopped")
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
 

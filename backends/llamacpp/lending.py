@@ -21,7 +21,7 @@ from .files import ggml_library, llama_cpp, parts, read_tensors
 from .gpu import Override, ggml, layers_that_fit
 
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
-BUILD = 'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-deps --no-binary :all: llama-cpp-python'
+BUILD = 'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python'
 SECONDS_TO_ANSWER = 5.0
 HEAD = b"^(output|token_embd)"  # stays here: logits are many times what goes from layer to layer
 
