@@ -32,6 +32,7 @@ def test_it_listens_to_this_machine_alone(run: Run) -> None:
 def test_a_lender_has_a_host_and_a_port(address: str) -> None:
     pytest.importorskip("llama_cpp")
     from edgespec.backends.llamacpp.lending import check_lender
+
     from edgespec.errors import UsageError
 
     with pytest.raises(UsageError, match="HOST:PORT"):
@@ -52,6 +53,7 @@ def test_a_build_without_rpc_is_one_line(run: Run, monkeypatch: pytest.MonkeyPat
 def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:
     pytest.importorskip("llama_cpp")
     from edgespec.backends.llamacpp.lending import choose_lent
+
     from edgespec.weights.residency import Tensor
 
     layer, head = 1 << 20, 1 << 19

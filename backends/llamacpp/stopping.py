@@ -12,8 +12,8 @@ STOPPED = 2  # what llama_decode returns then
 class Switch:
     """llama.cpp asks it before every node, on a processor; GPUs go on to the end of what they were given.
 
-    Some 700 questions a pass are no work for Python. C's strlen answers them: the length of a text that is empty, or has
-    one character, is false or true.
+    Some 700 questions a pass are no work for Python. C's strlen answers them: the length of a text that is empty, or
+    has one character, is false or true.
     """
 
     def __init__(self, context: Any) -> None:
