@@ -1,9 +1,9 @@
-"""Small targets that take their time, and drafts that are wrong now and then, for tests of `edgespec.targets`."""
+"""Small targets that take their time, or die, for tests of `edgespec.targets`."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from threading import Event
 
@@ -11,9 +11,7 @@ from edgespec.backends.reference import ReferenceBackend, random_model
 
 from edgespec.backend import Backend, Logits, Work
 from edgespec.errors import Stopped
-from edgespec.sampling import SamplingParams
-
-SIZE = 48
+from edgespec.measure.dsi_wall import SIZE
 
 
 class Slow:
@@ -42,7 +40,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class SlowSpec:
-    """A random model; `late` of 100 passes take 20 times as long, and the process dies in its pass number `dies`."""
+    """A random model; its process dies in pass number `dies`."""
 
     seconds: float = 0.0
     jitter: float = 0.0
@@ -74,31 +72,3 @@ class Mortal:
             open(os.path.join(self._folder, str(os.getpid())), "w").close()
             os._exit(9)
         return self._inner.forward(batch)
-
-
-@dataclass
-class Recorded:
-    """Guesses a recorded text; a part of its tokens wrong, the same ones each time."""
-
-    text: Sequence[int]
-    right: float  # of 1
-    seconds: float = 0.0
-    seed: int = 0
-    stopped: Event = field(default_factory=Event)
-
-    def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        pass
-
-    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
-        self.stopped.clear()
-        for position in range(len(token_ids), len(self.text)):
-            if self.stopped.wait(self.seconds):
-                return
-            token = self.text[position]
-            yield token if Random(f"{self.seed} {position}").random() < self.right else (token + 1) % SIZE
-
-    def stop(self) -> None:
-        self.stopped.set()
-
-    def close(self) -> None:
-        pass

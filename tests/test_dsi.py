@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dsi_models import SIZE, Recorded, Slow, SlowSpec
+from dsi_models import Slow, SlowSpec
 from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
 
 from edgespec.backend import Exact, ShapeClass
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.jobs import Request, Wrote
+from edgespec.measure.dsi_wall import SIZE, Recorded, open_places
 from edgespec.planners.none import NonePlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
@@ -22,7 +23,7 @@ from edgespec.targets.guesser import DraftGuesser, Guesser
 from edgespec.targets.places import Place, check_address, processes, threads
 from edgespec.targets.verifier import Task, Verifier, describe
 
-PROMPT = [0, 5, 9, 3]
+PROMPT = [0, 5, 9, 3]  # of `Recorded`, too
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
@@ -155,6 +156,23 @@ def test_workers_are_killed(temperature: float, tmp_path: Path) -> None:
     with targets(spec, processes(2), Recorded([*PROMPT, *expected], 0.8, 0.002)) as made:
         assert write(made, sampling)[0] == expected
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_workers_of_a_cluster_are_killed(temperature: float, tmp_path: Path, dask: list[Place]) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=6)
+    expected = plain(sampling)
+    spec = SlowSpec(0.02, dies=4, folder=str(tmp_path))
+    with targets(spec, dask, Recorded([*PROMPT, *expected], 0.8, 0.002)) as made:
+        assert write(made, sampling)[0] == expected
+    assert list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def dask() -> Iterator[list[Place]]:
+    pytest.importorskip("distributed", reason="needs distributed: pip install 'edgespec[cluster]'")
+    with open_places("dask", 2, PYTHONPATH=str(Path(__file__).parent)) as places:
+        yield places
 
 
 def test_copies_that_cannot_work_are_one_error() -> None:

@@ -143,8 +143,8 @@ def plain_text(sampling: SamplingParams, tokens: int = TOKENS, seconds: float = 
 
 
 @contextmanager
-def open_places(kind: str, copies: int) -> Iterator[list[Place]]:
-    """Threads, processes, or the workers of a Dask cluster on this machine's loopback.
+def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Place]]:
+    """Threads, processes, or the workers of a Dask cluster on this machine's loopback, with this environment.
 
     Raises:
         UsageError: there is no such kind.
@@ -168,7 +168,12 @@ def open_places(kind: str, copies: int) -> Iterator[list[Place]]:
         raise MissingPackage("distributed", "cluster", "measuring Dask") from error
     local_cluster: Any = distributed.LocalCluster
     with local_cluster(
-        n_workers=copies, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, memory_limit=None
+        n_workers=copies,
+        threads_per_worker=1,
+        host="127.0.0.1",
+        dashboard_address=None,
+        memory_limit=None,
+        env=environment,
     ) as local:
         cluster = Cluster(local.scheduler_address)
         try:
