@@ -91,23 +91,23 @@ def _begin_process(orders: Connection, environment: dict[str, str]) -> None:
 
 
 class ClusterPlace:
-    """A worker of a Dask cluster."""
+    """Room for one task in a Dask cluster, on whichever worker is free.
 
-    def __init__(self, client: Any, address: str, messenger: Executor) -> None:
-        self._client, self._address, self._messenger = client, address, messenger
-        self.renew()
+    Tasks that are bound to a worker, even loosely, are never done when that worker is lost (distributed 2026.8).
+    """
+
+    def __init__(self, client: Any, messenger: Executor) -> None:
+        self._client, self._messenger = client, messenger
+        self.executor: Executor = client.get_executor(pure=False)
 
     def renew(self) -> None:
         """Dask itself gives tasks of a lost worker to another one."""
-        self.executor: Executor = self._client.get_executor(
-            workers=[self._address], allow_other_workers=True, pure=False
-        )
 
     def stop(self, owner: str, number: int) -> None:
-        """Dask runs it on the worker's event loop, beside the task."""
+        """Dask runs it on all workers' event loops, beside their tasks."""
 
         def tell() -> None:
-            self._client.run(stop_up_to, owner, number, workers=[self._address], on_error="ignore")
+            self._client.run(stop_up_to, owner, number, on_error="ignore")
 
         self._messenger.submit(tell)
 
@@ -160,9 +160,7 @@ class Cluster:
         except (OSError, TimeoutError, TypeError, ValueError) as error:
             raise EdgespecError(f"{address}: no Dask scheduler answers: {error}") from error
         self._messenger = ThreadPoolExecutor(1)
-        self.places: list[Place] = [
-            ClusterPlace(self._client, worker, self._messenger) for worker in sorted(self._client.nthreads())
-        ]
+        self.places: list[Place] = [ClusterPlace(self._client, self._messenger) for _ in self._client.nthreads()]
         if not self.places:
             self.close()
             raise EdgespecError(f"{address}: has no workers; start some with: dask worker {address} --nthreads 1")
