@@ -19,8 +19,9 @@ build/draft.gguf: .venv/pair
 	rm -f $@
 	$(BIN)/python scripts/convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
 
+# In two processes at once.
 test: .venv/test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ named [PAD<id>], and tokens that look like control tokens count as such.
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,11 @@ def check_folder(path: str) -> Path:
     return folder
 
 
+def weight_files(path: str) -> list[str]:
+    """The files that decide what a model folder computes."""
+    return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
+
+
 def read_config(folder: Path) -> Any:
     """The folder's config.json as transformers' configuration object.
 
@@ -166,6 +171,15 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:  # the library raises nearly every type there is
         raise ModelError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+
+
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Experts of a layer, and those that a token uses, by the names that config.json has for them; None: no mixture."""
+    count = next(
+        (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
+    )
+    used = config.get("num_experts_per_tok") or 0
+    return (count, used) if 0 < used < count else None
 
 
 def load_vocab(path: str) -> HfVocab:

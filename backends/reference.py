@@ -15,15 +15,19 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
+from threading import Event
+from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
-from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.saved import identity_of, read, write
 from edgespec.tree import depths, is_leaf, path_to
 
 Array = NDArray[np.float64]
@@ -227,7 +231,6 @@ class ReferenceSession:
         model, limits = backend.model, backend.capabilities
         head = model.embedding.shape[1] // model.heads
         self._cells = np.zeros((limits.context_length + limits.max_nodes, len(model.layers), 2, model.heads, head))
-        self._open = True
 
     def check(self, work: Work) -> None:
         """Refuse a work that breaks the contract or does not fit, before anything changes."""
@@ -252,6 +255,8 @@ class ReferenceSession:
         wanted = set(work.wanted.tolist())
         self._prompt = work.prompt
         for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
+            if self._backend.interrupted.is_set():
+                raise Interrupted("the pass was interrupted")
             node = len(self._tokens)
             ancestors = path_to(self._parents, parent) if parent >= 0 else []
             seen = np.concatenate([np.arange(length), length + np.array(ancestors, np.int64)])
@@ -290,10 +295,25 @@ class ReferenceSession:
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
         return other
 
+    @property
+    def parents(self) -> list[int]:
+        """Of uncommitted nodes."""
+        return self._parents
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        cells = self._cells[: len(self.token_ids)]
+        write(path, self._backend, self.token_ids, {"read": self._read}, lambda new: cells.tofile(new), note)
+
+    def load(self, path: str | Path) -> Any:
+        saved = read(path, self._backend)
+        self.rewind(0)
+        cells = self._cells[: len(saved.token_ids)]
+        cells[:] = np.fromfile(path, np.float64, cells.size).reshape(cells.shape)
+        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        return saved.note
+
     def close(self) -> None:
-        if self._open:
-            self._backend.open_sessions -= 1
-        self._open = False
+        self._backend.opened = [other for other in self._backend.opened if other is not self]
         self.rewind(0)
 
 
@@ -308,11 +328,16 @@ class ReferenceBackend:
         max_nodes: int = 65,
         max_leaves: int = 64,
         sessions: int = 1,
+        spare_leaves: int | None = None,
+        cells: int | None = None,
     ) -> None:
         self.model = model
         self.vocab = ReferenceVocab(len(model.embedding))
-        self.capabilities = Capabilities(context_length, max_nodes, max_nodes, max_leaves, logit_tolerance=0.0)
-        self.open_sessions = 0
+        self.capabilities = Capabilities(
+            context_length, max_nodes, max_nodes, max_leaves, 0.0, spare_leaves=spare_leaves, cells=cells
+        )
+        self.opened = list[ReferenceSession]()
+        self.interrupted = Event()
         self._sessions = sessions
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
@@ -323,19 +348,61 @@ class ReferenceBackend:
     def open(self) -> ReferenceSession:
         if self.open_sessions == self._sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        self.open_sessions += 1
-        return ReferenceSession(self)
+        self.opened.append(ReferenceSession(self))
+        return self.opened[-1]
+
+    @property
+    def open_sessions(self) -> int:
+        """How many there are."""
+        return len(self.opened)
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
-        sessions = [work.session for work in batch]
+        sessions = [cast(ReferenceSession, work.session) for work in batch]
         for work, session in zip(batch, sessions, strict=True):
-            assert isinstance(session, ReferenceSession)
             session.check(work)
-        return [session.add(work) for work, session in zip(batch, sessions, strict=True)]  # type: ignore[attr-defined]
+        self._check_room(batch)
+        try:
+            return [session.add(work) for work, session in zip(batch, sessions, strict=True)]
+        except Interrupted:
+            for session in sessions:
+                session.rewind(len(session.token_ids))
+            raise
+        finally:
+            self.interrupted.clear()
+
+    def _check_room(self, batch: Sequence[Work]) -> None:
+        """Refuse what goes beyond the limits that all sessions have together."""
+        limits, trees = self.capabilities, {session: session.parents for session in self.opened}
+        texts = [tuple(session.token_ids) for session in self.opened] if limits.cells is not None else []
+        cells = {text[:end] for text in texts for end in range(1, len(text) + 1)}  # texts that begin alike share them
+        if limits.cells is not None and len(cells) > limits.cells:
+            raise ContextFull(f"the cache of {limits.cells} cells is full")
+        for work in batch:
+            session = cast(ReferenceSession, work.session)
+            trees[session] = trees[session] + work.parents.tolist()
+        leaves = sum(np.count_nonzero(is_leaf(parents)) - 1 for parents in trees.values() if parents)
+        if limits.spare_leaves is not None and leaves > limits.spare_leaves:
+            raise ValueError(f"{leaves} further leaves; all sessions hold {limits.spare_leaves} together")
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, self._weights)
+
+    @cached_property
+    def _weights(self) -> str:
+        """A hash of all weights."""
+        model, found = self.model, hashlib.sha256(str(self.model.heads).encode())
+        arrays = [getattr(layer, field.name) for layer in model.layers for field in fields(Layer)]
+        for array in [*arrays, model.embedding, model.final_norm, model.unembedding]:
+            found.update(b"" if array is None else array.tobytes())
+        return found.hexdigest()[:32]
 
     def close(self) -> None:
         """Nothing outside Python's memory to free."""

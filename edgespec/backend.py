@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.errors import ContextFull, MissingPackage, UsageError, VocabMismatch
+from edgespec.errors import ContextFull, MissingPackage, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores
 from edgespec.tree import IntArray
 
@@ -47,12 +48,18 @@ class Capabilities:
     context_length: int  # most committed tokens of one session
     max_nodes: int  # most nodes of one forward, and most uncommitted nodes of one session
     max_wanted: int  # most wanted nodes of one forward
-    max_leaves: int  # most leaves among one session's uncommitted nodes
+    max_leaves: int  # most leaves among one session's uncommitted nodes: see `leaves`
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
     streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
-    experts: tuple[int, int] | None = None  # of a layer, and used by a token, if those used are read from a disk
+    experts: tuple[int, int] | None = None  # of a layer, used by a token; if passes read only those that are used
     gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
     exact: Exact | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
+    spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit
+    cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
+
+    def leaves(self, texts: int) -> int:
+        """Most leaves of a session where so many have trees at once."""
+        return self.max_leaves if self.spare_leaves is None else min(self.max_leaves, 1 + self.spare_leaves // texts)
 
 
 class Vocab(Protocol):
@@ -107,6 +114,17 @@ class Session(Protocol):
 
     def fork(self) -> "Session":
         """A new session that shares the committed tokens; uncommitted nodes stay behind."""
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        """Write text and cache to a file, whole or not at all: `saved.py`. Raises SessionFileError."""
+
+    def load(self, path: str | Path) -> Any:
+        """Become what was saved, to the bit, in the place of what is here; the note that was saved with it.
+
+        Raises:
+            SessionFileError: there is no whole file, or it is another model's, or was computed in another way.
+            ContextFull: other sessions leave no room for it. As above, this one may be empty then.
+        """
 
     def close(self) -> None:
         """Free the cache. Safe to call twice."""
@@ -172,19 +190,28 @@ class Backend(Protocol):
         Padding takes no part in any text. To be called before the first session is opened.
         """
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What decides every bit of a cache, weights, engine and class: where it is equal, sessions can be loaded."""
+
+    def interrupt(self) -> None:
+        """From any thread: have the pass under way end early, within a layer where weights stream, else the next.
+
+        So who calls it when a pass has just ended has the next one end: try that one again, if it is wanted.
+        """
+
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         """One pass over all works' nodes. A node sees the committed tokens, its ancestors and itself.
 
         Raises:
             ContextFull: the nodes do not fit into the cache. Nothing has changed then.
+            Interrupted: `interrupt` was called. The works' sessions have their committed tokens and no nodes.
             ValueError: a work breaks the contract (more nodes, leaves or wanted nodes than the capabilities say).
         """
 
     def close(self) -> None:
         """Free the model and every session. Safe to call twice."""
 
-
-MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ at their end
 
 # name -> module with `load(path, **options) -> Backend` and `load_vocab(path) -> Vocab`.
 BUILT_IN = {
@@ -420,30 +447,4 @@ def check_room(backend: Backend, prompt_length: int, what: str = "the context") 
         raise ContextFull(
             f"the prompt has {prompt_length} tokens, but {what} holds {limit}: "
             f"shorten the prompt or use a larger context (--ctx)"
-        )
-
-
-def check_same_vocab(target: Vocab, draft: Vocab) -> None:
-    """Refuse a draft that speaks another language than the target.
-
-    Families pad their vocabularies to different sizes (Qwen2.5: 151,936 to 152,064), so unused tokens
-    at the end may be missing on one side.
-
-    Raises:
-        VocabMismatch: says what differs.
-    """
-    if target.fingerprint == draft.fingerprint:
-        return
-    common = min(target.size, draft.size)
-    for token in range(common):
-        left, right = target.token_text(token), draft.token_text(token)
-        if left != right:
-            raise VocabMismatch(
-                f"the draft has another vocabulary than the target: token {token} is {left!r} in the target and "
-                f"{right!r} in the draft (sizes {target.size} and {draft.size}); use a draft of the same model family"
-            )
-    if abs(target.size - draft.size) > MAX_PADDING:
-        raise VocabMismatch(
-            f"the draft has another vocabulary than the target: {draft.size} tokens, not {target.size}; "
-            f"use a draft of the same model family"
         )

@@ -32,12 +32,16 @@ class ContextFull(EdgespecError):
     """The text does not fit into the context."""
 
 
-class Stopped(EdgespecError):
-    """A pass was ended because nobody wants its result. Nothing of it is kept."""
-
-
 class DatastoreError(EdgespecError):
     """A datastore is missing, damaged, or built with another tokenizer."""
+
+
+class SessionFileError(EdgespecError):
+    """A saved session is missing, damaged, or of another model; or it cannot be written."""
+
+
+class Interrupted(EdgespecError):
+    """A pass was ended before its time: see `Backend.interrupt`."""
 
 
 class RegistryError(EdgespecError):

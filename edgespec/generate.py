@@ -31,7 +31,8 @@ from edgespec.backend import (
     prompt_work,
 )
 from edgespec.grammar import Constraint
-from edgespec.planners import Context, Planner
+from edgespec.planners import Context, Foresees, Planner
+from edgespec.planners.ngrams import Family
 from edgespec.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.stats import GenerationStats
 from edgespec.tree import DraftTree, Source, best_nodes, shallow
@@ -78,6 +79,7 @@ class Generation:
         stop_ids: frozenset[int] | None = None,
         log_probs: int | None = None,
         grammar: Constraint | None = None,
+        family: Family | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +94,7 @@ class Generation:
             stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
             log_probs: rounds tell how probable tokens were, and so many of the likeliest; None: they do not.
             grammar: what the text must look like, at its beginning.
+            family: texts that may foretell this one; it joins them.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -102,6 +105,7 @@ class Generation:
         self.stats = stats
         self.finished = ""  # the finish reason
         self.token_ids = list(prompt_ids)  # all committed tokens; the last is the next tree's root
+        self.foreseen = list[int]()  # tokens that may follow, far beyond the next tree
         self.target = target
         self._planner = planner
         self._comparable = True  # with plain decoding, whose passes the planner has measured
@@ -109,6 +113,7 @@ class Generation:
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
         self._grammar = grammar
+        self._family, self._member = family, family.join() if family else 0
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
@@ -153,20 +158,38 @@ class Generation:
         prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
         self.stats.prefill_seconds += perf_counter() - started
 
-    def plan(self, most: int | None = None) -> DraftTree:
-        """A tree rooted at the last committed token, with at most so many guesses."""
+    def plan(self, most: int | None = None, texts: int = 1) -> DraftTree:
+        """A tree rooted at the last committed token, with at most so many guesses; `texts` are planned at once."""
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
-        context = Context(self.token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.max_leaves)
+        leaves = limits.leaves(texts)
+        context = self._context(self.token_ids, room, texts)
         budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
         budget = budget if most is None else min(budget, most)
         tree = self._planner.plan(context, budget)
         if self._grammar and budget:
             tree = shallow(self._grammar.guess(tree, self.token_ids), room)
-        tree = best_nodes(tree, budget, limits.max_leaves)
+        tree = best_nodes(tree, budget, leaves)
         self._drafted = self._planner.model_seconds - drafted
         return tree
+
+    def _context(self, token_ids: Sequence[int], room: int, texts: int = 1) -> Context:
+        beside = self._family.beside(self._member) if self._family else ()
+        prompt, leaves = len(self._prompt_ids), self.target.capabilities.leaves(texts)
+        return Context(token_ids, prompt, self._sampling, self._noise, room, leaves, texts=texts, beside=beside)
+
+    def foresee(self, seconds: float, most: int) -> bool:
+        """Guess on, for so long, what the text will be: `foreseen` grows. False: it does not."""
+        known, room = self.foreseen, self._limit - len(self.token_ids)
+        ended = bool(known) and known[-1] in self._stop_ids
+        if ended or len(known) >= min(most, room) or not isinstance(self._planner, Foresees):
+            return False
+        context = self._context([*self.token_ids, *known], room - len(known))
+        new = self._planner.foresee(context, min(most, room) - len(known), seconds)
+        end = next((i + 1 for i, token in enumerate(new) if token in self._stop_ids), len(new))
+        known += new[:end]
+        return bool(new)
 
     def work(self, tree: DraftTree) -> Work:
         """The whole tree, to be evaluated at once."""
@@ -174,6 +197,10 @@ class Generation:
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         self._waited, self._given = self.target.wait_seconds, perf_counter()
         return work
+
+    def give_up(self) -> None:
+        """The tree is not evaluated; another will be planned."""
+        self._planner.accept([], 0.0)
 
     def take(self, logits: Logits, *, alone: bool = True) -> Round:
         """Walk the tree with the target's own samples, and keep what they say.
@@ -190,7 +217,11 @@ class Generation:
         del sources[len(output) :]
         self.session.commit(result.path[: len(output)])  # the last token of the output is the next root
         self._planner.accept(output, passed if alone else 0.0)
+        right = self.foreseen[: len(output)] == output
+        self.foreseen = self.foreseen[len(output) :] if right else []
         self.token_ids.extend(output)
+        if self._family:
+            self._family.extend(self._member, output)
         stats = self.stats
         stats.count(sources, drafted=len(tree) - 1)
         stats.finish_reason = self.finished

@@ -1,11 +1,15 @@
 """What passes between the scheduler and those who want texts: requests, events, and how a request is called off."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
+from time import perf_counter
 
 from edgespec.errors import EdgespecError
 from edgespec.generate import LogProbs, Round
 from edgespec.grammar import Compiled
+from edgespec.planners.ngrams import Family
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
@@ -23,6 +27,9 @@ class Request:
     log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
     plain: bool = False  # guess nothing: plain decoding
     grammar: Compiled | None = None  # what the text must look like
+    family: Family | None = None  # texts that may foretell this one
+    foresee: bool = False  # tell what the draft thinks will follow
+    shown: frozenset[int] = frozenset()  # control tokens whose names are part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +59,21 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True)
+class Foresaw:
+    """What the draft thinks will follow. Nothing of it is certain."""
+
+    token_ids: list[int]
+    shown: frozenset[int] = frozenset()  # as of the request
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The last event of a text."""
 
     error: Exception | None = None
 
 
-Event = Reading | Wrote | Ended
+Event = Reading | Wrote | Foresaw | Ended
 
 
 class Cancelled(EdgespecError):
@@ -78,10 +93,55 @@ class Job:
         self.cancelled = False
         self.text = text
         self.emit = emit
+        self.when_cancelled: Callable[[], None] = lambda: None
+        self.since = perf_counter()
+        # None: somebody waits. Else nobody has asked yet: so many tokens may be prepared, while nothing else is to do.
+        self.hold: int | None = None
+        self.foretold = 0.0  # tokens that it is thought to have; 0: nobody has asked
+
+    @property
+    def waits(self) -> bool:
+        """Prepared as far as it may be."""
+        return self.hold is not None and self.stats.tokens >= self.hold
 
     def cancel(self) -> None:
-        """Stop after the pass that is being made. Safe to call from any thread, and twice."""
-        self.cancelled = True
+        """Stop after the pass that is being made, or within it if nobody else is in it. From any thread, also twice."""
+        if not self.cancelled:
+            self.cancelled = True
+            self.when_cancelled()
+
+
+class Passing:
+    """The jobs whose texts are in the pass under way, which is ended when nobody wants what it gives."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._closed = False  # nobody wants anything
+        self._interrupt = interrupt
+        self._jobs: list[Job] = []
+        self._lock = Lock()
+
+    @contextmanager
+    def of(self, jobs: list[Job]) -> Iterator[None]:
+        """Within, a pass is made for these."""
+        with self._lock:
+            self._jobs = jobs
+        self.look()  # who has left since the last one was not heard
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._jobs = []
+
+    def close(self) -> None:
+        """From now on nobody wants anything."""
+        self._closed = True
+        self.look()
+
+    def look(self) -> None:
+        """End the pass under way if it is for nobody. From any thread."""
+        with self._lock:
+            if self._jobs and (self._closed or all(job.cancelled for job in self._jobs)):
+                self._interrupt()
 
 
 @dataclass(slots=True)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from edgespec.backend import Backend, check_same_vocab, choose_backend, load_backend, load_options
+from edgespec.backend import Backend, choose_backend, load_backend, load_options
 from edgespec.errors import UsageError
 from edgespec.exact import check_choice, settle
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.paced import Pace
 from edgespec.remembered import identity, machine, recall
 from edgespec.remembered import remember as keep
+from edgespec.same_vocab import check_same_vocab
 
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`

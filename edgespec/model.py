@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+import edgespec.asking as asking
 from edgespec.backend import Backend, check_room
 from edgespec.errors import UsageError
 from edgespec.grammar import Compiled, Compiler, Grammar
@@ -21,6 +22,7 @@ from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
 from edgespec.planners import Planner
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
+from edgespec.planners.ngrams import Family
 from edgespec.planners.paced import Pace, new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
@@ -63,6 +65,7 @@ class Model:
         sampling: SamplingParams | None = None,
         pace: Pace | None = None,
         targets: Targets | None = None,
+        first_come: bool = False,
     ) -> None:
         """
         Args:
@@ -72,6 +75,7 @@ class Model:
             sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
             pace: what the planners know of passes' costs, by which texts share a pass.
             targets: several targets, which write instead of the one and the planners.
+            first_come: as for `load`.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -81,7 +85,9 @@ class Model:
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
         cost = pace.target if pace else None
-        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
+        self.scheduler: Any = targets or Scheduler(
+            target, self.planners, budget=budget, cost=cost, first_come=first_come
+        )
         self._owned: list[Backend] = []
         self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
@@ -99,6 +105,7 @@ class Model:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         grammar: Grammar | None = None,
+        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -110,6 +117,8 @@ class Model:
             max_tokens: most tokens to generate.
             stop: strings that end the text; not part of it.
             grammar: what the text must look like: of `edgespec.json_schema`, `regex` or `lark`.
+            prediction: what the text may be in large parts, such as a file that is to be edited: the planners auto and
+                sssd guess from it. It changes no text.
             stats: filled in while it runs.
             progress: called with (prompt tokens read, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
@@ -118,14 +127,16 @@ class Model:
             UsageError: empty prompt, or a value out of range.
             ContextFull: the prompt does not fit into the context.
         """
-        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
+        request = self.request(
+            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
+        )
         TextStream(self.target.vocab, stop)  # refuse bad stop strings now
         return self._stream(request, stats, progress)
 
     def _stream(
         self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
     ) -> Iterator[Chunk]:
-        with closing(self.scheduler.events(request, stats)) as events:
+        with closing(asking.events(self.scheduler, request, stats)) as events:
             for event in events:
                 yield from _chunks(event, progress)
 
@@ -136,6 +147,7 @@ class Model:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         grammar: Grammar | None = None,
+        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
@@ -145,7 +157,9 @@ class Model:
         A task that is cancelled, or leaves the loop, ends its text after the pass that is being made. To leave early:
         `async with contextlib.aclosing(model.astream(…)) as chunks`.
         """
-        request = self.request(prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, **sampling)
+        request = self.request(
+            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
+        )
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
@@ -168,6 +182,7 @@ class Model:
         max_tokens: int = 512,
         stop: Sequence[str] = (),
         grammar: Grammar | None = None,
+        prediction: str = "",
         **sampling: Any,
     ) -> Request:
         """What `stream` asks the scheduler for; arguments and errors as there."""
@@ -177,7 +192,15 @@ class Model:
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar else None
-        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled)
+        return Request(
+            prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, family=self.family(prompt_ids, prediction)
+        )
+
+    def family(self, prompt_ids: Sequence[int], prediction: str = "", texts: int = 1) -> Family | None:
+        """What texts of one prompt may be guessed from besides themselves; None: nothing."""
+        if not prediction and texts == 1:
+            return None
+        return Family(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False))
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar made ready for this model; the first takes half a second.
@@ -197,6 +220,37 @@ class Model:
             result.text += chunk.text
             result.token_ids.append(chunk.token_id)
         return result
+
+    def branch(self, prompt: Prompt, k: int, **options: Any) -> list[GenerationResult]:
+        """Continue a prompt in k ways at once: text i has seed + i, and is what `generate` writes with that seed.
+
+        The prompt is read once and its cells are shared; each pass serves all texts that have a place (`parallel` of
+        `load`), the others take turns; and what one has written, its siblings guess from. To go on from some of them,
+        call it again with their texts behind the prompt: what is in the cache is not read again.
+
+        Args:
+            prompt: as for `stream`.
+            k: how many; at least 1.
+            options: as for `stream`, but for `stats` and `progress`.
+
+        Raises:
+            UsageError, ContextFull: as for `stream`.
+        """
+        if k < 1:
+            raise UsageError(f"k is {k}, but must be at least 1")
+        first = self.request(prompt, **options)
+        TextStream(self.target.vocab, first.stop)
+        family, seed = self.family(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
+        requests = [
+            replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), family=family) for i in range(k)
+        ]
+        results = [GenerationResult() for _ in requests]
+        with closing(asking.together(self.scheduler, requests, [result.stats for result in results])) as events:
+            for number, event in events:
+                for chunk in _chunks(event, None):
+                    results[number].text += chunk.text
+                    results[number].token_ids.append(chunk.token_id)
+        return results
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template; arguments as for `stream`."""
@@ -251,6 +305,7 @@ def load(
     gpu_memory: int | str | None = None,
     exact: str | None = None,
     parallel: int = 1,
+    first_come: bool = False,
     targets: int | None = None,
     cluster: str | None = None,
     models_file: str | None = None,
@@ -289,7 +344,10 @@ def load(
             from host memory. Default: what is free.
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
-        parallel: how many texts may be written at once; each has room for a whole context in the cache.
+        parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
+            memory is counted: for a quarter, and what others leave.
+        first_come: where more texts are wanted than can be written at once, they are written as they were asked for;
+            else those first that are foretold to be short, by the lengths of earlier ones (`lengths.py`).
         targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
             program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
@@ -339,7 +397,7 @@ def load(
         pace = None if fixed else new_pace(limits.streams, limits.experts)
         made = [make_planner(planner, backends, datastore, pace, **planner_options) for _ in range(parallel)]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
-        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace)
+        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace, first_come=first_come)
     except BaseException:
         close_all(backends)
         raise

@@ -16,54 +16,60 @@ passes at once, or `start` is called, a thread of its own makes them all.
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import fmean
 from threading import Condition, Lock, Thread
 from time import perf_counter
+from typing import Any
 
-import numpy as np
-
-from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, most_nodes
-from edgespec.cost import PassCost, split
-from edgespec.errors import ContextFull
+import edgespec.slots as slots
+from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
+from edgespec.batches import Batch, plan_part, plan_trees
+from edgespec.cost import PassCost
+from edgespec.errors import ContextFull, Interrupted
 from edgespec.generate import Generation
-from edgespec.jobs import Cancelled, Closed, Counts, Ended, Event, Job, Reading, Request, Wrote, chunks_of
+from edgespec.jobs import (
+    Cancelled,
+    Closed,
+    Counts,
+    Ended,
+    Event,
+    Foresaw,
+    Job,
+    Passing,
+    Reading,
+    Request,
+    Wrote,
+    chunks_of,
+)
+from edgespec.lengths import Lengths
+from edgespec.pieces import TILE, PromptPieces
 from edgespec.planners import Planner
+from edgespec.saved import has
+from edgespec.shelf import Shelf
+from edgespec.slots import Slot
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
-from edgespec.tree import DraftTree, best_nodes
+from edgespec.turns import by_turn, in_the_way, wanted
 
-TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
-FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
-LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
-TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 MOST_AGAIN = 3  # times that a prompt is read once more
-WORTH_SHARING = TILE  # tokens by which another session's text must be the better start, to be forked
-
-
-@dataclass(slots=True)
-class Slot:
-    """A session of the target and what guesses for it."""
-
-    session: Session
-    planner: Planner
-    job: Job | None = None
-    generation: Generation | None = None
-    used: int = 0  # when it was last given to a job: a number that grows
-    passed: int = 0  # the pass that it last took part in
-    again: int = 0  # times that its prompt is read once more, since the cache had to be put in order
-
-
-Batch = list[tuple[Slot, Work]]
+AHEAD = 0.5  # of a pass's time, spent on looking ahead where a request wants it
+MOST_AHEAD = 128  # tokens
 
 
 class Scheduler:
     """See the module."""
 
     def __init__(
-        self, target: Backend, planners: Sequence[Planner], *, budget: int, cost: PassCost | None = None
+        self,
+        target: Backend,
+        planners: Sequence[Planner],
+        *,
+        budget: int,
+        cost: PassCost | None = None,
+        first_come: bool = False,
     ) -> None:
         """
         Args:
@@ -71,32 +77,42 @@ class Scheduler:
             planners: one for each text that may be written at once.
             budget: most guesses of a text in a pass.
             cost: of the target's passes, which it learns on; None: the trees take all the room that a pass has.
+            first_come: requests are served as they come; else short ones first, where more wait than can be served.
         """
         self.target = target
         self.counts = Counts()
         self._budget = budget
         self._cost = cost
-        self._prompt_cost = PassCost(slope=1.0)
+        self._pieces = PromptPieces()
+        self._lengths = None if first_come else Lengths()
         self._slots = [Slot(target.open(), planner) for planner in planners]
+        self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
         self._inbox: deque[Job] = deque()
         self._waiting: list[Job] = []
-        self._turn = Lock()  # held by whoever makes a pass
+        self.turn = Lock()  # held by whoever calls `step`
         self._wake = Condition()
-        self._thread: Thread | None = None
+        self.thread: Thread | None = None  # that makes passes; None: those do who want texts (`asking.py`)
+        self._passing = Passing(target.interrupt)
         self._closing = False
         self._served = 0
         self._read_last = False  # the last pass read a prompt
-        self._tree_seconds = 0.0  # of the last that did not
 
     # What any thread may call.
 
-    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Job:
+    def submit(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        stats: GenerationStats | None = None,
+        hold: int | None = None,
+    ) -> Job:
         """Ask for a text.
 
         Args:
             request: what is wanted.
             emit: told of every event, in whatever thread makes passes; must be quick.
             stats: filled in as the text grows.
+            hold: only prepare so many of its tokens, while nothing else is to do, until `go_on`; gives way to others.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -104,8 +120,10 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        text = TextStream(self.target.vocab, request.stop)
+        text = TextStream(self.target.vocab, request.stop, request.shown)
         job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
+        job.when_cancelled = self._passing.look
+        job.hold = hold
         with self._wake:
             if self._closing:
                 raise Closed("the model was closed")
@@ -113,44 +131,32 @@ class Scheduler:
             self._wake.notify()
         return job
 
-    def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
-        """Ask for a text, and take part in making passes until it is done. Arguments and errors as for `submit`."""
-        found: SimpleQueue[Event] = SimpleQueue()
-        job = self.submit(request, found.put, stats)
-        try:
-            while True:
-                while found.empty() and self._thread is None:
-                    if not self._turn.acquire(blocking=False):
-                        self.start()  # somebody else makes passes: from now on a thread of its own does
-                        break
-                    try:
-                        self.step()
-                    finally:
-                        self._turn.release()
-                event = found.get()
-                yield event
-                if isinstance(event, Ended):
-                    return
-        finally:
-            job.cancel()
+    def go_on(self, job: Job) -> bool:
+        """What was held is wanted now. False: it had to give way to another."""
+        with self._wake:
+            if not job.cancelled:
+                job.hold = None
+            self._wake.notify()
+        return job.hold is None
 
     def start(self) -> None:
         """From now on a thread makes the passes."""
         with self._wake:
-            if self._thread is None and not self._closing:
-                self._thread = Thread(target=self._run, name="edgespec passes", daemon=True)
-                self._thread.start()
+            if self.thread is None and not self._closing:
+                self.thread = Thread(target=self._run, name="edgespec passes", daemon=True)
+                self.thread.start()
                 atexit.register(self.close)  # nothing may be in an engine while the program ends
 
     def close(self) -> None:
-        """End all texts, after the pass that is being made, and free sessions and planners. Safe to call twice."""
+        """End all texts and the pass that is being made, and free sessions and planners. Safe to call twice."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread:
-            self._thread.join()
+        self._passing.close()
+        if self.thread:
+            self.thread.join()
             atexit.unregister(self.close)
-        with self._turn:
+        with self.turn:
             for job in [*self._inbox, *self._waiting]:
                 self._tell(job, Ended(Closed("the model was closed")))
             self._inbox.clear()
@@ -158,9 +164,32 @@ class Scheduler:
             for slot in self._slots:
                 if slot.job:
                     self._end(slot, Closed("the model was closed"))
+            while self.shelf and slots.save_one(self._slots, self.shelf):
+                pass
+            for slot in self._slots:
                 slot.planner.close()
                 slot.session.close()
             self._slots.clear()
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
+        with self.turn:
+            last = max(self._slots, key=lambda slot: slot.used).session
+            if not has(path, last.token_ids, note):
+                last.save(path, note)
+
+    def load(self, path: str | Path) -> Any:
+        """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull."""
+        with self.turn:
+            slot = min((slot for slot in self._slots if slot.job is None), key=lambda slot: slot.used)
+            return slot.session.load(path)
+
+    def forget(self) -> None:
+        """Idle sessions drop their texts, so that the next prompts are read from their beginning: for measuring."""
+        with self.turn:
+            for slot in self._slots:
+                if slot.job is None:
+                    slot.session.rewind(0)
 
     @property
     def waiting(self) -> int:
@@ -181,11 +210,15 @@ class Scheduler:
 
     def _run(self) -> None:
         while True:
+            while self.shelf and not (self._closing or self.waiting or self.active):
+                with self.turn:
+                    if not slots.save_one(self._slots, self.shelf):
+                        break
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self.waiting or self.active)
+                self._wake.wait_for(lambda: self._closing or self.waiting or wanted(self._slots))
                 if self._closing:
                     return
-            with self._turn:
+            with self.turn:
                 self.step()
 
     def step(self) -> None:
@@ -197,8 +230,10 @@ class Scheduler:
         for slot in self._slots:
             if slot.job and slot.job.cancelled:
                 self._end(slot, Cancelled("cancelled"))
+        while slots.is_overfull(self.target.capabilities, self._slots):
+            self._give_way([slot for slot in self._slots if slot.job], None)
         self._admit()
-        active = sorted((slot for slot in self._slots if slot.generation), key=lambda slot: slot.used)
+        active = sorted(wanted(self._slots), key=lambda slot: slot.used)
         reading = [slot for slot in active if slot.generation and slot.generation.unread]
         writing = [slot for slot in active if slot not in reading]
         together = self._prompts_ride_along()
@@ -206,6 +241,15 @@ class Scheduler:
             self._pass(writing if together else [], reading[0])
         elif writing:
             self._pass(writing, None)
+        for slot in writing:
+            self._foresee(slot)
+
+    def _foresee(self, slot: Slot) -> None:
+        """Look ahead for who wants to know, for a part of the time that a pass takes."""
+        if not (slot.job and slot.generation and slot.job.request.foresee):
+            return
+        if slot.generation.foresee(AHEAD * self._pieces.tree_seconds, MOST_AHEAD):
+            self._tell(slot.job, Foresaw(slot.generation.foreseen.copy(), slot.job.request.shown))
 
     def _prompts_ride_along(self) -> bool:
         """Whether parts of prompts and trees may share a pass."""
@@ -214,41 +258,45 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give the first of the waiting that need not wait longer a slot."""
+        with self._wake:
+            slot = in_the_way(self._slots) if self._waiting else None
+            if slot and slot.job:
+                slot.job.cancel()
+        if slot:
+            self._end(slot, Cancelled("it gave way to another"))
         idle = [slot for slot in self._slots if slot.job is None]
         reading = [slot.generation for slot in self._slots if slot.generation and slot.generation.unread]
-        for job in self._waiting if idle else ():
+        for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():
             prompt = job.request.prompt_ids
             source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
             shared = common_prefix(source.session.token_ids, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
-            if coming <= shared:
+            on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
+            common = shared - shared % TILE if source.job and shared >= slots.WORTH_SHARING else 0
+            if not slots.has_room(self.target.capabilities, self._slots, job.request, common):
+                return
+            if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
-                self._begin(job, self._slot_for(source, shared, idle))
+                slot = slots.slot_for(source, shared, idle)
+                if self.shelf:
+                    slots.use_shelf(self.shelf, slot, self._slots, prompt, shared)
+                self._begin(job, slot)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
 
-    def _slot_for(self, source: Slot, shared: int, idle: list[Slot]) -> Slot:
-        """The idle slot for a prompt that begins with so many of the source's tokens."""
-        empty = [slot for slot in idle if not slot.session.token_ids]
-        held = len(source.session.token_ids)
-        if source.job is None and 2 * shared >= held and (held < shared + WORTH_SHARING or not empty):
-            return source
-        slot = min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
-        if slot is not source and shared >= WORTH_SHARING:
-            slot.session.close()
-            slot.session = source.session.fork()
-        return slot
-
     def _begin(self, job: Job, slot: Slot) -> None:
         request, self._served = job.request, self._served + 1
-        slot.job, slot.used, slot.again = job, self._served, 0
+        slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
         try:
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
+                family=request.family,
             )  # fmt: skip
             slot.generation.begin()
+            slot.forked = min(slot.forked, len(slot.session.token_ids))
+            slots.make_room(self.target.capabilities, self._slots, self.shelf)
         except Exception as error:  # this text's alone
             self._end(slot, error)
             return
@@ -260,8 +308,6 @@ class Scheduler:
         """One forward for texts that are written, as many as it has room for, and for the next part of a prompt."""
         try:
             batch = self._plan(writing, reader)
-            if reader and reader.generation:
-                batch.append((reader, self._part(reader.generation, batch)))
             started = perf_counter()
             logits = self._forward(batch) if batch else []
             self._learn(batch, perf_counter() - started)
@@ -276,86 +322,61 @@ class Scheduler:
             raise
 
     def _plan(self, writing: list[Slot], reader: Slot | None) -> Batch:
-        """Trees of those who have waited longest, as many as a pass has room for, and in it their best nodes."""
+        """Trees of those who have waited longest, and then the next part of a prompt."""
         limits = self.target.capabilities
-        room, group = most_nodes(limits, 0), list[Slot]()
-        if reader and reader.generation:
-            room -= min(TILE, reader.generation.unread, room // 2)
-        for slot in sorted(writing, key=lambda slot: slot.passed):
-            if (rows := 1 + slot.session.owed) > room:
-                break
-            group.append(slot)
-            room -= rows
-        trees, spent = list[DraftTree](), perf_counter()
-        alone = len(group) == 1 and reader is None
-        fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
-        for slot in group.copy():
-            assert slot.generation
-            try:
-                trees.append(slot.generation.plan(None if alone else fair))
-            except Exception as error:  # this text's alone
-                group.remove(slot)
-                self._end(slot, error)
-        spent = perf_counter() - spent
-        if len(group) > 1:
-            length = fmean(len(slot.session.token_ids) for slot in group)
-            cost = self._cost.at(round(length)) if self._cost else None
-            sizes = split([tree.log_probs[1:] for tree in trees], room, spent, cost)
-            trees = [best_nodes(tree, size, limits.max_leaves) for tree, size in zip(trees, sizes, strict=True)]
-        return [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
-
-    def _part(self, reading: Generation, batch: Batch) -> Work:
-        """The next part of a prompt, in the room that the trees leave; small enough that they need not wait long."""
-        limits, session = self.target.capabilities, reading.session
-        session.rewind(session.kept(len(session.token_ids)))
-        taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
-        start, room = len(session.token_ids), limits.max_nodes - taken
-        if limits.exact and batch:
-            room = min(room, limits.exact.prompts.most - taken)
-        others = any(slot.generation and not slot.generation.unread for slot in self._slots)
-        if others and not limits.streams:
-            room = min(room, self._quick(taken))
-        end = start + room
-        if end < start + reading.unread and end - end % TILE > start:
-            end -= end % TILE
-        return reading.prompt_work(end - start)
-
-    def _quick(self, taken: int) -> int:
-        """Tokens of a prompt that can be read, besides the rows that are taken, while those who write wait a moment."""
-        curve = self._prompt_cost.at(0)
-        if curve is None:
-            return FIRST_PIECE
-        sizes = np.arange(TILE, self.target.capabilities.max_nodes + TILE, TILE)
-        quick = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self._tree_seconds)
-        return TILE * max(1, int(np.count_nonzero(quick)))
+        part = reader.generation if reader else None
+        room = most_nodes(limits, 0) - (min(TILE, part.unread, most_nodes(limits, 0) // 2) if part else 0)
+        batch, failed = plan_trees(writing, limits, room, self._cost, alone=reader is None)
+        for slot, error in failed:  # that text's alone
+            self._end(slot, error)
+        if reader and part:
+            others = any(slot.generation and not slot.generation.unread for slot in self._slots)
+            batch.append((reader, plan_part(part, limits, batch, self._pieces if others else None)))
+        return batch
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
         try:
-            return self.target.forward([work for _, work in batch])
+            with self._passing.of([slot.job for slot, _ in batch if slot.job]):
+                return self.target.forward([work for _, work in batch])
         except ContextFull as error:
             self._make_room(batch, error)
+        except Interrupted:
+            pass
         except Exception as error:  # nobody knows what is left of their texts in the cache
             for slot, _ in batch:
                 self._end(slot, error)
                 slot.session.rewind(0)
+        for slot, _ in batch:
+            if slot.generation:
+                slot.generation.give_up()
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
-        """The cache is full: forget a text that nobody writes, else end the youngest."""
+        """The cache is full, or has to be put in order."""
         *_, (slot, work) = batch
-        idle = [slot for slot in self._slots if slot.job is None and slot.session.token_ids]
         if work.prompt and slot.again < MOST_AGAIN and slot.session.token_ids:
             slot.session.rewind(0)  # perhaps it was only put in order, and the prompt cannot go on where it stands now
             slot.again += 1
-        elif idle:
-            min(idle, key=lambda slot: slot.used).session.rewind(0)
         else:
-            slot = max((slot for slot, _ in batch), key=lambda slot: slot.used)
-            written = slot.job and slot.job.stats.tokens
-            if slot.job and written:
-                slot.job.stats.finish_reason = "length"
-            self._end(slot, None if written else error)
+            self._give_way([slot for slot, _ in batch], error)
+
+    def _give_way(self, active: list[Slot], error: ContextFull | None) -> None:
+        """Forget a text that nobody writes, else end the youngest, or have it wait if nothing is written of it."""
+        if idle := slots.oldest_idle(self._slots):
+            slots.forget(idle, self.shelf)
+            return
+        slot = max(active, key=lambda slot: slot.used)
+        job = slot.job
+        assert job
+        if job.stats.tokens:
+            job.stats.finish_reason = "length"
+            self._end(slot, None)
+        elif error:
+            self._end(slot, error)
+        else:
+            slot.job = slot.generation = None
+            self._waiting.insert(0, job)
 
     def _learn(self, batch: Batch, seconds: float) -> None:
         counts, nodes = self.counts, sum(len(work.token_ids) for _, work in batch)
@@ -367,10 +388,9 @@ class Scheduler:
         self._read_last = len(trees) < len(batch)
         for number, (slot, _) in enumerate(batch):
             slot.passed = counts.passes + number
+        self._pieces.add(nodes, seconds, prompt=self._read_last)
         if self._read_last:
-            self._prompt_cost.add(nodes, seconds)
             return
-        self._tree_seconds = seconds
         if self._cost and len(batch) > 1:  # a planner learns what a pass over its tree alone takes
             self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 
@@ -400,6 +420,9 @@ class Scheduler:
 
     def _end(self, slot: Slot, error: Exception | None) -> None:
         """The slot is idle; its text stays."""
+        if error is not None and slot.generation:
+            with suppress(Exception):  # the planner may be what has failed
+                slot.generation.give_up()
         job, slot.job, slot.generation = slot.job, None, None
         if job:
             self._finish(job, error)
@@ -407,8 +430,11 @@ class Scheduler:
     def _finish(self, job: Job, error: Exception | None) -> None:
         if error is not None:
             job.stats.finish_reason = "interrupted"
-        reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
-        self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
+        elif self._lengths:
+            self._lengths.learn(job.request.prompt_ids, job.stats.tokens)
+        if job.hold is None:
+            reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
+            self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
         self._tell(job, Ended(error))
 
     def _tell(self, job: Job, event: Event) -> None:

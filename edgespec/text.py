@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,11 +18,12 @@ class TextStream:
     Never lets out half a UTF-8 character, nor the beginning of what may become a stop string.
     """
 
-    def __init__(self, vocab: Vocab, stop: Sequence[str] = ()) -> None:
+    def __init__(self, vocab: Vocab, stop: Sequence[str] = (), shown: Collection[int] = ()) -> None:
         """
         Args:
             vocab: the tokenizer.
             stop: strings that end the text; they are not part of it.
+            shown: control tokens whose names are part of it.
 
         Raises:
             UsageError: a stop string is empty.
@@ -31,6 +32,7 @@ class TextStream:
             raise UsageError("a stop string is empty; give at least one character")
         self._vocab = vocab
         self._stop = tuple(stop)
+        self._shown = {token: vocab.token_text(token).encode() for token in shown}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False  # a stop string was found: the text is complete
@@ -38,7 +40,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that is certain after one more token; may be empty."""
-        return self._release(self._decoder.decode(self._vocab.token_bytes(token_id)))
+        return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:
         """What was still held back when the tokens ended."""
@@ -75,9 +77,14 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
     return [{"role": "system", "content": system}, question] if system else [question]
 
 
-def render_chat(vocab: Vocab, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
+def render_chat(
+    vocab: Vocab,
+    messages: Sequence[Message],
+    tools: Sequence[Message] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`."""
-    text = chat_text(vocab, messages, answer=True, tools=tools)
+    text = chat_text(vocab, messages, answer=True, tools=tools, more=more)
     return vocab.encode(text, add_bos=not _starts_with_bos(vocab, text), parse_special=True)
 
 
@@ -86,7 +93,12 @@ def _starts_with_bos(vocab: Vocab, text: str) -> bool:
 
 
 def chat_text(
-    vocab: Vocab, messages: Sequence[Message], *, answer: bool = False, tools: Sequence[Message] | None = None
+    vocab: Vocab,
+    messages: Sequence[Message],
+    *,
+    answer: bool = False,
+    tools: Sequence[Message] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> str:
     """A conversation as a text, by the model's own chat template.
 
@@ -98,6 +110,7 @@ def chat_text(
         messages: who says what.
         answer: end with the beginning of the assistant's answer.
         tools: functions that the assistant may call, as JSON schemas.
+        more: what else the template is told, such as enable_thinking.
 
     Raises:
         UsageError: the model has no chat template, or the template refuses the messages.
@@ -123,12 +136,7 @@ def chat_text(
     environment.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
         template = environment.from_string(vocab.chat_template)
-        return template.render(
-            messages=messages,
-            add_generation_prompt=answer,
-            bos_token=bos,
-            eos_token=eos,
-            **({"tools": tools} if tools else {}),
-        )
+        known = {"messages": messages, "add_generation_prompt": answer, "bos_token": bos, "eos_token": eos}
+        return template.render(dict(more or {}) | known | ({"tools": tools} if tools else {}))
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error

@@ -21,9 +21,10 @@ class Source(IntEnum):
 
     TARGET = 0  # sampled by the target: the root, and every bonus token
     DRAFT = 1  # guessed by the draft model
-    INPUT = 2  # copied from the prompt or from the output so far
+    INPUT = 2  # copied from the prompt, or from what this text and its siblings have written
     DATASTORE = 3  # copied from a datastore
     GRAMMAR = 4  # all that a grammar allows
+    PREDICTION = 5  # copied from the answer that the request predicts
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ bit when the backend's tolerance is 0, else within it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Session, Work, prefill
-from edgespec.errors import ContextFull, UsageError
+from edgespec.errors import ContextFull, Interrupted, SessionFileError, UsageError
 from edgespec.tree import path_to
 
 Factory = Callable[..., Backend]
@@ -463,6 +465,90 @@ def random_growth(factory: Factory) -> None:
             check_session(backend, session, text)
 
 
+def wide_trees_side_by_side(factory: Factory) -> None:
+    """Leaves are lent to the sessions that have trees: all of them together at their share, then one of them alone."""
+    with loaded(factory) as backend:
+        limits = backend.capabilities
+        sessions, texts = [backend.open() for _ in range(2)], [random_tokens(backend, 3, 150 + i) for i in range(2)]
+        for session, text in zip(sessions, texts, strict=True):
+            prefill(backend, session, text)
+        for wished in ([16, 16], [28, 4], [3, 29], [16, 16]):
+            counts = [min(limits.leaves(2), count) for count in wished]
+            tokens = [random_tokens(backend, count, 160 + count) for count in counts]
+            batch = [work(s, t, [-1] * len(t)) for s, t in zip(sessions, tokens, strict=True)]
+            logits = backend.forward(batch)
+            last = [one.row(count - 1) for one, count in zip(logits, counts, strict=True)]
+            for i, (session, row) in enumerate(zip(sessions, last, strict=True)):
+                check_nodes(backend, {counts[i] - 1: row}, texts[i], tokens[i], [-1] * counts[i])
+                session.commit([counts[i] - 1])
+                texts[i] = [*texts[i], tokens[i][-1]]
+        for session, text in zip(sessions, texts, strict=True):
+            check_session(backend, session, text)
+
+
+def a_saved_session_goes_on(factory: Factory) -> None:
+    """In the same program and in a new one, to the bit; nodes stay behind; the rest of the text can be rewound."""
+    text, tokens = [], []
+
+    def rows(backend: Backend, session: Session) -> list[np.ndarray]:
+        logits = backend.forward([work(session, tokens, TREE)])[0]
+        found = [logits.row(node) for node in range(len(TREE))]
+        session.commit([])
+        return found
+
+    with TemporaryDirectory() as folder:
+        path, empty = Path(folder) / "text.session", Path(folder) / "empty.session"
+        with loaded(factory) as backend:
+            text, tokens = random_tokens(backend, 11, 170), random_tokens(backend, len(TREE), 171)
+            session = backend.open()
+            session.save(empty)
+            prefill(backend, session, text)
+            expected = rows(backend, session)
+            backend.forward([work(session, [5, 6], [-1, 0])])
+            session.save(path, note={"a": [1]})
+            session.commit([0])
+            check_session(backend, session, [*text, 5])
+            session.close()
+            session = backend.open()
+            assert session.load(path) == {"a": [1]}
+            assert all(map(np.array_equal, rows(backend, session), expected))
+        with loaded(factory) as backend:
+            session, other = backend.open(), backend.open()
+            prefill(backend, session, text[::-1])  # goes
+            assert session.load(path) == {"a": [1]}
+            assert session.token_ids == text
+            assert all(map(np.array_equal, rows(backend, session), expected))
+            other.load(path)  # not alone
+            check_session(backend, other, text)
+            other.rewind(5)
+            check_session(backend, other, text[:5])
+            check_session(backend, session, text)
+            other.load(empty)
+            check_session(backend, other, [])
+            path.write_bytes(path.read_bytes()[:-100])
+            raises(SessionFileError, lambda: session.load(path))
+            raises(SessionFileError, lambda: session.save(Path(folder) / "nowhere" / "x"))
+            prefill(backend, session, text)
+            check_session(backend, session, text)
+        assert sorted(file.name for file in Path(folder).iterdir()) == ["empty.session", "text.session"]
+
+
+def an_interrupted_pass_leaves_the_text(factory: Factory) -> None:
+    with loaded(factory) as backend:
+        session, other, text = backend.open(), backend.open(), random_tokens(backend, 9, 180)
+        prefill(backend, session, text)
+        prefill(backend, other, text[:4])
+        backend.forward([work(session, [5, 6], [-1, 0])])
+        for batch in (
+            [work(session, [7, 8], [1, 1], 2)],
+            [work(session, [7], [-1]), work(other, [8, 9], [-1, -1])],
+        ):
+            backend.interrupt()
+            raises(Interrupted, lambda batch=batch: backend.forward(batch))  # type: ignore[misc]
+        check_session(backend, session, text)
+        check_session(backend, other, text[:4])
+
+
 CHECKS = [
     capabilities_are_sound,
     vocabulary_round_trip,
@@ -482,4 +568,7 @@ CHECKS = [
     closed_sessions_come_back,
     prefill_in_pieces,
     random_growth,
+    wide_trees_side_by_side,
+    a_saved_session_goes_on,
+    an_interrupted_pass_leaves_the_text,
 ]

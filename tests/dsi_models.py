@@ -10,31 +10,29 @@ from threading import Event
 from edgespec.backends.reference import ReferenceBackend, random_model
 
 from edgespec.backend import Backend, Logits, Work
-from edgespec.errors import Stopped
+from edgespec.errors import Interrupted
 from edgespec.measure.dsi_wall import SIZE
 
 
 class Slow:
-    """A backend whose passes take longer: so many seconds, give or take up to so many, unless they are stopped."""
+    """A backend whose passes take longer: so many seconds, give or take up to so many, unless they are interrupted."""
 
     def __init__(self, inner: Backend, seconds: float, jitter: float = 0.0, seed: int = 0) -> None:
         self._inner, self._seconds, self._jitter = inner, seconds, jitter
-        self._random, self._stopped = Random(seed), Event()
+        self._random, self._interrupted = Random(seed), Event()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def resume(self) -> None:
-        self._stopped.clear()
+    def interrupt(self) -> None:
+        self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        if self._stopped.wait(self._seconds + self._jitter * self._random.random()):
+        if self._interrupted.wait(self._seconds + self._jitter * self._random.random()):
+            self._interrupted.clear()
             for work in batch:
                 work.session.rewind(len(work.session.token_ids))
-            raise Stopped("stopped")
+            raise Interrupted("the pass was interrupted")
         return self._inner.forward(batch)
 
 

@@ -126,7 +126,7 @@ def write_gguf(path: Path, config: Any, weights: dict[str, Array], split: int = 
     return path
 
 
-def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: int = 256) -> Path:
+def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: int = 256, kind: str = "llama") -> Path:
     """A made-up Llama in float32, wide enough for llama.cpp's K types.
 
     Args:
@@ -134,9 +134,10 @@ def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: 
         layers: how many.
         idle: layers that add nothing.
         width: of a state.
+        kind: another type of model, of the same weights.
     """
     config = SimpleNamespace(
-        model_type="llama", hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, head_dim=64,
+        model_type=kind, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, head_dim=64,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip

@@ -27,6 +27,7 @@ SMALL = {
     "pad_token_id": 1,
 }
 GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 5}
+BY_TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # family -> transformers' name of it, and what differs from SMALL. Windows are shorter than the contract's texts.
@@ -40,9 +41,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "gpt-oss": ("gpt_oss", EXPERTS | {"sliding_window": 5, "layer_types": BY_TURNS}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0}),
-    "gemma3": ("gemma3_text", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma3": ("gemma3_text", GEMMA | {"layer_types": BY_TURNS}),
     "phi3": ("phi3", {"original_max_position_embeddings": 640}),
 }
 

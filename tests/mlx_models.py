@@ -46,6 +46,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral"},
     "mistral-windows": {"model_type": "mistral", **WINDOWS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3 moe": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
     "gemma": {"model_type": "gemma"},

@@ -119,8 +119,7 @@ def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
         ("torch", ["--kv-type", "q8_0"], "threads, memory, device, dtype, gpu_memory"),
         ("mlx", ["--threads", "2"], "memory"),
         ("mlx", ["--dtype", "float16"], "memory"),
-        ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory, kv_type"),
-        ("llamacpp", ["--gpu-memory", "10G"], "threads, gpu_layers, memory, kv_type"),
+        ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory, kv_type, gpu_memory"),
         ("mlx", ["--kv-type", "q8_0"], "memory"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from dsi_models import Slow, SlowSpec
 from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
 
+from edgespec import asking
 from edgespec.backend import Exact, ShapeClass
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
 from edgespec.generate import generate_tokens
@@ -21,7 +22,7 @@ from edgespec.stats import GenerationStats
 from edgespec.targets.coordinator import Targets
 from edgespec.targets.guesser import DraftGuesser, Guesser
 from edgespec.targets.places import Place, check_address, processes, threads
-from edgespec.targets.verifier import Task, Verifier, describe
+from edgespec.targets.verifier import Task, Verifier, close_own, describe, stop_up_to, verifier_of, verify
 
 PROMPT = [0, 5, 9, 3]  # of `Recorded`, too
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -148,9 +149,8 @@ def test_another_copy_is_asked_when_one_is_silent() -> None:
         assert silent._count == 4  # nobody waited for that one
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_workers_are_killed(temperature: float, tmp_path: Path) -> None:
-    sampling = SamplingParams(temperature=temperature, seed=6)
+def test_workers_are_killed(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=0.7, seed=6)
     expected = plain(sampling)
     spec = SlowSpec(0.01, dies=4, folder=str(tmp_path))
     with targets(spec, processes(2), Recorded([*PROMPT, *expected], 0.8, 0.002)) as made:
@@ -158,9 +158,8 @@ def test_workers_are_killed(temperature: float, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_workers_of_a_cluster_are_killed(temperature: float, tmp_path: Path, dask: list[Place]) -> None:
-    sampling = SamplingParams(temperature=temperature, seed=6)
+def test_workers_of_a_cluster_are_killed(tmp_path: Path, dask: list[Place]) -> None:
+    sampling = SamplingParams(temperature=0.7, seed=6)
     expected = plain(sampling)
     spec = SlowSpec(0.02, dies=4, folder=str(tmp_path))
     with targets(spec, dask, Recorded([*PROMPT, *expected], 0.8, 0.002)) as made:
@@ -215,6 +214,55 @@ def test_stopped_passes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with targets(SlowSpec(0.05), threads(3), Recorded([*PROMPT, *expected], 0.0, 0.01), lookahead=1) as made:
         assert write(made, SamplingParams(), count=8)[0] == expected
     assert False in ended
+
+
+def test_a_stop_ends_its_own_task_and_no_other() -> None:
+    """Also one that comes when the pass it meant is over, and before the next has begun."""
+    spec, expected = SlowSpec(), plain(SamplingParams())
+
+    def task(number: int) -> Task:
+        text, guesses = np.array(PROMPT, np.int32), np.array(expected[:4], np.int32)
+        return Task("stops", number, text, len(PROMPT), guesses, SamplingParams())
+
+    try:
+        assert verify(spec, task(1)) == expected[:5]
+        verifier_of(spec).target.interrupt()
+        assert verify(spec, task(2)) == expected[:5]
+        stop_up_to("stops", 4)
+        assert verify(spec, task(3)) is verify(spec, task(4)) is None
+        assert verify(spec, task(5)) == expected[:5]
+    finally:
+        close_own()
+
+
+def test_a_stop_ends_guesses_and_no_later_ones() -> None:
+    draft = ReferenceBackend(random_model(1, vocab_size=SIZE), context_length=256)
+    guesser, expected = DraftGuesser(draft, SIZE), plain(SamplingParams())
+    guesser.begin(PROMPT, SamplingParams())
+    guesses = guesser.after(PROMPT)
+    assert next(guesses) == expected[0]
+    guesser.stop()
+    assert list(guesses) == []
+    guesser.stop()
+    assert [next(guesses) for guesses in [guesser.after(PROMPT)]] == expected[:1]
+    guesser.close()
+
+
+def test_a_text_is_left_while_it_is_written() -> None:
+    """By `asking.together`, as everywhere else; closing ends what is under way, too."""
+    expected = plain(SamplingParams())
+    with targets(SlowSpec(0.005), threads(2), Recorded([*PROMPT, *expected], 0.8)) as made:
+        stats = GenerationStats()
+        with closing(asking.events(made, Request(PROMPT, SamplingParams(), 40), stats)) as events:
+            assert any(isinstance(event, Wrote) for event in events)
+        made.thread.join(5)
+        assert stats.finish_reason == "interrupted"
+        found = asking.events(made, Request(PROMPT, SamplingParams(), 40))
+        assert [chunk.token_id for event in found if isinstance(event, Wrote) for chunk in event.chunks] == expected
+        left = asking.events(made, Request(PROMPT, SamplingParams(), 40))
+        assert any(isinstance(event, Wrote) for event in left)
+        made.close()
+        assert not made.thread.is_alive()
 
 
 def test_guesses_beyond_a_pass_are_judged_in_several() -> None:

@@ -14,7 +14,7 @@ from edgespec.weights import direct
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer
 from edgespec.weights.residency import Tensor
-from edgespec.weights.system import READ_SIZE, open_direct, read_unaligned
+from edgespec.weights.system import READ_SIZE, memory_step, open_direct, read_unaligned
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
 
@@ -71,9 +71,9 @@ def test_what_was_expected_and_did_not_come(content):
 def test_reads_that_are_slow_when_a_pass_ends(content, monkeypatch):
     path, layers, data = content
 
-    def slowly(descriptor: int, address: int, start: int, stop: int) -> None:
+    def slowly(*arguments: int) -> None:
         time.sleep(0.002)
-        read_unaligned(descriptor, address, start, stop)
+        read_unaligned(*arguments)
 
     monkeypatch.setattr(direct, "read_unaligned", slowly)
     memory, rng = ExpertMemory([str(path)], layers, 2), np.random.default_rng(5)
@@ -159,10 +159,10 @@ def test_a_disk_error_is_one_message_and_the_next_pass_works(content, monkeypatc
     memory = ExpertMemory([str(path)], layers, 2)
     broken = True
 
-    def read(descriptor: int, address: int, start: int, stop: int) -> None:
+    def read(*arguments: int) -> None:
         if broken:
             raise OSError("the disk is on fire")
-        read_unaligned(descriptor, address, start, stop)
+        read_unaligned(*arguments)
 
     monkeypatch.setattr(direct, "read_unaligned", read)
     try:
@@ -222,14 +222,15 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize("start", [0, 1, 511, 512, 4095, 4096, 5000])
 @pytest.mark.parametrize("size", [1, 511, 4096, 10000, READ_SIZE - 5000])
 @pytest.mark.parametrize("shift", [0, 1, 512])
-def test_reads_of_any_bytes(large, start, size, shift):
+@pytest.mark.parametrize("step", [512, 4096])
+def test_reads_of_any_bytes(large, start, size, shift, step):
     path, data = large
     buffer = ctypes.create_string_buffer(size + 8192)
     address = -(-ctypes.addressof(buffer) // 4096) * 4096 + (start + shift) % 4096
     ctypes.memset(buffer, 7, len(buffer))
-    descriptor, _ = open_direct(str(path))
+    descriptor, direct = open_direct(str(path))
     try:
-        read_unaligned(descriptor, address, start, start + size)
+        read_unaligned(descriptor, address, start, start + size, max(step, memory_step(descriptor) if direct else 1))
     finally:
         os.close(descriptor)
     assert ctypes.string_at(address, size) == data[start : start + size]

@@ -294,9 +294,18 @@ def test_a_folder_by_the_command(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "GB of bfloat16 weights" in done.stdout
     done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--quant", "Q4_K_M", "--dry-run")
-    assert "then about" in done.stdout
+    assert "about 0.00 GB as bfloat16, then about" in done.stdout
     assert not list(tmp_path.glob("*no.gguf*"))
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_dry_run_reckons_with_the_type_that_is_written(folder: Path, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [5000000], "data_offsets": [0, 20000000]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20_000_000))
+    done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--dry-run")
+    assert "about 0.01 GB as bfloat16" in done.stdout  # the folder has twice as many bytes
+    done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--dtype", "float32", "--quant", "Q8_0", "--dry-run")
+    assert "about 0.02 GB as float32" in done.stdout
 
 
 def test_bad_folders(folder: Path, tmp_path: Path) -> None:
@@ -310,7 +319,7 @@ def test_bad_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.A"}}')
     with pytest.raises(ModelError, match="wants to run programs of its own"):
         check_folder(folder, trust=False)
-    assert check_folder(folder, trust=True) > 0
+    assert check_folder(folder, trust=True) == 1
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         check_folder(folder, trust=True)

@@ -1,6 +1,8 @@
 """How many layers go to a GPU that llama.cpp reports: a fake list of devices; and the override, on a real model."""
 
+import ctypes
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,57 @@ def test_the_output_may_lie_in_front() -> None:
     assert gpu_spans(tensors(), 0) == []
 
 
+def test_experts_stay_here() -> None:
+    """A GPU with layers gets none of their experts, and those count here."""
+    experts = [Tensor(f"blk.{i}.ffn_up_exps.weight", 0, 8192 + (i + 100) * 4 * LAYER, 3 * LAYER) for i in range(10)]
+    both = [*tensors(), *experts]
+    plan = make_plan(both, 20 * LAYER, 0, on_device=10, experts_here=True)
+    assert plan is not None
+    assert plan.cached_bytes == 30 * LAYER
+    assert plan.streamed == ()
+    assert make_plan(both, 20 * LAYER, 0, on_device=10) is None  # with all of its layers it leaves next to nothing
+    plan = make_plan(both, 20 * LAYER, 0, on_device=3)
+    assert plan is not None
+    assert plan.cached_bytes == 21 * LAYER
+    chosen = replace(plan, slots_of_experts=2)
+    assert gpu.kept_off(chosen, 0) == {}
+    assert next(iter(gpu.overrides(gpu.EXPERTS))).pattern == gpu.EXPERTS
+    assert gpu.kept_off(chosen, 4) == {"tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))}
+
+
+def with_experts() -> list[Tensor]:
+    """Ten layers whose experts lie in them, as files have them, and make three quarters of each."""
+    found, start = [], 4096
+    for i in range(10):
+        for part, size in (("attn_q", LAYER // 4), ("ffn_up_exps", 3 * LAYER // 4)):
+            found.append(Tensor(f"blk.{i}.{part}.weight", 0, start, size))
+            start += size
+    return found
+
+
+def test_experts_that_a_gpu_cannot_hold() -> None:
+    assert not gpu.experts_too_large([], with_experts(), -1)
+    assert not gpu.experts_too_large(own(11 * LAYER), with_experts(), -1)
+    assert gpu.experts_too_large(own(9 * LAYER), with_experts(), -1)
+    assert gpu.experts_too_large(own(2 * LAYER), with_experts(), 4)  # three layers and the output
+    assert not gpu.experts_too_large(own(4 * LAYER), with_experts(), 4)
+    assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1)  # no experts
+    assert gpu.kept_off(None, -1, no_experts=True) == {
+        "tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))
+    }
+
+
+def test_a_mac_would_keep_all_experts() -> None:
+    """Between the first and the last weight of a layer lie its experts, whoever computes them."""
+    plan = make_plan(with_experts(), 6 * LAYER, 0, kept=2)
+    assert plan is not None
+    assert plan.streamed == ()
+    assert 2 * LAYER > wired(plan, gpu_spans(with_experts(), 2)) > LAYER
+    with pytest.raises(UsageError, match="with --gpu-layers 3 the GPU would map experts, and keep all of them"):
+        check_spans(plan, with_experts(), 3)
+    check_spans(plan, with_experts(), 0)
+
+
 def logits(backend: Any) -> np.ndarray:
     session = backend.open()
     prefill(backend, session, [5, 6, 7])
@@ -134,11 +187,14 @@ def logits(backend: Any) -> np.ndarray:
 
 def test_the_override_is_llamacpps(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp takes the structure as it is made here."""
-    assert gpu.without_output() == {} or sys.platform == "darwin"
-    assert gpu.overrides()  # made once
+    plan = plans(9 * LAYER)(2)
+    assert gpu.kept_off(plan, 3) == {} or sys.platform == "darwin"
+    assert gpu.kept_off(None, 3) == {}
+    assert gpu.overrides(gpu.OUTPUT) is gpu.overrides(gpu.OUTPUT)  # made once
     gpu.ggml()  # found by its name on this system
     monkeypatch.setattr(sys, "platform", "darwin")
-    options = gpu.without_output()
+    assert gpu.kept_off(plan, 0) == {}
+    options = gpu.kept_off(plan, 3)
     monkeypatch.undo()
     assert options["tensor_buft_overrides"]
     model = load_model(str(smollm2_tiny), **options, n_gpu_layers=3)
@@ -157,6 +213,14 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     assert backend.computing["gpu_layers"] == -1
     np.testing.assert_array_equal(logits(backend), expected)
     backend.close()
+    backend = load(str(smollm2_tiny), context_length=64, gpu_memory="1M")
+    assert backend.computing["gpu_layers"] == 0  # no more than that, whatever is free
+    backend.close()
+    with pytest.raises(UsageError, match="gpu_layers and gpu_memory both say"):
+        load(str(smollm2_tiny), context_length=64, gpu_memory="1G", gpu_layers=2)
+    monkeypatch.setattr(memory, "devices", list)
+    with pytest.raises(UsageError, match="gpu_memory is given, but this llama"):
+        load(str(smollm2_tiny), context_length=64, gpu_memory="1G")
     monkeypatch.setattr(memory, "devices", lambda: [Device("GPU0", False, 1 << 20)])
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == 0

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
+import edgespec.asking as asking
 from edgespec.backend import prefill
 from edgespec.errors import UsageError
 from edgespec.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
@@ -199,7 +200,7 @@ def test_on_a_model_of_its_own_words(smollm2_tiny):
             assert set(json.loads(result.text)) == {"city", "ok"}
             assert result.stats.tokens_by_source["grammar"] >= 5
             request = model.request(user_messages("Which city?"), **options)
-            events = model.scheduler.events(replace(request, plain=True))
+            events = asking.events(model.scheduler, replace(request, plain=True))
             plain = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
             assert plain == result.token_ids
 

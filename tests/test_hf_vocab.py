@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
-from edgespec.backends.hf_vocab import HfVocab, load_vocab
+from edgespec.backends.hf_vocab import HfVocab, experts_of, load_vocab
 from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
 from tokenizers import Tokenizer, decoders, models
 
-from edgespec.backend import MAX_PADDING, check_same_vocab
 from edgespec.errors import ModelError, VocabMismatch
+from edgespec.same_vocab import MAX_PADDING, check_same_vocab
 
 TEXTS = ["to be or not to be", " two  spaces\n\ttab", "žluťoučký kůň, 日本語, 🎉", "a</s>b<|im_end|>", ""]
 
@@ -183,3 +183,19 @@ def test_smollm2_is_the_same_as_in_llama_cpp(smollm2, smollm2_hf):
         for parse_special in (False, True):
             options = {"add_bos": True, "parse_special": parse_special}
             assert ours.encode(text, **options) == theirs.encode(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2)),
+        ({"num_experts": 128, "num_experts_per_tok": 8, "num_local_experts": None}, (128, 8)),
+        ({"n_routed_experts": 64, "num_experts_per_tok": 6}, (64, 6)),
+        ({"n_routed_experts": None, "num_experts_per_tok": None}, None),
+        ({"num_experts": 0, "num_experts_per_tok": 2}, None),
+        ({"num_experts": 4, "num_experts_per_tok": 4}, None),
+        ({}, None),
+    ],
+)
+def test_experts_of_a_mixture(config, experts):
+    assert experts_of(config) == experts

@@ -34,6 +34,7 @@ TARGETS = {
     "llama": {"config": FAMILIES["llama-3"]},
     "gemma3, with windows": {"config": FAMILIES["gemma3"]},
     "qwen3, 4 bits": {"config": FAMILIES["qwen3"], "bits": 4},
+    "gpt-oss": {"config": FAMILIES["gpt-oss"]},
     "mistral, float16": {"config": FAMILIES["mistral"], "dtype": mx.float16},
 }
 

@@ -28,7 +28,15 @@ SAMPLINGS = [
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
 OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
 # Family -> noise that leaves a draft right now and then.
-FAMILIES = {"llama": 0.1, "mistral, window": 0.1, "mixtral": 0.1, "qwen3": 0.1, "gemma2": 0.8, "gemma3": 0.8}
+FAMILIES = {
+    "llama": 0.1,
+    "mistral, window": 0.1,
+    "mixtral": 0.1,
+    "gpt-oss": 0.1,
+    "qwen3": 0.1,
+    "gemma2": 0.8,
+    "gemma3": 0.8,
+}
 
 
 def write(target, planner, prompt, sampling, count):

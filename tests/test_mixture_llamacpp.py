@@ -186,8 +186,22 @@ def test_a_graph_that_is_not_known(monkeypatch, from_disk):
     backend = from_disk("gpt-oss", 2)  # whose biases are then users of experts' numbers that nobody knows
     assert backend.mixture is None
     assert backend.capabilities.experts is None
+    assert backend.streamer.plan.slots_of_experts == -1
+    assert any("of experts as the page cache keeps them" in note for note in backend.notes)
+    assert not any("experts of each layer" in note for note in backend.notes)
     assert any("left to the page cache" in note and "needs the experts' numbers" in note for note in backend.notes)
     assert np.isfinite(logits_of(backend)[0]).all()
+
+
+def test_a_system_that_cannot_move_memory(monkeypatch, from_disk, mixtures):
+    """The page cache has the experts then, says so, and the numbers are the same."""
+    right = logits_of(from_disk("mixtral", 2))
+    monkeypatch.setenv("EDGESPEC_PAGE_CACHE", "1")
+    backend = from_disk("mixtral", 2)
+    assert backend.mixture is None
+    assert backend.capabilities.experts is None
+    assert any("of experts as the page cache keeps them" in note for note in backend.notes)
+    assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
 
 
 def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):
@@ -232,7 +246,7 @@ def test_experts_that_are_cut_short(tmp_path, mixtures):
 def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     """`GgmlTensor` is the struct of this build, and another one is noticed."""
     backend = from_disk("mixtral", 2)
-    nodes = backend._watch.nodes(backend._context)
+    nodes = backend._watch.nodes(backend.context)
     assert len(nodes) > 50
     assert all(map(is_known, nodes))
     fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]
@@ -253,3 +267,14 @@ def test_routing_is_recorded(from_disk):
     shares = [routing.shares(slots)["mixed"] for slots in (3, 5, EXPERTS)]
     assert shares == sorted(shares)
     assert shares[-1] > 0.5
+
+
+@pytest.mark.parametrize(("kind", "of"), [(0, np.float32), (1, np.float16), (30, np.uint16), (8, None)])
+def test_numbers_of_a_tensor(kind: int, of: Any) -> None:
+    """As routers of all float types have them; those of quantised ones are not known."""
+    wanted = np.array([[1, -2, 0.5], [3, 0, -0.25]], np.float32)
+    data = (wanted.view(np.uint32) >> 16).astype(np.uint16) if of is np.uint16 else wanted.astype(of or np.int8)
+    tensor = GgmlTensor(type=kind, ne=(3, 2, 1, 1), data=data.ctypes.data)
+    tensor.nb[1] = 3 * data.itemsize
+    found = ggml_tensor.rows_of(ctypes.addressof(tensor))
+    assert found is None if of is None else np.array_equal(found, wanted)

@@ -61,6 +61,8 @@ def test_family(name, tmp_path):
     for check in [*CHECKS, contract.random_growth] if windows else CHECKS:
         check(partial(load, str(folder)))
     backend = load(str(folder), context_length=64)
+    mixture = "num_experts_per_tok" in VARIANTS[name]["config"]
+    assert backend.capabilities.experts == ((4, 2) if mixture else None)
     text = contract.random_tokens(backend, 30, 1)  # longer than the windows
     rows, expected = contract.chain_rows(backend, text), own_rows(folder, text)
     for row, own in zip(rows, expected, strict=True):

@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from mlx_models import FAMILIES, write_model
 
 from edgespec.backend import prefill
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.weights import residency
 from edgespec.weights.machine import private_memory
 from edgespec.weights.residency import make_plan
@@ -81,6 +81,7 @@ def load_streamed(monkeypatch) -> Iterator[Callable]:
                 patch.setattr(residency, "PART", part)
             backend = load(str(folder), **options)
         assert backend.capabilities.streams
+        assert backend.capabilities.experts is None  # all of a streamed layer are read
         opened.append(backend)
         return backend
 
@@ -221,6 +222,31 @@ def test_a_pass_given_up_anywhere(error, llama, load_streamed, monkeypatch):
             patch.setattr(streamer, name, fail)
             with pytest.raises(error):
                 streamed.forward([contract.work(pair.sessions[0][1], [9, 9, 9], [-1, 0, 0])])
+        pair.forward((0, [1, 2, 3, 4], [-1, 0, 0, 1]))
+        pair.each(0, lambda session: session.commit([]))
+    resident.close()
+
+
+def test_an_interrupted_pass_ends_within_a_layer(llama, load_streamed, monkeypatch):
+    resident, streamed = load(str(llama), context_length=64), load_streamed(llama, 0.5, context_length=64)
+    pair, streamer = Pair(resident, streamed, 1), streamed._sweep.streamer
+    pair.forward((0, [5, 6, 7], [-1, 0, 1]))
+    pair.each(0, lambda session: session.commit([0, 1, 2]))
+    enter, layers = streamer.enter, [layer.index for layer in streamer.plan.streamed]
+    for at in layers[:-1]:
+        entered = []
+
+        def interrupt(index, at=at, entered=entered):
+            entered.append(index)
+            enter(index)
+            if index == at:
+                streamed.interrupt()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streamer, "enter", interrupt)
+            with pytest.raises(Interrupted):
+                streamed.forward([contract.work(pair.sessions[0][1], [9, 9, 9], [-1, 0, 0])])
+        assert entered == layers[: layers.index(at) + 1]
         pair.forward((0, [1, 2, 3, 4], [-1, 0, 0, 1]))
         pair.each(0, lambda session: session.commit([]))
     resident.close()

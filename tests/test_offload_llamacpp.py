@@ -29,14 +29,14 @@ from edgespec.backends.llamacpp.backend import LlamaBackend, load
 from edgespec.backends.llamacpp.memory import MIN_NODES, ContextSize
 
 from edgespec.backend import Work, prefill
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
-from edgespec.weights import ring
+from edgespec.weights import disk, ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
 from edgespec.weights.machine import parse_size
@@ -68,9 +68,11 @@ def least_memory(path: Path, **options: Any) -> int:
 
 
 def load_streamed(path: Path, more: int = 0, **options: Any) -> LlamaBackend:
-    """With the least memory, or that much more."""
-    options = OPTIONS | options
-    backend = load(str(path), memory=least_memory(path, **options) + more, **options)
+    """With the least memory, or that much more; what this program holds besides may not change in between."""
+    options, held = OPTIONS | options, llamacpp_memory.private_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llamacpp_memory, "private_memory", lambda: held)
+        backend = load(str(path), memory=least_memory(path, **options) + more, **options)
     assert backend.streamer is not None
     assert len(backend.streamer.plan.streamed) >= 4
     return backend
@@ -375,6 +377,39 @@ def test_an_error_in_the_middle_of_a_pass(
     assert last
     np.testing.assert_array_equal(last[0].row(last[1]), np_rows(tiny_resident))
     session.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_interrupted_pass_ends_within_a_layer(
+    tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Also where llama.cpp does not ask whether to go on, as on a GPU."""
+    backend = load_streamed(tiny)
+    if not asked:
+        nobody = llama_cpp.ggml_abort_callback()
+        llama_cpp.llama_set_abort_callback(backend.context, nobody, None)
+    session, entered = backend.open(), list[int]()
+    prefill(backend, session, [1, 2, 3])
+    enter, end = backend.streamer.enter, backend.cells.end  # type: ignore[union-attr]
+    for layer in (0, 3, 5):
+
+        def interrupt(index: int, layer: int = layer) -> None:
+            entered.append(index)
+            enter(index)
+            if index == layer:
+                backend.interrupt()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend.streamer, "enter", interrupt)
+            entered.clear()
+            with pytest.raises(Interrupted):
+                prefill(backend, session, [1, 2, 3, 4, 5])
+        assert max(entered) <= layer + 1
+        assert (session.token_ids, backend.cells.end) == ([1, 2, 3], end)
+    last = prefill(backend, session, [1, 2, 3, 4, 5], want_last=True)
+    assert last
+    np.testing.assert_array_equal(last[0].row(last[1]), np_rows(tiny_resident))
     backend.close()
 
 
@@ -704,7 +739,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
 def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     least = least_memory(tiny, context_length=256, budget=8)
     arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
-    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e6)
+    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e6)
     code, _, err = run(*arguments)
     assert code == 0
     lines = err.splitlines()
@@ -713,7 +748,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
-    monkeypatch.setattr(ring, "disk_bandwidth", lambda path, seconds: 1e9)
+    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e9)
     assert "the disk allows" not in run(*arguments)[2]
 
 
@@ -726,7 +761,7 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(tiny, copy)
     memory = least_memory(copy, **OPTIONS)
-    monkeypatch.setattr(ring, "disk_bandwidth", broken)
+    monkeypatch.setattr(disk, "disk_bandwidth", broken)
     before = left_behind(copy)
     with pytest.raises(ModelError, match="cannot be read: Input/output error"):
         load(str(copy), memory=memory, **OPTIONS)

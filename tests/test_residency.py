@@ -143,7 +143,7 @@ def pages_of(tensor: Tensor) -> range:
 def test_every_page_has_one_place_and_all_fit(tensors: list[Tensor], share: float, needed: int, on_device: int) -> None:
     count = max(map(layer_of, tensors)) + 1
     on_device = min(on_device, count)
-    host = [tensor for tensor in tensors if layer_of(tensor) < count - on_device]
+    host = [t for t in tensors if layer_of(t) < count - on_device and not (on_device and t.name.startswith("output"))]
     memory = int(share * (total(tensors) + needed))
     try:
         plan = make_plan(tensors, memory, needed, on_device=on_device, page=PAGE)
@@ -393,8 +393,22 @@ def test_layers_on_a_device_are_left_out() -> None:
     last = max(extent.stop for extent in (*plan.pinned, *(e for layer in plan.streamed for e in layer.extents))
                if extent.stop < tensors[-1].start // PAGE * PAGE)  # fmt: skip
     assert last <= -(-next(t.start for t in tensors if t.name.startswith("blk.6.")) // PAGE) * PAGE
-    assert make_plan(tensors, half, 0, on_device=10, page=PAGE) is None
+    assert not plan_of(tensors, half, on_device=10).streamed
     assert make_plan(tensors, total(tensors) // 2, 0, on_device=12, page=PAGE) is None
+
+
+@pytest.mark.parametrize("names", [("token_embd.weight", "output.weight"), ("token_embd.weight",)])
+def test_the_output_is_on_the_device_and_the_embedding_read_by_rows(names: tuple[str, ...]) -> None:
+    """Also where one is the other: a device has a copy of its own."""
+    ends = [(name, 3 * MIB) for name in (*names, "output_norm.weight")]
+    tensors = pack([*ends, *((f"blk.{i}.ffn_up.weight", MIB) for i in range(8))])
+    plan = plan_of(tensors, minimum(tensors, on_device=4), on_device=4)
+    assert plan.streamed
+    assert plan.looked_up_bytes > 2 * MIB
+    output = [tensor for tensor in tensors if tensor.name.startswith("output")]
+    first, last = output[0].start // PAGE * PAGE + PAGE, (output[-1].start + output[-1].size) // PAGE * PAGE - PAGE
+    assert not [extent for extent in plan.pinned if extent.start < last and extent.stop > first]
+    assert make_plan(tensors, 8 * MIB, 0, on_device=4, page=PAGE) is None
 
 
 def test_larger_pages() -> None:

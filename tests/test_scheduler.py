@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import subprocess
 import sys
 from contextlib import aclosing, suppress
@@ -15,12 +16,14 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import edgespec.asking as asking
 from edgespec.backend import Exact, ShapeClass, prefill
 from edgespec.cost import Curve, goodput, split
 from edgespec.errors import ContextFull, ModelError, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.jobs import Cancelled, Closed, Ended, Reading, Request, Wrote
 from edgespec.model import Model
+from edgespec.planners.ngrams import Family
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
@@ -82,12 +85,12 @@ def alone(prompt: int, temperature: float, seed: int, max_tokens: int) -> list[i
 class Reader:
     """Gathers the events of one request."""
 
-    def __init__(self, scheduler, prompt=0, temperature=0.0, seed=0, max_tokens=8, **more):
+    def __init__(self, scheduler, prompt=0, temperature=0.0, seed=0, max_tokens=8, hold=None, **more):
         self.key = prompt, temperature, seed, max_tokens
         self.events, self.stats = [], GenerationStats()
         sampling = SamplingParams(temperature=temperature, seed=seed)
         request = Request(PROMPTS[prompt], sampling, max_tokens, **more)
-        self.job = scheduler.submit(request, self.events.append, self.stats)
+        self.job = scheduler.submit(request, self.events.append, self.stats, hold)
 
     @property
     def tokens(self):
@@ -125,13 +128,22 @@ requests = st.tuples(
     st.sampled_from([0.0, 0.7, 1.0]),
     st.integers(0, 2),
     st.sampled_from([1, 5, 12]),
+    st.sampled_from(["", "", "held", "foreseen", "predicted", "sibling"]),
 )
 actions = st.one_of(
     requests, requests, st.tuples(st.just("step"), st.integers(1, 6)), st.tuples(st.just("cancel"), st.integers(0, 9))
 )
 
 
-@settings(max_examples=40, deadline=None)
+def special(how, prompt, families):
+    """What else a request may want; none of it changes a text."""
+    if how == "sibling":
+        return {"family": families.setdefault(prompt, Family(PROMPTS[prompt]))}
+    predicted = Family(PROMPTS[prompt], alone(prompt, 0.0, 0, 12))
+    return {"held": {"hold": 3}, "foreseen": {"foresee": True}, "predicted": {"family": predicted}}.get(how, {})
+
+
+@settings(max_examples=int(os.environ.get("EDGESPEC_SCHEDULES", "40")), deadline=None)
 @given(
     st.sampled_from(["none", "sssd", "specexec", "auto"]),
     st.sampled_from(list(SHAPES)),
@@ -143,10 +155,11 @@ def test_random_schedules_change_no_text(name, shape, slots, leaves, schedule):
     target, pace = backend(shape, sessions=slots, leaves=leaves), new_pace(False)
     guessing = planners(name, slots, pace)
     scheduler = Scheduler(target, guessing, budget=12, cost=pace.target if name == "auto" else None)
-    readers = []
+    readers, families = [], {}
     for what, *values in schedule:
         if what == "ask":
-            readers.append(Reader(scheduler, *values))
+            *asked, how = values
+            readers.append(Reader(scheduler, *asked, **special(how, asked[0], families)))
         elif what == "cancel":
             if readers:
                 readers[values[0] % len(readers)].job.cancel()
@@ -154,6 +167,8 @@ def test_random_schedules_change_no_text(name, shape, slots, leaves, schedule):
             for _ in range(values[0]):
                 scheduler.step()
         assert scheduler.active <= slots
+    for reader in readers:
+        scheduler.go_on(reader.job)
     run(scheduler)
     for reader in readers:
         reader.check()
@@ -324,7 +339,7 @@ def test_a_pass_that_fails_ends_those_in_it():
 def test_ctrl_c_leaves_everything_fit_for_the_next_text():
     target = backend(kind=Recording, sessions=1)
     scheduler = Scheduler(target, planners("specexec", 1), budget=4)
-    events = scheduler.events(Request(PROMPTS[1], SamplingParams(), 20))
+    events = asking.events(scheduler, Request(PROMPTS[1], SamplingParams(), 20))
     next(events)
     target.failing = lambda batch: KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -417,13 +432,13 @@ def test_progress_stop_strings_and_log_probs():
     found = {}
     for name in ("none", "sssd"):
         scheduler = Scheduler(target, planners(name, 1), budget=8)
-        events = list(scheduler.events(Request(prompt, sampling, 30, log_probs=3)))
+        events = list(asking.events(scheduler, Request(prompt, sampling, 30, log_probs=3)))
         assert [(e.done, e.total) for e in events if isinstance(e, Reading)] == [(0, 18), (18, 18)]
         chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         found[name] = [(chunk.token_id, chunk.log_probs) for chunk in chunks]
         text, stats = "".join(chunk.text for chunk in chunks), GenerationStats()
         stop = text[10:12]
-        events = list(scheduler.events(Request(prompt, sampling, 30, stop=[stop]), stats))
+        events = list(asking.events(scheduler, Request(prompt, sampling, 30, stop=[stop]), stats))
         chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
         assert stats.finish_reason == "stop"
@@ -569,7 +584,7 @@ class TestModel:
             next(left)
             assert len(model.generate("hello 1", max_tokens=5).token_ids) == 5  # the text that was left is in the way
             assert len(list(left)) == 19
-            assert model.scheduler._thread is None
+            assert model.scheduler.thread is None
 
     def test_a_program_may_end_in_the_middle(self):
         script = (

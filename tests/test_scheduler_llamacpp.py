@@ -1,4 +1,7 @@
-"""Shared passes on llama.cpp: texts are equal to the bit to those written alone, whatever happens to the cache."""
+"""Shared passes on llama.cpp: texts are equal to the bit to those written alone, whatever happens to the cache.
+
+All cells are one pool that does not hold all texts; texts go to the disk and come back.
+"""
 
 import numpy as np
 import pytest
@@ -14,19 +17,29 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
+from edgespec.shelf import Shelf
+from edgespec.slots import forget
 
 TEXT = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 20
 PROMPTS = [TEXT[:40], TEXT[:900], f"{TEXT[:700]}Or not.", TEXT[30:1000], f"{TEXT[:1200]}He did."]
 
 
 @pytest.mark.parametrize("asked", ["narrow", "wide"])
-def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder):
+def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path):
     path = smollm2_folder / "made-up-for-the-scheduler.gguf"
     if not path.exists():
         write_made_up(path, Shape(2, 256, 512, 4, 2, vocab=1), smollm2, lambda done, total: None)
-    target = load(str(path), context_length=512, budget=16, sessions=4, threads=2, exact=asked)
+    target = load(str(path), context_length=512, budget=16, sessions=4, threads=2, exact=asked, share=0.25)
+    shelf, loaded = None, list[bool]()
+
+    class Counting(Shelf):
+        def load(self, path, session):
+            loaded.append(super().load(path, session) and bool(session.token_ids))
+            return loaded[-1]
+
     try:
         settle(target, str(path), asked)
+        shelf = Counting(tmp_path, target, 1 << 30, least=32, say=pytest.fail)
         ids = [target.vocab.encode(prompt, add_bos=True, parse_special=False) for prompt in PROMPTS]
         asks = [Request(ids[i % 5], SamplingParams(temperature=1.0, seed=i), 10 + 3 * i) for i in range(9)]
 
@@ -34,6 +47,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder):
             """All texts, with so many at once; between passes the cache is put in order now and then."""
             scheduler, found = Scheduler(target, [planner() for _ in range(slots)], budget=16), [[] for _ in asks]
             generator, jobs = np.random.default_rng(slots), []
+            scheduler.shelf = shelf if cache else None
             try:
                 for i, ask in enumerate(asks):
                     jobs.append(scheduler.submit(ask, found[i].append))
@@ -43,6 +57,10 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder):
                         if not (scheduler.waiting or scheduler.active):
                             break
                         scheduler.step()
+                    if cache and i % 2:
+                        for slot in scheduler._slots:
+                            if slot.job is None:
+                                forget(slot, shelf)
                     if cache and i % 3 == 2:
                         target.cells.put_in_order([slot.session for slot in scheduler._slots])
                     if not cache:
@@ -58,5 +76,8 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder):
         together, works = write(4, SssdPlanner, cache=True)
         assert works > 1.2
         assert together == alone
+        assert list(tmp_path.glob("*.kept"))
+        assert write(4, SssdPlanner, cache=True)[0] == alone  # as after a restart
+        assert sum(loaded) >= 2
     finally:
         target.close()

@@ -119,6 +119,25 @@ class TestChat:
             parts[choice["index"]] += choice["delta"].get("content", "")
         assert list(parts.values()) == texts
 
+    def test_a_prediction_is_guessed_from_and_counted(self, client):
+        body = HELLO | {"max_tokens": 30, "temperature": 0.9, "seed": 3}
+        without = client.post("/v1/chat/completions", json=body).json()
+        text = without["choices"][0]["message"]["content"]
+        for content in (text, [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]):
+            more = {"prediction": {"type": "content", "content": content}}
+            answer = client.post("/v1/chat/completions", json=body | more).json()
+            assert answer["choices"] == without["choices"]
+            details = answer["usage"]["completion_tokens_details"]
+            assert (
+                details["accepted_prediction_tokens"]
+                == (answer["edgespec"]["stats"][0]["tokens_by_source"]["prediction"])
+            )
+            assert details["accepted_prediction_tokens"] > 0
+            sent = len(client.model.target.vocab.encode(text, add_bos=False, parse_special=False))
+            assert sum(details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected")) == sent
+        answer = client.post("/v1/chat/completions", json=body | {"prediction": {"content": [{"type": "image_url"}]}})
+        assert answer.status_code == 400
+
     def test_log_probs(self, client):
         body = HELLO | {"max_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 3}
         (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]

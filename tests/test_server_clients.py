@@ -26,9 +26,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @contextmanager
-def listening(slots=2, **guard):
+def listening(slots=2, context=500, **guard):
     """(model, port) of a server in a thread."""
-    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=500)
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
     with (
         Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,

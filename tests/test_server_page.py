@@ -117,3 +117,24 @@ def test_an_error_is_shown_and_markup_stays_text(page):
     page.click("#send")
     page.wait_for_selector("#notice:has-text('done: 3 tokens')")
     assert page.locator("#log b").count() == 0
+
+
+def test_a_prompt_is_read_while_it_is_typed(page):
+    """At a pause the answer is begun; Enter takes it over, and what is typed on is another prompt."""
+    page.fill("#max_tokens", "40")
+    page.fill("#seed", "3")
+    counts, told = page.model.scheduler.counts, []
+    page.on("response", lambda answer: told.append(answer) if "draft-prompt" in answer.url else None)
+    page.type("#prompt", "hello you", delay=20)
+    with page.expect_response(lambda answer: '"pause":true' in (answer.request.post_data or "")):
+        pass
+    while sum(counts.tokens.values()) < 16:
+        time.sleep(0.01)
+    assert page.locator(".message").count() == 0
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#notice:has-text('done: 40 tokens')")
+    assert sum(counts.tokens.values()) == 40  # nothing was written twice
+    assert [answer.status for answer in told] == [200] * len(told)
+    expected = page.model.chat("hello you", max_tokens=40, temperature=1.0, seed=3)
+    assert page.locator(".message").nth(1).locator("div").text_content() == expected.text
+    assert page.errors == []

@@ -12,7 +12,8 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from test_server import HELLO, served, stream
 
-from edgespec.server.tools import Call, Regions, call_of
+from edgespec.server.forms import HERMES, Call
+from edgespec.server.regions import Regions, calls_of
 
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
@@ -185,7 +186,7 @@ TEXTS = {
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(TEXTS)), st.data())
 def test_calls_are_found_however_the_text_comes(text, data):
-    regions, found, at = Regions(True), [], 0
+    regions, found, at = Regions(HERMES), [], 0
     while at < len(text):
         size = data.draw(st.integers(1, 12))
         found += regions.push(text[at : at + size])
@@ -204,10 +205,11 @@ def test_calls_are_found_however_the_text_comes(text, data):
 
 
 def test_without_tools_everything_is_content():
-    regions = Regions(False)
+    regions = Regions()
     assert regions.push(ONE) == [ONE]
     assert regions.push("") == regions.finish() == []
 
 
 def test_a_depth_bomb_is_content():
-    assert isinstance(call_of("[" * 10**5), str)
+    (text,) = calls_of("[" * 10**5, "<tool_call>", HERMES, {})
+    assert text == "<tool_call>" + "[" * 10**5 + "</tool_call>"

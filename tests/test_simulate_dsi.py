@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from random import Random
 
 import pytest
+from click.testing import CliRunner
 
 from edgespec.measure.dsi import (
     TABLE_2,
@@ -100,10 +102,12 @@ def test_recorded_guesses_know_their_rounds() -> None:
 def test_the_program_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'edgespec[bench]'")
 
+    script = SourceFileLoader("simulate_dsi", str(SCRIPT)).load_module()
+
     def call(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = CliRunner().invoke(script.cli, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
 
     assert "Starcoder" in call("table2")
     assert "25 cells" in call("figure2", "--step", "0.25", "--png", str(tmp_path / "figure.png"))

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError
-from edgespec.weights import linux, ring, system
+from edgespec.weights import disk, linux, ring, system
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
 from edgespec.weights.pin import lock, warm
@@ -353,10 +353,12 @@ def test_a_layer_entered_too_late_is_not_hidden_while_it_is_computed(entered: li
         assert store.shown == {}
         gate.set()
         streamer.enter(3)
-        assert set(store.shown.values()) == {3}
+        assert 3 in store.shown.values()  # and perhaps the next pass's first layer already
 
-    within(10, run)
-    streamer.close()
+    try:
+        within(10, run)
+    finally:
+        streamer.close()
     assert store.wrong == []
 
 
@@ -652,7 +654,7 @@ def test_the_disk_is_measured_where_the_streamed_layers_lie(monkeypatch: pytest.
         asked.append((path, seconds))
         return 7e8
 
-    monkeypatch.setattr(ring, "disk_bandwidth", measure)
+    monkeypatch.setattr(disk, "disk_bandwidth", measure)
     layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE),))]
     assert ring.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
     assert [path for path, _ in asked] == ["b"]

@@ -39,7 +39,7 @@ from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
 from edgespec.backend import load_backend, prefill
-from edgespec.errors import MissingPackage, ModelError, UsageError
+from edgespec.errors import Interrupted, MissingPackage, ModelError, UsageError
 from edgespec.sampling import top_of_rows
 from edgespec.tree import ancestor_mask, depths
 
@@ -75,6 +75,8 @@ class TestFamilies:
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([text])).logits[0].numpy()
         assert expected.std() > 1
+        mixture = hasattr(model.config, "num_experts_per_tok")
+        assert backend.capabilities.experts == ((4, 2) if mixture else None)
         np.testing.assert_allclose(chain_rows(backend, text), expected, atol=1e-4)
         session = backend.open()
         logits, last = prefill(backend, session, text, want_last=True)
@@ -317,6 +319,21 @@ class TestOffload:
         session.commit([0])
         assert session.token_ids == [5]
 
+    def test_an_interrupted_pass_ends_within_a_layer(self, llama):
+        backend, _, streamed = streaming(llama, 0)
+        expected, session, entered = chain_rows(backend, [5, 6, 7]), backend.open(), []
+        for i, layer in enumerate(streamed):
+            layer.register_forward_pre_hook(lambda *_, i=i: entered.append(i))
+        for stop in range(5):
+            entered.clear()
+            hook = streamed[stop].register_forward_hook(lambda *_: backend.interrupt())
+            with pytest.raises(Interrupted):
+                backend.forward([work(session, [9], [-1])])
+            hook.remove()
+            assert entered == list(range(stop + 2))
+            np.testing.assert_array_equal(chain_rows(backend, [5, 6, 7]), expected)
+        assert session.token_ids == []
+
     def test_close_stops_copying(self, llama):
         backend, recorder, _ = streaming(llama, 2)
         backend.close()
@@ -455,7 +472,6 @@ class TestRefusals:
         [
             ("mamba", {}, "linear_attention, which cannot branch into a tree"),
             ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention, which cannot"),
-            ("gpt_oss", {"sliding_window": 8}, "a term .s_aux. that this backend does not compute"),
             ("bloom", {}, "computes attention in its own way"),
         ],
     )

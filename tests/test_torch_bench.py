@@ -1,7 +1,6 @@
 """The GPU benchmark's logic, at a tiny shape on the CPU: what it measures, not how quick it is."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -11,14 +10,11 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
-from edgespec.backends.torch.backend import MIN_NODES
-from edgespec.backends.torch.loading import cache_shape, work_bytes
-from edgespec.backends.torch.offload import BUFFERS, block_bytes
+from edgespec.backends.torch.offload import HostCopies, block_bytes
 from hf_models import torch
 from test_torch import Recorder, needs_bitsandbytes
 
-from edgespec.backend import Capabilities
-from edgespec.measure.gpu import CONTEXT, HOST_SHARE, REPEATS, Row, fitting_layers, measure, random_model
+from edgespec.measure.gpu import HOST_SHARE, REPEATS, Row, fitting_layers, measure, memory_for, random_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-gpu"
 TINY = {
@@ -37,10 +33,7 @@ SIZES = [1, 8]
 
 def memory_for_two(dtype):
     """Bytes of a device on which two of the layers can stay."""
-    model, context = random_model(TINY, dtype, CPU), CONTEXT + max(SIZES)
-    limits = Capabilities(context, MIN_NODES, MIN_NODES, MIN_NODES, 0.0)
-    cache = math.prod(cache_shape(model.config, context + MIN_NODES)) * model.dtype.itemsize
-    return cache + work_bytes(model, limits, max(SIZES) + 1) + (2 + BUFFERS) * block_bytes(model.model.layers[0])
+    return memory_for(TINY, dtype, SIZES, 2)
 
 
 def measured(dtype, **options):
@@ -81,6 +74,23 @@ def test_fewer_layers_where_the_host_is_small():
     assert fitting_layers(TINY, layer, 2**50) == 7
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("nf4", marks=needs_bitsandbytes)])
+def test_from_disk(dtype, tmp_path):
+    """All that is streamed then; what computation costs is not measured again."""
+    known, _ = measured(dtype)
+    report = measure(
+        TINY, dtype, CPU, memory_for_two(dtype), SIZES, host_bytes=2**40, copies=HostCopies, known=known, disk=tmp_path
+    )
+    assert (report.layers, report.streamed_layers, report.from_disk) == (7, 5, 5)
+    assert report.disk > 0
+    assert report.costs == known.costs
+    for row in report.rows:
+        assert row.disk_seconds == 5 * report.layer_bytes / report.disk
+        assert row.ratio == row.seconds / max(row.compute_seconds, row.copy_seconds, row.disk_seconds)
+    (packed,) = tmp_path.rglob("layers.bin")
+    assert packed.stat().st_size >= report.streamed_bytes
+
+
 def test_everything_resident():
     report, engines = measured("bfloat16", memory=2**40)
     assert report.streamed_bytes == report.streamed_layers == 0
@@ -95,6 +105,7 @@ def test_the_deadline():
 def test_the_ratio_is_to_the_slower_part():
     assert Row(1, 3.0, 1.0, 2.0).ratio == 1.5
     assert Row(1, 3.0, 4.0, 2.0).ratio == 0.75
+    assert Row(1, 3.0, 4.0, 2.0, 6.0).ratio == 0.5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -104,3 +115,15 @@ def test_without_a_gpu():
     assert done.stdout == ""
     assert done.stderr.startswith("bench-gpu needs a CUDA GPU")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_script_on_a_processor(tmp_path):
+    """Its own check: every table, with a tiny shape."""
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--dtypes", "bfloat16", "--no-tests", "--json", figures]
+    done = subprocess.run([*command, "--disk", tmp_path], capture_output=True, text=True, check=True)
+    memory, disk = json.loads(figures.read_text())["formats"]
+    assert memory["streamed_layers"] > disk["streamed_layers"] == disk["from_disk"] > 0
+    assert [row["nodes"] for row in disk["rows"]] == [row["nodes"] for row in memory["rows"]] == [1, 64]
+    assert "No pair was given" in done.stdout
+    assert list(tmp_path.iterdir()) == [figures]

@@ -31,7 +31,8 @@ from edgespec.weights.machine import private_memory
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'edgespec[nf4]'"
 )
-LAYERS = 9
+LAYERS = 10
+SHARES = [(5, 5), (3, 3)]  # 50 % on the device and 50 waiting; 30, 30 and 40 on disk. `expected` has all on the device
 OPTIONS = {"context_length": 64, "budget": 8, "sessions": 2, "threads": 1}
 TEXT = [5, 9, 30, 7]
 DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
@@ -149,7 +150,7 @@ def passes(backend, session, count):
         session.commit([])
 
 
-@pytest.mark.parametrize(("resident", "waiting"), [(0, 0), (0, 4), (3, 0), (3, 2), (2, 3), (5, 0)])
+@pytest.mark.parametrize(("resident", "waiting"), [(0, 0), (0, 4), (3, 0), (2, 3), (5, 0), *SHARES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiers_are_equal_to_the_bit(resident, waiting, dtype, llama, halves, tiers):
     folder = llama if dtype == "float32" else halves
@@ -299,6 +300,22 @@ def test_a_disk_that_fails_and_comes_back(llama, tiers, monkeypatch):
         np.testing.assert_array_equal(chain_rows(backend, TEXT), expected)
 
 
+def test_a_device_that_fails_in_the_middle_of_a_copy(llama, tiers, monkeypatch):
+    """Nobody waits for it in vain, then or later."""
+    backend = tiers(llama, 2, 3)
+    session = backend.open()
+
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(LateCopies, "wait", LateCopies.finish)
+    monkeypatch.setattr(LateCopies, "finish", broken)
+    with pytest.raises(ModelError, match="a layer was not sent to the device: the device is gone"):
+        passes(backend, session, 3)
+    with pytest.raises(ModelError, match="the device is gone"):
+        passes(backend, session, 3)
+
+
 def test_a_file_that_shrinks(tmp_path, tiers):
     folder = save(tiny_model("llama", num_hidden_layers=LAYERS), tmp_path / "model")
     backend = tiers(folder, 0, 0)
@@ -332,7 +349,7 @@ def test_disk_copies_and_computation_go_on_at_once(llama, tiers, monkeypatch):
 
 def test_what_is_said_about_it(llama, tiers):
     (note,) = tiers(llama, 2, 3).notes
-    assert note.startswith("7 of 9 layers are streamed: ")
+    assert note.startswith("8 of 10 layers are streamed: ")
     assert " of it from disk: about " in note
 
 

@@ -1,9 +1,12 @@
 """A model in a process of its own: where a lender dies, llama.cpp ends the program that borrowed from it.
 
 Here is what stands for the model in this program; `apart_child.py` is the other end. Calls go through a socket, one at
-a time. Logits stay there until they are asked for: a walk needs a few rows of a tree's.
+a time. Logits stay there until they are asked for: a walk needs a few rows of a tree's. The flag that ends a pass lies
+in memory of both.
 """
 
+import ctypes
+import mmap
 import os
 import pickle
 import socket
@@ -14,15 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores
+from edgespec.saved import content_of, identity_of
 from edgespec.tree import IntArray
 
+from .files import parts
 from .lending import check_lender, rpc
 from .vocab import load_vocab
 
@@ -57,8 +63,9 @@ class Apart:
 
     name = "llamacpp"
 
-    def __init__(self, vocab: Vocab, child: "Child", facts: Facts) -> None:
-        self.vocab = vocab
+    def __init__(self, path: str, child: "Child", facts: Facts) -> None:
+        self.vocab: Vocab = load_vocab(path)
+        self._path = path
         self.child = child
         self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
         self.notes: Sequence[str] = facts.notes
@@ -80,6 +87,13 @@ class Apart:
         self.wait_seconds = self.child.call("forward", works)
         return [ApartLogits(self.child, index) for index in range(len(batch))]
 
+    def interrupt(self) -> None:
+        self.child.flag.value = b"x"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*parts(self._path)))
+
     def close(self) -> None:
         self.child.end()
 
@@ -92,6 +106,7 @@ class ApartSession:
         self.token_ids: list[int] = []
         self.owed = 0
         self._backend = backend
+        self._closed = False
 
     def kept(self, length: int) -> int:
         found: int = self._backend.child.call("kept", self.number, length)
@@ -101,16 +116,31 @@ class ApartSession:
         self._update("commit", list(path))
 
     def rewind(self, length: int) -> None:
-        self._update("rewind", length)
+        try:
+            self._update("rewind", length)
+        except ModelError:  # the process is gone, and the text with it; the next pass says so
+            self.token_ids, self.owed = [], 0
 
     def fork(self) -> "ApartSession":
         other = ApartSession(self._backend, self._backend.child.call("fork", self.number))
         other._update("rewind", len(self.token_ids))
         return other
 
+    def save(self, path: str | Path, note: Any = None) -> None:
+        self._backend.child.call("save", self.number, os.path.abspath(path), note)
+
+    def load(self, path: str | Path) -> Any:
+        try:
+            return self._backend.child.call("load_session", self.number, os.path.abspath(path))
+        finally:  # where it failed the session may be empty: have the process say what it holds
+            self.token_ids.clear()
+            self._update("rewind", self._backend.capabilities.context_length)
+
     def close(self) -> None:
-        with suppress(ModelError):  # the process is gone, and the session with it
-            self._backend.child.call("close", self.number)
+        if not self._closed:
+            self._closed = True
+            with suppress(ModelError):  # the process is gone, and the session with it
+                self._backend.child.call("close", self.number)
         self.token_ids, self.owed = [], 0
 
     def _update(self, name: str, argument: Any) -> None:
@@ -150,12 +180,13 @@ class Child:
         here, there = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
-        with there:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, str(there.fileno())],
-                pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors,
-                env=environment,
-            )  # fmt: skip
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors}
+        with there, tempfile.TemporaryFile() as shared:
+            shared.truncate(mmap.PAGESIZE)
+            self.flag = flag_in(shared.fileno())
+            ours = [there.fileno(), shared.fileno()]
+            command = [sys.executable, "-m", CHILD, *map(str, ours)]
+            self._process = subprocess.Popen(command, pass_fds=ours, env=environment, **pipes)
         self._connection = Connection(here.detach())
 
     def call(self, name: str, *arguments: Any, progress: Callable[[int, int], None] = lambda done, total: None) -> Any:
@@ -188,6 +219,8 @@ class Child:
         return found
 
     def _why(self) -> str:
+        if self._errors.closed:
+            return "the model was closed"
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_END)
         self._errors.seek(0)
@@ -206,6 +239,11 @@ class Child:
         self._errors.close()
 
 
+def flag_in(file: int) -> Any:
+    """Two bytes of memory that all have who map this file: see `Stop.lie_in`."""
+    return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
+
+
 def load_apart(
     path: str, lenders: Sequence[str], options: Mapping[str, Any], progress: Callable[[int, int], None]
 ) -> Apart:
@@ -216,13 +254,16 @@ def load_apart(
         ModelError: nobody lends there, or the model cannot be loaded.
         UsageError: an address or an option is wrong.
     """
-    rpc()
+    if options.get("gpu_memory") is not None:
+        raise UsageError("gpu_memory is this machine's: with lenders say gpu_layers")
+    if lenders:
+        rpc()
     for address in lenders:
         check_lender(address)
     child = Child(lenders)
     try:
         facts = child.call("load", path, list(lenders), dict(options), progress=progress)
-        return Apart(load_vocab(path), child, facts)
+        return Apart(path, child, facts)
     except BaseException:
         child.end()
         raise

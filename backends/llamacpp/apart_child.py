@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec.backend import Work, common_prefix
 
-from .apart import Facts
+from .apart import Facts, flag_in
 from .backend import LlamaBackend, load
 from .lending import borrow
 
@@ -17,8 +17,8 @@ from .lending import borrow
 class Host:
     """The model and its sessions, by numbers. Every public method is a call."""
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
+    def __init__(self, send: Any, flag: Any) -> None:
+        self._send, self._flag = send, flag
         self._sessions: dict[int, Any] = {}
         self._last = 0
 
@@ -28,8 +28,8 @@ class Host:
         model = load(path, **options)
         assert isinstance(model, LlamaBackend)
         self._model = model
-        computing = {**model.computing, "lenders": len(lenders)}
-        return Facts(model.capabilities, list(model.notes), model.build, computing, model.plan)
+        model.stop.lie_in(self._flag)
+        return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
 
     def open(self) -> int:
         return self._number(self._model.open())
@@ -65,6 +65,12 @@ class Host:
         same = common_prefix(held.token_ids, before)
         return same, held.token_ids[same:], held.owed
 
+    def save(self, session: int, path: str, note: Any) -> None:
+        self._sessions[session].save(path, note)
+
+    def load_session(self, session: int, path: str) -> Any:
+        return self._sessions[session].load(path)
+
     def close(self, session: int) -> None:
         self._sessions.pop(session).close()
 
@@ -93,7 +99,7 @@ def main() -> None:
     def send(message: Any) -> None:
         connection.send_bytes(pickle.dumps(message))
 
-    host = Host(send)
+    host = Host(send, flag_in(int(sys.argv[2])))
     while True:
         try:
             name, arguments = pickle.loads(connection.recv_bytes())

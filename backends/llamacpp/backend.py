@@ -5,20 +5,15 @@ A model larger than memory is streamed: `memory.py`.
 """
 
 import ctypes
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import accumulate, chain
 from time import monotonic
 from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, shape_of
-from edgespec.errors import ModelError, Stopped, UsageError
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.saved import content_of, identity_of
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
@@ -26,8 +21,10 @@ from edgespec.weights.residency import Plan
 from edgespec.weights.ring import Streamer
 
 from .apart import Apart, load_apart
+from .batch import Batch
 from .cells import TILE, Cells, Rows
 from .files import (
+    engine_build,
     last_log,
     llama_cpp,
     load_model,
@@ -35,24 +32,28 @@ from .files import (
     parts,
     without_amx,
 )
-from .gpu import without_output
+from .gpu import kept_off
+from .ids import Ids
 from .lending import head_stays, lent_line
+from .logits import LlamaLogits
 from .memory import (
     KV_OF_NARROW,
     LLAMA_MAX_SEQ,
     MIN_NODES,
+    SHARE,
     ContextSize,
     choose_gpu_layers,
     is_plenty,
+    keeps_experts,
     kv_types,
     plan_memory,
     start_streaming,
     suits_narrow,
 )
 from .mixture import Mixture, open_mixture
-from .session import LlamaSession
+from .session import LlamaSession, Placement
 from .specimen import specimen
-from .stopping import STOPPED, Switch
+from .stop import ABORTED, Stop
 from .threads import compute_cores, crowd, threads_for
 from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
@@ -61,35 +62,6 @@ from .watch import LayerWatch
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
 TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
-
-
-class LlamaLogits:
-    """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
-
-    def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
-        self._context = context
-        self._size = size
-        self._width = width  # of a state; 0: none is kept
-        self._batch_index = batch_index  # node -> index in the batch
-
-    def _view(self, node: int) -> Float32Array:
-        pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
-        floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * self._size)).contents
-        return np.frombuffer(memoryview(floats), np.float32)
-
-    def row(self, node: int) -> Float32Array:
-        return self._view(node).copy()
-
-    def state(self, node: int) -> Float32Array:
-        if self._width == 0:
-            return np.zeros(0, np.float32)
-        pointer = llama_cpp.llama_get_embeddings_ith(self._context, self._batch_index[node])
-        return np.ctypeslib.as_array(pointer, (self._width,)).copy()
-
-    def top(
-        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-    ) -> tuple[list[IdArray], list[Scores]]:
-        return top_of_rows(map(self._view, nodes), k, temperature, noise)
 
 
 class LlamaBackend:
@@ -107,6 +79,7 @@ class LlamaBackend:
         watch: LayerWatch | None = None,
         yielding: int = 0,
         *,
+        ids: int,
         computing: Mapping[str, str | int | None],
     ) -> None:
         self.vocab = LlamaVocab(model)
@@ -123,45 +96,43 @@ class LlamaBackend:
         self.state_width = 0  # of the states that are kept of each row, where all rows are wanted; 0: none are
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
-        self._context = context
-        switch = Switch(context)
-        self.stop, self.resume = switch.stop, switch.resume
-        share = capabilities.max_leaves
-        self._free_ids = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
-        self.cells = Cells(context, share * sessions)
+        self.context = context
+        self.windows = llama_cpp.llama_model_n_swa(model) > 0
+        self._files: Sequence[str] = ()  # of the model
+        self._ids = Ids(sessions, ids)
+        self.cells = Cells(context, ids)
         self._open: list[LlamaSession] = []
         self._most_cells = 0  # that were in use at once since all were free
-        # The batch: llama.cpp's struct of arrays over numpy memory that is filled without a Python loop.
-        nodes = llama_cpp.llama_n_batch(context)
-        self._tokens = np.zeros(nodes, np.int32)
-        self._positions = np.zeros(nodes, np.int32)
-        self._id_counts = np.zeros(nodes, np.int32)
-        self._id_pointers = np.zeros(nodes, np.uintp)
-        self._wanted = np.zeros(nodes, np.int8)
-        self._batch = llama_cpp.llama_batch()
-        fields: list[tuple[str, NDArray[Any], Any]] = [
-            ("token", self._tokens, llama_cpp.llama_token),
-            ("pos", self._positions, llama_cpp.llama_pos),
-            ("n_seq_id", self._id_counts, ctypes.c_int32),
-            ("seq_id", self._id_pointers, ctypes.POINTER(llama_cpp.llama_seq_id)),
-            ("logits", self._wanted, ctypes.c_int8),
-        ]
-        for name, array, kind in fields:
-            setattr(self._batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
+        self._batch = Batch(llama_cpp.llama_n_batch(context))
+        self.stop = Stop(context, asked=computing.get("gpu_layers") == 0 or "lenders" in computing)
+        if watch:
+            watch.stop = self.stop
 
     def open(self) -> LlamaSession:
-        if not self._free_ids:
+        if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        session = LlamaSession(self, self._free_ids.pop(0))
+        session = LlamaSession(self, self._ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    def release(self, session: LlamaSession, ids: list[int]) -> None:
-        """A session has given its sequence ids back."""
+    def release(self, session: LlamaSession) -> None:
+        """A session is empty, and was closed."""
         self._open.remove(session)
-        self._free_ids.append(ids)
+        self._ids.close(session.ids)
+
+    def lend(self, seq: int, session: LlamaSession) -> None:
+        """A session gets a sequence id that was free when its nodes were placed."""
+        self._ids.lend(seq, session, self._open, self.memory)
+
+    def give_back(self, ids: list[int]) -> None:
+        """Nothing carries these sequence ids any more."""
+        self._ids.give_back(ids)
+
+    def make_room(self, rows: int) -> None:
+        """See `Cells.make_room`."""
+        self.cells.make_room(rows, self._open)
 
     @property
     def streamer(self) -> Streamer | None:
@@ -190,38 +161,46 @@ class LlamaBackend:
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
-        placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
+        placements, taken = list[Placement](), {seq for session in self._open for seq in session.tips}
+        for session, work in zip(sessions, batch, strict=True):
+            placements.append(session.place(work, self._ids.offer(session, self._open, taken)))
+            taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
-            self.cells.make_room(most, self._open)
+            self.make_room(most)
         between = self._paddings(sessions, batch)
         logits: list[Logits] = []
-        rows = Rows([], [], [], [])
+        rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
             start, owed = len(rows.tokens), session.owed
             rows.add(*session.add(placement, self.cells.end + start))
             index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
-            logits.append(LlamaLogits(self._context, self.vocab.size, self.state_width, index))
+            logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
         self.cells.end += len(rows.tokens)
         count = len(rows.tokens)
         if shape := shape_of(self.capabilities, batch):
             rows.fill(shape.least, self.cells.padding_id)
         if self.state_width:
-            llama_cpp.llama_set_embeddings(self._context, len(rows.wanted) == len(rows.tokens))  # all rows or none
+            llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
             if self._watch:
                 self._watch.begin(
                     prompt=any(work.prompt for work in batch), rows=len(rows.tokens), padding=len(rows.tokens) - count
                 )
-            self._decode(self._fill(rows))
-        except BaseException:
+            self._decode(self._batch.fill(rows))
+        except BaseException as error:
             for session in sessions:
                 session.give_up()
             self.cells.drop_padding(0)
-            self.cells.uncertain = True
+            if isinstance(error, Interrupted) and end is not None:
+                self.cells.end = end  # all that the pass had filled is free again
+            else:
+                self.cells.uncertain = True
             raise
+        finally:
+            self.stop.clear()
         if rows.padding:
             self.cells.drop_padding(sum(between))  # what stands before others stays
         for session in sessions:
@@ -236,48 +215,40 @@ class LlamaBackend:
             end += found[-1] + session.owed + len(work.token_ids)
         return found
 
-    def _fill(self, rows: Rows) -> int:
-        """Fill llama.cpp's batch; how many rows it has."""
-        total = len(rows.tokens)
-        self._tokens[:total] = rows.tokens
-        self._positions[:total] = rows.positions
-        self._wanted[:total] = 0
-        self._wanted[rows.wanted] = 1
-        counts = [len(node_ids) for node_ids in rows.ids]
-        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)  # kept: the batch points into it
-        address = self._flat.__array_interface__["data"][0]
-        self._id_counts[:total] = counts
-        self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]
-        self._batch.n_tokens = total
-        return total
-
     def _decode(self, total: int) -> None:
         watch = self._watch
         if self._yielding:
             self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
             others = crowd().others(monotonic())
             threads = threads_for(self._yielding, others, total, self._most_cells)
-            llama_cpp.llama_set_n_threads(self._context, threads, threads)
+            llama_cpp.llama_set_n_threads(self.context, threads, threads)
         with watch.signals_held() if watch else nullcontext():
-            status = llama_cpp.llama_decode(self._context, self._batch)
-            llama_cpp.llama_synchronize(self._context)
+            status = llama_cpp.llama_decode(self.context, self._batch.struct)
+            llama_cpp.llama_synchronize(self.context)
             if watch:
                 watch.finish()
         if watch and watch.error is not None:
             raise watch.error
-        if status == STOPPED:
-            raise Stopped("the pass was stopped")
+        if status == ABORTED:
+            raise Interrupted("the pass was interrupted")
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
 
+    def interrupt(self) -> None:
+        self.stop.set()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*self._files))
+
     def close(self) -> None:
-        if self._context is not None:
+        if self.context is not None:
             self.memory = None
-            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_free(self.context)
             if self._watch:
                 self._watch.close()
             llama_cpp.llama_model_free(self.model)
-            self._context = self.model = None
+            self.context = self.model = None
 
 
 def load(
@@ -288,6 +259,7 @@ def load(
     sessions: int = 1,
     threads: int | None = None,
     gpu_layers: int | None = None,
+    gpu_memory: int | str | None = None,
     in_order: bool = True,
     memory: int | str | None = None,
     kv_type: str | None = None,
@@ -295,6 +267,7 @@ def load(
     resident: bool = False,
     wide: bool = False,
     exact: str | None = "off",
+    share: float | None = None,
     progress: Progress = lambda done, total: None,
     lenders: Sequence[str] = (),
     borrowed: Any = None,
@@ -308,7 +281,8 @@ def load(
         sessions: how many sessions may be open at once.
         threads: compute threads; default: one per core (performance cores on a Mac), fewer while other programs keep
             cores busy, where that does not change a bit of the result.
-        gpu_layers: layers to keep on the GPU; -1 = all; default: as many as its memory takes (`gpu.py`).
+        gpu_layers: layers to keep on the GPU; -1 = all; default: as many as `gpu_memory` takes (`gpu.py`).
+        gpu_memory: bytes of each GPU's memory to use, such as "10G"; default: what is free.
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
@@ -324,6 +298,8 @@ def load(
             40 against 253 and 55 of 64 nodes.
         exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
             those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
+        share: sessions take cells of the cache from one pool, which has one context and this part of one for each
+            further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
         lenders: addresses HOST:PORT of `edgespec lend`; layers that do not fit here go there (`apart.py`).
         borrowed: what `lending.borrow` returned: the same, within the process of its own that `apart.py` starts.
@@ -337,12 +313,16 @@ def load(
         given = {name: value for name, value in locals().items() if name not in ("path", "lenders", "progress")}
         return load_apart(path, list(lenders), given, progress)
     memory = parse_size(memory) if isinstance(memory, str) else memory
-    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type)
+    plenty = is_plenty(path, memory, beside)
+    share = share if share is not None else 1.0 if plenty or resident else SHARE
+    size = ContextSize(context_length, budget, sessions, MIN_NODES, kv_type, share)
     plan, notes = None, list[str]()
     if gpu_layers is None:
-        choose = {"memory": memory, "beside": beside, "resident": resident, "borrowed": borrowed}
-        gpu_layers = choose_gpu_layers(path, size, **choose)
-    plenty = is_plenty(path, memory, beside)
+        gpu_layers = choose_gpu_layers(
+            path, size, memory=memory, beside=beside, resident=resident, gpu_memory=gpu_memory, borrowed=borrowed
+        )
+    elif gpu_memory is not None:
+        raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
     if not plenty and not resident:
         plan, size, notes = plan_memory(
             path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed)
@@ -355,8 +335,8 @@ def load(
     if borrowed:
         options |= {"devices": ctypes.cast(borrowed, ctypes.c_void_p), **head_stays()}
         notes.append(lent_line(path, gpu_layers))
-    elif plan and plan.streamed and gpu_layers:
-        options |= without_output()
+    else:
+        options |= kept_off(plan, gpu_layers, keeps_experts(path, gpu_layers))
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = context = None
     try:
@@ -365,7 +345,8 @@ def load(
                 f"{path}: has recurrent layers, whose state cannot branch into a tree; use an attention model"
             )
         if plan:
-            watch = LayerWatch(start_streaming(path, plan, known, notes, progress))
+            streamer, speed, kept = start_streaming(path, plan, known, progress)
+            watch = LayerWatch(streamer)
         streams = bool(plan and plan.streamed)
         fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
@@ -375,8 +356,8 @@ def load(
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen):
             params.cb_eval = watch.callback
-        if chosen or borrowed:
-            params.op_offload = False  # a GPU that takes part in long prompts would find experts where they are not
+        if streams or chosen or borrowed:
+            params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
         context = llama_cpp.llama_init_from_model(model, params)
         if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
             size = replace(size, kv_type=kv_type)
@@ -386,7 +367,11 @@ def load(
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
         if watch and plan and chosen:
-            watch.mixture = open_mixture(path, plan, watch.nodes(context), notes, progress)
+            watch.mixture = open_mixture(path, plan, watch.nodes(context, whole=gpu_layers != 0), notes, progress)
+            if watch.mixture is None:
+                plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)
+        if plan:
+            notes += filter(None, [f"{plan.line(speed)}; {kept}", plan.warning(speed)])
     except BaseException:
         if context:
             llama_cpp.llama_free(context)
@@ -395,20 +380,26 @@ def load(
         llama_cpp.llama_model_free(model)
         raise
     capabilities = Capabilities(
-        context_length=size.context_length or llama_cpp.llama_model_n_ctx_train(model),
+        context_length=size.length(model),
         max_nodes=size.max_nodes,
         max_wanted=params.n_outputs_max,
         max_leaves=size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
         experts=watch.mixture.shape if watch and watch.mixture else None,
+        spare_leaves=size.ids - sessions,
+        cells=size.tokens(model) if sessions > 1 and share < 1 else None,
     )
     # Streamed weights are waited for: it is not threads that others disturb.
     yielding = 0 if threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
     computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
-    backend = LlamaBackend(model, context, capabilities, sessions, in_order, watch, yielding, computing=computing)
+    computing |= {"lenders": len(borrowed) - 1} if borrowed else {}
+    backend = LlamaBackend(
+        model, context, capabilities, sessions, in_order, watch, yielding, ids=size.ids, computing=computing
+    )
+    backend._files = parts(path)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
     backend.notes, backend.plan = notes, plan
@@ -428,13 +419,6 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
             yield backend
         finally:
             backend.close()
-
-
-def engine_build() -> str:
-    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
-    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
-    features = llama_cpp.llama_print_system_info().decode().strip(" |")
-    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])
 
 
 def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:

@@ -8,18 +8,19 @@ next tokens would come to stand there, before their own past, and attention woul
     waste                 dropped, but tagged with a sequence id of its own, for free cells would be filled
     cells from end on     free
 
-When the end is reached, texts are saved, the cache is emptied, and the texts are put back one after the other.
+When the end is reached, texts are saved, the cache is emptied, and the texts are put back one after the other. Forks
+share cells, also afterwards: a mark for each of a text's cells tells which.
 
 Attention over long prompts adds up tiles of `TILE` cells that start at multiples of `TILE`. There a text's cells must
 also stand where they would stand alone, but for whole tiles: see `LlamaSession.kept`.
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from edgespec.backend import also_wanted
+from edgespec.backend import also_wanted, common_prefix
 from edgespec.errors import ContextFull, ModelError
 
 from .files import llama_cpp
@@ -61,6 +62,8 @@ class Holder(Protocol):
     """What of a session is put back when the cache is put in order."""
 
     held: int  # committed tokens that have a cell
+    marks: list[int]  # of these cells: equal where two texts share one
+    aligned: bool  # its tiles are those it would have alone
 
     @property
     def has_nodes(self) -> bool: ...
@@ -68,8 +71,8 @@ class Holder(Protocol):
     @property
     def first_id(self) -> int: ...
 
-    def moved(self, start: int) -> None:
-        """Its text now has the cells from `start` on, and only its first id is tagged."""
+    def moved(self, end: int, aligned: bool) -> None:
+        """Its text now has cells up to `end`, which only its own id carries."""
 
 
 class Cells:
@@ -86,9 +89,15 @@ class Cells:
         self.uncertain = False  # a pass failed: `end` may be wrong
         self.padding_id = ids
         self._waste_id = ids + 1
+        self._marks = 0  # given so far
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._size = llama_cpp.llama_n_ctx(context)
+
+    def new_marks(self, count: int) -> range:
+        """For so many cells that no other text has."""
+        self._marks += count
+        return range(self._marks - count, self._marks)
 
     def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
         """What these sequences have at positions from `start` on is about to be dropped, but not to be free."""
@@ -106,7 +115,7 @@ class Cells:
         """See that so many cells are free at the end.
 
         Raises:
-            ContextFull: they are not, while sessions have nodes.
+            ContextFull: they are not, while sessions have nodes, or texts take too many.
         """
         holders = [session for session in sessions if session.held or session.has_nodes]
         if not holders and self.end:
@@ -115,23 +124,49 @@ class Cells:
         if full and nodes:
             raise ContextFull("the cache is full, and nodes of other trees are in it")
         used = sum(session.held for session in holders)
+        if full and (taken := used - sum(shared for *_, shared in with_sources(holders))) + rows > self._size:
+            raise ContextFull(f"the cache of {self._size} cells is full: {taken} hold texts, {rows} more are needed")
         if full or (not nodes and (self.uncertain or (self.wasted and self.end - used > max(used, MUCH_WASTE)))):
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
         """Empty the cache, and put the texts back one after the other."""
-        saved = [(session, self._save(session.first_id)) for session in holders if session.held]
+        texts = [session for session in holders if session.held]
+        saved = [(*found, self._save(found[0], found[2])) for found in with_sources(texts)]
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
-        for session, data in saved:
-            if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), session.first_id) == 0:
+        for session, source, shared, data in saved:
+            own, seq = session.first_id, self.padding_id if shared else session.first_id
+            if data and llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
                 raise ModelError("llama.cpp could not put a text back into its cache")
+            if shared:
+                llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, own, 0, shared)
+                llama_cpp.llama_memory_seq_cp(self._memory, seq, own, shared, -1)
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             # Cells of one sequence alone that have left a sliding window count as free.
-            self.waste([session.first_id], 0)
-            session.moved(self.end)
-            self.end += session.held
+            self.waste([own], 0)
+            aligned = self.end % TILE == 0 and (not shared or source.aligned)
+            self.end += session.held - shared
+            session.moved(self.end, aligned)
 
-    def _save(self, seq: int) -> Any:
+    def _save(self, session: Holder, start: int) -> Any:
+        """A text's cells from a position on; None: there are none."""
+        if start == session.held:
+            return None
+        seq = self.padding_id  # free between passes
+        llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, start, -1)
         data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
         llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
         return data
+
+
+def with_sources(texts: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
+    """Each text, the one before it that it shares most cells with, and how many, in whole tiles."""
+    found = list[tuple[Holder, Holder, int]]()
+    for i, text in enumerate(texts):
+        shared = [common_prefix(text.marks, other.marks) for other in texts[:i]]
+        most = max(shared, default=0)
+        source = texts[shared.index(most)] if shared else text
+        found.append((text, source, most - most % TILE))
+    return found

@@ -164,6 +164,7 @@ def ggml_base() -> Any:
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_op_desc", text, [pointer]),
+        ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
         ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),
@@ -175,3 +176,10 @@ def ggml_base() -> Any:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def engine_build() -> str:
+    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
+    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
+    features = llama_cpp.llama_print_system_info().decode().strip(" |")
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])

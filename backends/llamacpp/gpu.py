@@ -6,6 +6,8 @@ A GPU with memory of its own gets what fits there beside caches, buffers and the
 memory that the plan is about, and maps the file from the first to the last of its weights, all of which then stay in
 memory. So where layers are streamed, the output is left to the processor (it often lies at the front of the file), and
 only so many layers go to the GPU as leave no streamed one in between.
+
+Experts that are read as they are chosen are left to the processor, too, as llama.cpp's --cpu-moe does.
 """
 
 import ctypes
@@ -16,10 +18,12 @@ from functools import cache
 from typing import Any
 
 from edgespec.errors import NoRoom, UsageError
-from edgespec.weights.residency import SAFETY, Extent, Plan, Tensor, count_layers, layer_of
+from edgespec.weights.residency import EXPERTS as EXPERT
+from edgespec.weights.residency import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of
 
 from .files import ggml_library, llama_cpp
 
+OUTPUT, EXPERTS = b"^output", rb"_exps\."  # regular expressions of tensors' names
 GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: with memory of its own, or the host's
 RESERVE = 512 << 20  # bytes of each GPU's memory that its libraries take
 MORE = 1 / 32  # by this part more may be streamed so that the GPU has more layers
@@ -108,7 +112,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
     for tensor in tensors:
-        if layer_of(tensor) >= 0 or tensor.name.startswith("output"):
+        if layer_of(tensor) >= 0 or is_output(tensor):
             sizes[layer_of(tensor)] += tensor.size  # the output's is the last one: -1
     if all(not tensor.name.startswith("output.") for tensor in tensors):  # it is the embedding
         sizes[-1] += sum(tensor.size for tensor in tensors if layer_of(tensor) < 0)
@@ -150,18 +154,17 @@ def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
 
 
 def wired(plan: Plan, spans: Sequence[Extent]) -> int:
-    """Streamed bytes that lie inside what a GPU maps, and so would stay in memory."""
+    """Bytes streamed, or of experts that do not all stay, inside what a GPU maps: those would stay in memory."""
     return sum(
         max(0, min(extent.stop, span.stop) - max(extent.start, span.start))
-        for layer in plan.streamed
-        for extent in layer.extents
+        for extent in (*plan.cached, *(extent for layer in plan.streamed for extent in layer.extents))
         for span in spans
         if extent.file == span.file
     )
 
 
 def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
-    """Refuse what would keep streamed layers in a Mac's memory.
+    """Refuse what would keep streamed layers, or all experts, in a Mac's memory.
 
     Raises:
         UsageError: says what to do.
@@ -169,10 +172,12 @@ def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
     count = count_layers(tensors)
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     if wired(plan, gpu_spans(tensors, on_gpu)):
-        raise UsageError(
-            f"with --gpu-layers {gpu_layers} the GPU would map streamed layers, and keep them in memory, for layers do "
-            "not lie in order in this file; use --gpu-layers 0"
+        what = (
+            "experts, and keep all of them in memory"
+            if plan.cached
+            else ("streamed layers, and keep them in memory, for layers do not lie in order in this file")
         )
+        raise UsageError(f"with --gpu-layers {gpu_layers} the GPU would map {what}; use --gpu-layers 0")
 
 
 class Override(ctypes.Structure):
@@ -181,12 +186,25 @@ class Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def without_output() -> dict[str, Any]:
-    """Parameters of a model that leave its output to the processor on a Mac."""
-    return {"tensor_buft_overrides": ctypes.addressof(overrides())} if sys.platform == "darwin" else {}
+def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_layers: int) -> bool:
+    """Whether GPUs with memory of their own do not hold so many layers of a mixture with their experts."""
+    room = sum(device.free - RESERVE for device in found if not device.shared)
+    first = 0 if gpu_layers < 0 else count_layers(tensors) + 1 - gpu_layers
+    layers = [tensor for tensor in tensors if layer_of(tensor) >= first]
+    return room > 0 and any(EXPERT.search(tensor.name) for tensor in layers) and sum(t.size for t in layers) > room
+
+
+def kept_off(plan: Plan | None, gpu_layers: int, no_experts: bool = False) -> dict[str, Any]:
+    """Parameters of a model that leave to the processor what a GPU with such layers must not have."""
+    if gpu_layers == 0:
+        return {}
+    patterns = [OUTPUT] if plan and plan.streamed and sys.platform == "darwin" else []
+    patterns += [EXPERTS] if no_experts or (plan and plan.slots_of_experts >= 0) else []
+    return {"tensor_buft_overrides": ctypes.addressof(overrides(*patterns))} if patterns else {}
 
 
 @cache
-def overrides() -> Any:
-    """For llama.cpp: tensors whose name begins with "output" lie in the processor's memory."""
-    return (Override * 2)(Override(b"^output", ggml().ggml_backend_cpu_buffer_type()), Override(None, None))
+def overrides(*patterns: bytes) -> Any:
+    """For llama.cpp: tensors whose names match one of these lie in the processor's memory."""
+    here = ggml().ggml_backend_cpu_buffer_type()
+    return (Override * (len(patterns) + 1))(*(Override(pattern, here) for pattern in patterns), Override(None, None))

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from edgespec.weights.machine import available_memory, format_size
 from edgespec.weights.residency import SAFETY, Tensor, layer_of, make_plan
 
 from .files import ggml_library, llama_cpp, parts, read_tensors
-from .gpu import Override, ggml, layers_that_fit
+from .gpu import ggml, layers_that_fit, overrides
 
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
 BUILD = 'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python'
@@ -101,23 +100,18 @@ def borrow(addresses: Sequence[str]) -> Any:
     Raises:
         NoRpc: llama.cpp cannot do so.
     """
-    library, devices = rpc(), ggml()
+    devices = ggml()
     llama_cpp.llama_backend_init()
     before = devices.ggml_backend_dev_count()
     for address in addresses:
-        devices.ggml_backend_register(library.ggml_backend_rpc_add_server(address.encode()))
+        devices.ggml_backend_register(rpc().ggml_backend_rpc_add_server(address.encode()))
     found = [devices.ggml_backend_dev_get(i) for i in range(before, devices.ggml_backend_dev_count())]
     return (ctypes.c_void_p * (len(found) + 1))(*found, None)
 
 
 def head_stays() -> dict[str, Any]:
     """Parameters of a model whose output and embedding lie in this machine's memory."""
-    return {"tensor_buft_overrides": ctypes.addressof(_head())}
-
-
-@cache
-def _head() -> Any:
-    return (Override * 2)(Override(HEAD, ggml().ggml_backend_cpu_buffer_type()), Override(None, None))
+    return {"tensor_buft_overrides": ctypes.addressof(overrides(HEAD))}
 
 
 def memory_of_lenders(borrowed: Any) -> int:

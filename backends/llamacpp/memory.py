@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.models.gguf_header import own_values
+from edgespec.weights.disk import USUAL, recall_reading
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
 from edgespec.weights.machine import (
@@ -23,6 +24,7 @@ from edgespec.weights.machine import (
     available_memory,
     file_system,
     format_size,
+    parse_size,
     private_memory,
 )
 from edgespec.weights.pin import Progress
@@ -43,13 +45,15 @@ from .files import (
     read_tensors,
     size_lines,
 )
-from .gpu import auto_layers, check_spans, devices
+from .gpu import auto_layers, check_spans, devices, experts_too_large
 from .lending import choose_lent, memory_of_lenders
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
+SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
+BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages, page tables. Pools do not shrink as page cache does
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -75,6 +79,7 @@ class ContextSize:
     sessions: int
     chunk: int  # prompt tokens per pass
     kv_type: str | None = None  # of keys and values, or K/V, each one of KV_TYPES; None: f16, for float32 weights f32
+    share: float = 1.0  # of a context: what each session but one adds to the cells that all share
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -87,7 +92,21 @@ class ContextSize:
 
     @property
     def max_leaves(self) -> int:
-        return min(max(self.budget, 32), (LLAMA_MAX_SEQ - EXTRA_IDS) // self.sessions)
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ - EXTRA_IDS - self.sessions + 1)
+
+    @property
+    def ids(self) -> int:
+        """Of sequences: one for each session, and those that all of them share."""
+        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - EXTRA_IDS)
+
+    def length(self, model: Any) -> int:
+        """Most tokens of one text."""
+        return self.context_length or int(llama_cpp.llama_model_n_ctx_train(model))
+
+    def tokens(self, model: Any) -> int:
+        """Most tokens of all texts together."""
+        length = self.length(model)
+        return length + int(self.share * length) * (self.sessions - 1)
 
     def kept_in(self, model: Any) -> str:
         """The type of keys and values, or both, as in "f16/q8_0"."""
@@ -95,13 +114,12 @@ class ContextSize:
 
     def params(self, model: Any) -> Any:
         """llama.cpp's parameters for it."""
-        length = self.context_length or llama_cpp.llama_model_n_ctx_train(model)
         params = llama_cpp.llama_context_default_params()
         tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
         rows = self.max_nodes + tiles
-        params.n_ctx = self.sessions * (length + self.max_nodes + TILE)
+        params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
-        params.n_seq_max = self.max_leaves * self.sessions + EXTRA_IDS
+        params.n_seq_max = self.ids + EXTRA_IDS
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
         params.swa_full = True  # a sliding window that forgets could not be rewound
@@ -155,10 +173,11 @@ def plan_memory(
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
     tensors = all_tensors(path)
     count = count_layers(tensors)
-    layers = find_layers(path, tensors) if gpu_layers == 0 else []
+    layers = [] if lent and gpu_layers else find_layers(path, tensors)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
+    gpu["experts_here"] = not lent and keeps_experts(path, gpu_layers)
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -202,17 +221,29 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     )
 
 
+def keeps_experts(path: str, gpu_layers: int) -> bool:
+    """Whether the processor keeps all experts, since a GPU that gets so many layers cannot hold theirs."""
+    found = devices() if gpu_layers else []
+    return bool(found) and experts_too_large(found, all_tensors(path), gpu_layers)
+
+
 def choose_gpu_layers(
-    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool, borrowed: Any = None
-) -> int:
+    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool,
+    gpu_memory: int | str | None = None, borrowed: Any = None,
+) -> int:  # fmt: skip
     """How many layers a GPU, or a lender, gets where nobody says it; arguments and errors as for `load`."""
     if borrowed:
         tensors, needed = all_tensors(path), memory_needs(path, size, beside)
         buffers = needed - private_memory() - MARGIN
         return choose_lent(tensors, memory, needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1)
-    found = devices()
+    most = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    found = [replace(device, free=min(device.free, most or device.free)) for device in devices()]
     if not found:
-        return 0
+        if most is None:
+            return 0
+        raise UsageError(
+            "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
+        )
     tensors = all_tensors(path)
     room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
     buffers = _rehearse(path, [size])[0] - private_memory() - MARGIN
@@ -223,7 +254,7 @@ def choose_gpu_layers(
         return None if resident else make_plan(tensors, room, needed, kept=kept)
 
     layers = auto_layers(found, tensors, buffers, beside_it, plan)
-    # Experts that memory cannot hold are read as they are chosen, which works without a GPU only.
+    # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
     return 0 if layers > 0 and find_layers(path, tensors) and plan(0) is not None else layers
 
 
@@ -241,12 +272,19 @@ def _plans(
 def _plan(
     tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
-    """A plan with what experts get of the memory that others leave."""
+    """A plan with what experts get of the memory that others leave.
+
+    Where a GPU has layers, and memory does not hold the experts of the others, it gets no layer's experts.
+    """
     least = memory_of(layers, 0) if layers else 0
+    if layers and gpu.get("on_device"):
+        if make_plan(tensors, room, needed, **gpu) is None:
+            return None
+        gpu = gpu | {"experts_here": True}
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan
-    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - MARGIN - int(room * BESIDE_POOLS)
     slots = max(0, most_slots(layers, left))
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
 
@@ -276,7 +314,7 @@ def _file_sizes(*paths: str) -> int:
 def _weights_and_buffers(path: str, size: ContextSize) -> int:
     weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
     before = private_memory() + MARGIN
-    return weights + _rehearse(path, [size])[0] - before
+    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before  # a draft has room for each text
 
 
 def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
@@ -306,15 +344,17 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], progress: Progress) -> Streamer:
+def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) -> tuple[Streamer, float, str]:
     """Pin and start to stream the weights of a model that has just been loaded.
 
     Args:
         path: of the model; for a split one its first file.
         plan: what stays and what is streamed.
         known: addresses of mappings of the same files that are not this model's own.
-        notes: what a person should know is added.
         progress: told how much of what stays has been read.
+
+    Returns:
+        What streams, the disk's bytes per second (0: nothing is streamed), and how pinned weights are kept.
 
     Raises:
         ModelError: it cannot be read or mapped.
@@ -337,9 +377,8 @@ def start_streaming(path: str, plan: Plan, known: set[int], notes: list[str], pr
             store.look_up(plan.looked_up)
             store.pin(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
-            notes.append(f"{plan.line(speed)}; {store.note}")
-            notes += filter(None, [plan.warning(speed)])
-            return Streamer(plan, store)
+            how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
+            return Streamer(plan, store, how.threads, how.size), speed, store.note
         except BaseException:
             store.close()
             raise

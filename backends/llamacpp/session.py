@@ -9,25 +9,30 @@ the cells that carry its own id at smaller positions. So:
                         after the cells of its ancestors were tagged with it (no copy, no recompute)
     commit              the ids of one path stay, all others are removed: nothing moves
 
-All ids of a session carry the committed text, so starting a tree costs nothing.
+All ids of a session carry the committed text, so starting a tree costs nothing. `ids.py` lends them.
 """
 
-from collections.abc import Sequence
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from edgespec.backend import Capabilities, Work, kept_of_prompt
-from edgespec.errors import ContextFull
+from edgespec.backend import Work, kept_of_prompt
+from edgespec.errors import ContextFull, SessionFileError
+from edgespec.saved import Loaded, read, write
 
 from .cells import TILE, Cells
-from .files import llama_cpp
+from .files import last_log, llama_cpp
 
 
-class Owner(Protocol):
+class Owner(Loaded, Protocol):
     """What a session needs of the backend it belongs to."""
 
     memory: Any  # llama.cpp's cache; None once it is freed
-    capabilities: Capabilities
+    context: Any  # llama.cpp's
+    windows: bool  # attention looks back so far only, in some layers
     in_order: bool  # keep cells in the order of the text
     cells: Cells
     tiles: bool  # attention over many rows adds up tiles
@@ -36,7 +41,13 @@ class Owner(Protocol):
 
     def open(self) -> "LlamaSession": ...
 
-    def release(self, session: "LlamaSession", ids: list[int]) -> None: ...
+    def lend(self, seq: int, session: "LlamaSession") -> None: ...
+
+    def give_back(self, ids: list[int]) -> None: ...
+
+    def make_room(self, rows: int) -> None: ...
+
+    def release(self, session: "LlamaSession") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +85,15 @@ def depth_first(parents: list[int], first: int) -> list[int]:
 class LlamaSession:
     """See `edgespec.backend.Session`."""
 
-    def __init__(self, backend: Owner, ids: list[int]) -> None:
+    def __init__(self, backend: Owner, own_id: int) -> None:
         self.token_ids: list[int] = []
         self._backend = backend
         self._memory = backend.memory
-        self._ids = ids  # this session's sequence ids
-        self._tagged = 1  # how many of them carry the committed text; the rest are tagged when first needed
+        self.ids = [own_id]  # sequence ids that carry the committed text: its own, and those lent to it
         self.held = 0  # how many committed tokens have a cell
+        self.marks: list[int] = []  # of these cells: equal where a fork shares one
         self._read = 0  # how many of these were read as a prompt, into cells that may stay where they are
-        self._aligned = True  # its tiles are those it would have alone
+        self.aligned = True  # its tiles are those it would have alone
         self._edge = 0  # the cell behind the last of these that have one; -1: not known
         self._forget_nodes()
 
@@ -93,10 +104,14 @@ class LlamaSession:
         self._positions: list[int] = []
         self._cells: list[int] = []
         self._seqs: list[int] = []  # one id whose path runs through the node
-        self._tips: dict[int, int] = {}  # id -> the last node on its path
+        self.tips: dict[int, int] = {}  # id -> the last node on its path
 
-    def place(self, work: Work) -> Placement:
+    def place(self, work: Work, free: Iterator[int]) -> Placement:
         """Find new nodes their places. Changes nothing.
+
+        Args:
+            work: the nodes.
+            free: ids for further leaves.
 
         Raises:
             ContextFull: a position lies beyond the context.
@@ -116,8 +131,7 @@ class LlamaSession:
         below: list[list[int]] = [[] for _ in range(count)]
         has_child = {parent - first for parent in parents}
         leaves = [i for i in range(count) if i not in has_child]
-        tips, sources = dict(self._tips), dict[int, int]()
-        free = (seq for seq in self._ids if seq not in tips)
+        tips, sources = dict(self.tips), dict[int, int]()
         for leaf in leaves:
             path = [leaf]
             while parents[path[-1]] >= first:
@@ -125,9 +139,9 @@ class LlamaSession:
             old = parents[path[-1]]  # evaluated earlier, or -1
             seq = self._seqs[old] if old >= 0 else -1
             if old < 0 or tips.get(seq) != old:
-                seq = next(free, -1)
+                seq = next(free, -1) if len(tips) < limits.max_leaves else -1
                 if seq < 0:
-                    raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
+                    raise ValueError(f"more than {len(tips)} leaves; this backend holds no more")
                 if old >= 0:
                     sources[seq] = old
             tips[seq] = first + leaf
@@ -147,7 +161,9 @@ class LlamaSession:
             no cell any more, then the nodes.
         """
         positions, first, order = placement.positions, placement.first, placement.order
-        self._tag(max(placement.tips) - self._ids[0] + 1)
+        for seq in placement.tips:
+            if seq not in self.ids:
+                self._backend.lend(seq, self)
         for seq, old in placement.sources.items():
             llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self.held, positions[old] + 1)
         lost = self.token_ids[self.held :]
@@ -163,28 +179,24 @@ class LlamaSession:
         self._top = start + len(order)
         cell_of = {node: start + i for i, node in enumerate(order)}
         self._cells.extend(cell_of[i] for i in range(len(order)))
-        self._tips = placement.tips
+        self.tips = placement.tips
         return tokens, places, ids
 
     def evaluated(self) -> None:
         """The pass is over: what had lost its cell has one again, and every id gets it."""
         if self.held < len(self.token_ids):
-            source = next(iter(self._tips))
-            for seq in self._ids[: self._tagged]:
-                if seq not in self._tips:
+            source = next(iter(self.tips))
+            for seq in self.ids:
+                if seq not in self.tips:
                     llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self.held, len(self.token_ids))
+            self.marks += self._backend.cells.new_marks(len(self.token_ids) - self.held)
             self.held, self._edge = len(self.token_ids), self._base
 
     def give_up(self) -> None:
         """The pass failed: forget its cells and all nodes."""
-        for seq in self._ids[: self._tagged]:
+        for seq in self.ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, self.held, -1)
         self._forget_nodes()
-
-    def _tag(self, count: int) -> None:
-        for seq in self._ids[self._tagged : count]:
-            llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], seq, 0, self.held)
-        self._tagged = max(self._tagged, count)
 
     def commit(self, path: Sequence[int]) -> None:
         length, kept = len(self.token_ids), len(path)
@@ -197,16 +209,17 @@ class LlamaSession:
             if self._top == cells.end and self._top - self._base == len(self._cells):  # nothing stands behind them
                 cells.end = self._base + kept
             elif self._backend.in_order:
-                cells.waste(self._tips, length)
+                cells.waste(self.tips, length)
             if kept:
                 self._edge = self._base + kept
-        for seq in self._tips:
+        for seq in self.tips:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length + kept if seq == keep else length, -1)
         if kept:
-            for seq in self._ids[: self._tagged]:
+            for seq in self.ids:
                 if seq != keep:
                     llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, length + kept)
             self.held = length + kept
+            self.marks += self._backend.cells.new_marks(kept)
         if self._prompt and self._read == length:
             self._read += kept
         self.token_ids.extend(self._tokens[node] for node in path)
@@ -220,12 +233,12 @@ class LlamaSession:
             else:
                 self._edge = -1
                 if self._backend.in_order:
-                    cells.waste(self._ids[: self._tagged], length)
-        for seq in self._ids[: self._tagged]:
+                    cells.waste(self.ids, length)
+        for seq in self.ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
         self.held, self._read = min(self.held, length), min(self._read, length)
-        self._aligned = self._aligned or length == 0
-        del self.token_ids[length:]
+        self.aligned = self.aligned or length == 0
+        del self.token_ids[length:], self.marks[length:]
         self._forget_nodes()
 
     def kept(self, length: int) -> int:
@@ -247,7 +260,7 @@ class LlamaSession:
             return True
         if length == 0:
             return end % TILE == 0
-        return self._aligned and length == self.held == len(self.token_ids) and self._edge == end
+        return self.aligned and length == self.held == len(self.token_ids) and self._edge == end
 
     def padding_before(self, work: Work, end: int) -> int:
         """Cells to fill from `end` on, before this work's, so that a prompt's tiles are those it would have alone.
@@ -258,21 +271,24 @@ class LlamaSession:
         length = len(self.token_ids)
         if not work.prompt or not self._in_tiles or self._continues(length, end):
             return 0
-        if length % TILE or (length and not self._aligned):
+        if length % TILE or (length and not self.aligned):
             raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")
         return -end % TILE
 
-    def moved(self, start: int) -> None:
-        """Its text now has the cells from `start` on, and only its first id is tagged."""
-        self._tagged, self._edge, self._aligned = 1, start + self.held, start % TILE == 0
-        if not self._aligned:
+    def moved(self, end: int, aligned: bool) -> None:
+        """Its text now has cells up to `end`, which only its own id carries."""
+        self._backend.give_back(self.ids[1:])
+        del self.ids[1:]
+        self._edge, self.aligned = end, aligned
+        if not self.aligned:
             self._read = 0
 
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
-        llama_cpp.llama_memory_seq_cp(self._memory, self._ids[0], other._ids[0], 0, self.held)
+        llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], other.ids[0], 0, self.held)
         other.token_ids, other.held, other._read = self.token_ids.copy(), self.held, self._read
-        other._edge, other._aligned = self._edge, self._aligned
+        other.marks = self.marks.copy()
+        other._edge, other.aligned = self._edge, self.aligned
         return other
 
     @property
@@ -282,7 +298,7 @@ class LlamaSession:
     @property
     def first_id(self) -> int:
         """The id that always carries the committed text."""
-        return self._ids[0]
+        return self.ids[0]
 
     @property
     def has_nodes(self) -> bool:
@@ -294,8 +310,57 @@ class LlamaSession:
         """Most cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 
+    def save(self, path: str | Path, note: Any = None) -> None:
+        tokens = (llama_cpp.llama_token * self.held)(*self.token_ids[: self.held])
+        seq = self._backend.cells.padding_id  # free between passes; it carries the text without nodes
+        llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)
+
+        def put(new: Path) -> None:
+            if self.held and not llama_cpp.llama_state_seq_save_file(
+                self._backend.context, os.fsencode(new), seq, tokens, self.held
+            ):
+                raise SessionFileError(f"{path}: the session cannot be saved: {last_log()}")
+
+        try:
+            write(path, self._backend, self.token_ids, {"read": self._read, "held": self.held}, put, note)
+        finally:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+
+    def load(self, path: str | Path) -> Any:
+        saved, cells = read(path, self._backend), self._backend.cells
+        held = saved.details["held"]
+        self.rewind(0)
+        if self._backend.in_order:
+            self._backend.make_room(held + 2 * TILE)
+        gap = -cells.end % TILE
+        if self._in_tiles and gap <= held:  # no cell in front of the text may be free: its first tokens fill them
+            self._load(path, saved.token_ids[:held])
+            llama_cpp.llama_memory_seq_rm(self._memory, self.ids[0], gap, -1)
+            cells.waste(self.ids[:1], 0)
+            llama_cpp.llama_memory_seq_rm(self._memory, self.ids[0], -1, -1)
+            cells.end += gap
+        self._load(path, saved.token_ids[:held])
+        if self._backend.windows:  # cells of one sequence alone that have left a sliding window count as free
+            cells.waste(self.ids[:1], 0)
+        self.token_ids, self.held, self._read = saved.token_ids, held, saved.details["read"]
+        self.marks, aligned = list(cells.new_marks(held)), cells.end % TILE == 0
+        cells.end += held
+        self.moved(cells.end, aligned)
+        return saved.note
+
+    def _load(self, path: str | Path, text: list[int]) -> None:
+        """Have llama.cpp read a file's cells, from the first that is free on."""
+        found, count = (llama_cpp.llama_token * max(1, len(text)))(), ctypes.c_size_t()
+        if text and not llama_cpp.llama_state_seq_load_file(
+            self._backend.context, os.fsencode(path), self.ids[0], found, len(text), ctypes.byref(count)
+        ):
+            raise SessionFileError(f"{path}: llama.cpp cannot read the session: {last_log()}")
+        if list(found)[: len(text)] != text:
+            llama_cpp.llama_memory_seq_rm(self._memory, self.ids[0], -1, -1)
+            raise SessionFileError(f"{path}: the session was replaced while it was read")
+
     def close(self) -> None:
-        if self._ids and self._backend.memory is not None:
+        if self.ids and self._backend.memory is not None:
             self.rewind(0)
-            self._backend.release(self, self._ids)
-        self._ids = []
+            self._backend.release(self)
+        self.ids = []

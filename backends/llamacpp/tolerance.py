@@ -1,4 +1,4 @@
-"""By how much llama.cpp's logits differ between passes of different shapes."""
+"""How much a logit moves with the shape of its pass."""
 
 from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32
 from .memory import kv_types

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
 
 from .files import ggml_base, llama_cpp
 from .mixture import Mixture
+from .stop import Stop
 
 
 class LayerWatch:
@@ -26,6 +28,7 @@ class LayerWatch:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
+        self.stop: Stop | None = None  # when it is set, the pass ends
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
         self._name_of = ggml_base().ggml_get_name
@@ -49,12 +52,16 @@ class LayerWatch:
         """Time that passes have waited for weights."""
         return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
 
-    def nodes(self, context: Any) -> list[int]:
-        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed."""
+    def nodes(self, context: Any, whole: bool = False) -> list[int]:
+        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.
+
+        With `whole` all is: a GPU's nodes come in graphs of their own, and the next is not begun before.
+        """
         stop = llama_cpp.ggml_abort_callback(lambda data: True)
         self._seen = found = list[int]()
         try:
-            llama_cpp.llama_set_abort_callback(context, stop, None)
+            if not whole:
+                llama_cpp.llama_set_abort_callback(context, stop, None)
             token = (llama_cpp.llama_token * 1)(0)
             with self.signals_held():
                 llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
@@ -107,6 +114,8 @@ class LayerWatch:
             return True
         try:
             self._obey()
+            if self.stop and self.stop.is_set:
+                raise Interrupted("the pass was interrupted")
             return self._asked(self._name_of(tensor), tensor)
         except BaseException as error:
             self.error = error

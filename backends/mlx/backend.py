@@ -22,6 +22,7 @@ larger than memory are read from disk once for all of them: `streaming.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from threading import Event
 from typing import Any, cast
 
 import mlx.core as mx
@@ -29,14 +30,15 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, also_wanted, check_batch, shape_of
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.saved import content_of, identity_of
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
 from edgespec.weights.ring import measure_disk, supported
 
-from ..hf_vocab import HfVocab, check_folder, first_line, load_vocab
+from ..hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
 from .loading import check_files, find_windows, load_weights
 from .memory import MIN_NODES, Layout, PassSize, beside_bytes, parameter_bytes, plan_memory, set_memory_limits
 from .session import MlxSession
@@ -149,6 +151,8 @@ class MlxBackend:
         self._sweep = sweep  # None: all weights are in memory
         self._windows = windows
         self._max_sessions = sessions
+        self._files: Sequence[str] = ()  # of the weights
+        self._interrupted = sweep.interrupted if sweep else Event()
         self._sessions: list[MlxSession] = []
         self._rows: Any = None  # the nodes whose final states the head is to see; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)
@@ -186,11 +190,27 @@ class MlxBackend:
         # All works are checked before the first is taken in: a refused batch changes nothing.
         for work, session in zip(batch, sessions, strict=True):
             session.check(work)
-        rows = self._compute(sessions, batch)
-        mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
+        try:
+            if self._interrupted.is_set():
+                raise Interrupted("the pass was interrupted")
+            rows = self._compute(sessions, batch)
+            mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
+        except Interrupted:
+            for session in sessions:
+                session.rewind(len(session.token_ids))
+            raise
+        finally:
+            self._interrupted.clear()
         for work, session in zip(batch, sessions, strict=True):
             session.add(work)
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*self._files))
 
     def _compute(self, sessions: Sequence[MlxSession], batch: Sequence[Work]) -> list[Any]:
         """Of each work what `_graph` says; of streamed weights nothing is left to be computed."""
@@ -297,8 +317,10 @@ def load(
         max_leaves=size.max_nodes,
         logit_tolerance=tolerance,
         streams=sweep is not None,
+        experts=None if sweep else experts_of(text_config),  # of streamed layers all experts are read
     )
     backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes)
+    backend._files = weight_files(path)
     try:
         _check_tree(backend, path, config["model_type"])
     except BaseException:

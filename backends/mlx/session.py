@@ -1,18 +1,21 @@
 """One sequence's buffers: what fits, and what a commit moves."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
+from edgespec.saved import Loaded, read, write
 from edgespec.tree import depths
 
 from .tree import Pass, TreeCache
 
 
-class Owner(Protocol):
+class Owner(Loaded, Protocol):
     """What a session needs of the backend it belongs to."""
 
     capabilities: Capabilities
@@ -109,7 +112,41 @@ class MlxSession:
             theirs.share(mine)
         return other
 
+    def save(self, path: str | Path, note: Any = None) -> None:
+        length = len(self.token_ids)
+        buffers = self.state if length else []
+        details = {"read": self._read, "buffers": [[*b.shape[:2], b.shape[3], str(b.dtype)] for b in buffers]}
+
+        def put(new: Path) -> None:
+            with new.open("wb") as file:
+                for buffer in buffers:
+                    file.write(as_bytes(buffer[..., :length, :]))
+
+        write(path, self._backend, self.token_ids, details, put, note)
+
+    def load(self, path: str | Path) -> Any:
+        saved = read(path, self._backend)
+        self.rewind(0)
+        found, length = list[Any](), len(saved.token_ids)
+        with Path(path).open("rb") as file:
+            for one, heads, width, name in saved.details["buffers"]:
+                kind = getattr(mx, name.rpartition(".")[2])
+                data = np.fromfile(file, np.uint8, one * heads * length * width * kind.size)
+                found.append(mx.array(data).view(kind).reshape(one, heads, length, width))
+        for cache, keys, values in zip(self.caches, found[::2], found[1::2], strict=False):
+            cache.fill(keys, values)
+        mx.eval(self.state)
+        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        return saved.note
+
     def close(self) -> None:
         self.rewind(0)
         self.caches = []
         self._backend.forget(self)
+
+
+def as_bytes(array: Any) -> memoryview:
+    """What an array holds."""
+    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    mx.eval(flat)
+    return memoryview(flat)

@@ -16,20 +16,23 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from edgespec.errors import ModelError
+from edgespec.errors import Interrupted, ModelError
 from edgespec.weights.direct import ALIGNED, DirectFiles
+from edgespec.weights.disk import recall_reading
 from edgespec.weights.pin import Progress, warm
 from edgespec.weights.residency import Extent, Layer, Plan, Tensor
 from edgespec.weights.ring import Streamer
 from edgespec.weights.system import HUGE, libc
 
 from .memory import Layout, Placed
+from .session import as_bytes
 from .tree import TreeCache
 
 MADV_HUGEPAGE = 14  # Linux
@@ -100,7 +103,7 @@ class SlotStore:
 
         def read(piece: Extent) -> None:
             at = bisect_right(starts, (piece.file, piece.start)) - 1
-            self._files.read_any(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
+            self._files.read(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
 
         extents = [Extent(tensor.file, tensor.start, tensor.start + tensor.size) for tensor in tensors]
         warm(extents, read, progress)
@@ -162,6 +165,7 @@ class LayerSweep:
             ModelError: the files hold other values than mlx-lm takes from them.
             OSError: a file cannot be read.
         """
+        self.interrupted = Event()  # when it is set, no further layer is computed
         self._steps = list[Step]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store
@@ -188,14 +192,15 @@ class LayerSweep:
         for _, array in tree_flatten(model.parameters()):
             mx.eval(array)  # what is left, one after the other
         mx.clear_cache()
-        self.streamer = Streamer(store.plan, store)
+        how = recall_reading(layout.paths[store.plan.streamed[0].extents[0].file])
+        self.streamer = Streamer(store.plan, store, how.threads, how.size)
 
     def _check_values(self, model: Any, layout: Layout) -> None:
         """A model class may transform weights without another shape or type: one layer is compared bit by bit."""
         placed = [one for one in layout.placed if one.layer == self._order[0]]
         weights = dict(tree_flatten(model.layers[self._order[0]].parameters()))
         for one, stored in zip(placed, self._store.load([p.tensor for p in placed], lambda *_: None), strict=True):
-            if not np.array_equal(np.asarray(memoryview(stored)), np.asarray(_bytes(weights[one.name]))):
+            if not np.array_equal(np.asarray(memoryview(stored)), np.asarray(as_bytes(weights[one.name]))):
                 raise ModelError(
                     f"layer {one.layer}'s weight {one.name} is changed by mlx-lm as it is loaded, so it cannot be "
                     "streamed from this file; write the folder once as MLX needs it, with mlx_lm.convert"
@@ -226,6 +231,7 @@ class LayerSweep:
 
         Raises:
             ModelError: a layer cannot be read. The caches are as they were.
+            Interrupted: so are they.
         """
         self.streamer.begin()
         before = [Before(some) for some in caches]
@@ -235,6 +241,8 @@ class LayerSweep:
             by_layer = {index: [step for step in self._steps if step.layer == index] for index in self._order}
             self._steps = []
             for index in self._order:
+                if self.interrupted.is_set():
+                    raise Interrupted("the pass was interrupted")
                 self._compute(index, by_layer.pop(index), before)
             return result
         except BaseException:
@@ -300,12 +308,6 @@ class Before:
 def _handles(cache: TreeCache) -> tuple[Any, Any]:
     """The buffers under other names: an assignment to a part of `cache.keys` changes what that name stands for."""
     return (None, None) if cache.keys is None else (cache.keys[...], cache.values[...])
-
-
-def _bytes(array: Any) -> Any:
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    mx.eval(flat)
-    return memoryview(flat)
 
 
 def open_slots(layout: Layout, plan: Plan) -> SlotStore:

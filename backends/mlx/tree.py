@@ -125,14 +125,24 @@ class TreeCache:
         self._window = window
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        if self.keys is None:
-            self.keys, self.values = (
-                mx.zeros((*new.shape[:2], self._capacity, new.shape[3]), new.dtype) for new in (keys, values)
-            )
+        self._make(keys, values)
         here = cast(Pass, self.offset)
         self.keys[..., here.start : here.end, :] = keys
         self.values[..., here.start : here.end, :] = values
         return self.keys[..., : here.end, :], self.values[..., : here.end, :]
+
+    def _make(self, keys: Any, values: Any) -> None:
+        """See that there are buffers, for such keys and values."""
+        if self.keys is None:
+            self.keys, self.values = (
+                mx.zeros((*new.shape[:2], self._capacity, new.shape[3]), new.dtype) for new in (keys, values)
+            )
+
+    def fill(self, keys: Any, values: Any) -> None:
+        """The first cells."""
+        self._make(keys, values)
+        self.keys[..., : keys.shape[2], :] = keys
+        self.values[..., : values.shape[2], :] = values
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         here = cast(Pass, self.offset)

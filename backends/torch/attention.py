@@ -6,6 +6,7 @@ Inside a layer, `tree_attention` writes each work's keys and values into its ses
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import transformers
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from edgespec.errors import ModelError
+from edgespec.errors import Interrupted, ModelError
 
 ATTENTION = "edgespec_tree"
 MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks whose rows start elsewhere
@@ -45,6 +46,7 @@ class Tree:
 
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]  # by layer
+    interrupted: Event  # when it is set, no further layer is computed
 
 
 def tree_attention(
@@ -57,6 +59,7 @@ def tree_attention(
     tree: "Tree | Probe",
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Any = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Any, None]:
@@ -71,6 +74,7 @@ def tree_attention(
         tree: the pass.
         scaling: of the scores; default: 1 / sqrt(d).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        s_aux: [heads] a score of each head's for looking nowhere (gpt-oss).
         sliding_window: only a `Probe` reads it.
         options: what else a model class passes on.
 
@@ -79,6 +83,8 @@ def tree_attention(
     """
     if isinstance(tree, Probe):
         return _probe(module, query, key, value, tree, sliding_window, options)
+    if tree.interrupted.is_set():
+        raise Interrupted("the pass was interrupted")
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]
     out[:, tree.parts[-1].rows.stop :] = 0  # rows of padding belong to no part, and see nothing
     layer = module.layer_idx
@@ -89,7 +95,9 @@ def tree_attention(
         keys[:, start:end] = key[0, :, part.rows]
         values[:, start:end] = value[0, :, part.rows]
         low, mask = part.masks[tree.windows[layer]]
-        attend = scaled_dot_product_attention if softcap is None else _capped(softcap)
+        attend: Any = scaled_dot_product_attention
+        if softcap is not None or s_aux is not None:
+            attend = _by_definition(softcap, s_aux)
         # The query heads that share a key head form a batch: keys and values are repeated by a stride of 0, not copied.
         shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
         k, v = (cells[:, None, low:end].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
@@ -98,17 +106,22 @@ def tree_attention(
     return out, None
 
 
-def _capped(softcap: float) -> Any:
-    """Attention with capped scores, by its definition: there is no kernel for it."""
+def _by_definition(softcap: float | None, sinks: Any) -> Any:
+    """Attention with capped scores, or with scores for looking nowhere: there is no kernel for it."""
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any, scale: float | None, is_causal: bool) -> Any:
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        scores = torch.tanh(scores / softcap) * softcap
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril().log()
         if attn_mask is not None:
             scores = scores + attn_mask
-        return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
+        if sinks is not None:
+            nowhere = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, nowhere], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[-2]]
+        return weights.to(value.dtype) @ value
 
     return attend
 
@@ -116,9 +129,8 @@ def _capped(softcap: float) -> Any:
 def _probe(
     module: Any, query: Any, key: Any, value: Any, probe: Probe, window: int | None, options: dict[str, Any]
 ) -> tuple[Any, None]:
-    for name in ("s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ModelError(f"its attention has a term ({name}) that this backend does not compute")
+    if options.get("position_bias") is not None:
+        raise ModelError("its attention has a term (position_bias) that this backend does not compute")
     if key.shape != value.shape:
         raise ModelError(f"its keys and values have different shapes: {list(key.shape)} and {list(value.shape)}")
     probe.heads[module.layer_idx] = key.shape[1], key.shape[3]

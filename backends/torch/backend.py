@@ -18,19 +18,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_wanted, check_batch, shape_of
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.weights.machine import available_memory, disk_bandwidth, format_size, parse_size, private_memory
+from edgespec.saved import content_of, identity_of
+from edgespec.weights.disk import disk_speed
+from edgespec.weights.machine import available_memory, format_size, parse_size, private_memory
 from edgespec.weights.residency import MARGIN, SAFETY
-from edgespec.weights.ring import MEASURE
 
-from ..hf_vocab import check_folder, first_line, load_vocab
+from ..hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from .attention import Part, Tree, build_mask, run
 from .loading import (
     NF4,
@@ -139,6 +141,8 @@ class TorchBackend:
             "dtype": str(self._dtype), "threads": torch.get_num_threads(), "device": str(self._device),
         }  # fmt: skip
         self.streamer = streamer  # None: all weights are resident
+        self.interrupted = Event()
+        self._files: Sequence[str] = ()  # of the weights
 
     def open(self) -> TorchSession:
         if not self._free:
@@ -172,13 +176,28 @@ class TorchBackend:
             tokens, positions = tokens + [0] * more, positions + [0] * more
             wanted += also_wanted(wanted, len(tokens), shape.least)
         with torch.inference_mode(), _out_of_memory("a pass"):
-            logits = run(self._model, tokens, positions, wanted, Tree(tuple(parts), self._windows), self._device)
+            tree = Tree(tuple(parts), self._windows, self.interrupted)
+            try:
+                logits = run(self._model, tokens, positions, wanted, tree, self._device)
+            except Interrupted:
+                for session in sessions:
+                    session.rewind(len(session.token_ids))
+                raise
+            finally:
+                self.interrupted.clear()
         found = list[Logits]()
         for session, work, placement in zip(sessions, batch, placements, strict=True):
             session.keep(work, placement)
             found.append(TorchLogits(logits[: len(work.wanted)], work.wanted.tolist()))
             logits = logits[len(work.wanted) :]
         return found
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*self._files))
 
     def _part(self, session: TorchSession, placement: Placement, rows: slice) -> Part:
         length = len(session.token_ids)
@@ -251,11 +270,13 @@ def load(
         elif place.type == "cpu":
             plenty = room is None and 2 * model.num_parameters() * model.dtype.itemsize + needed < most
             there, host = (None, None) if plenty else (most, Host(folder, most, needed, apart=False))
-        return assemble(
+        backend = assemble(
             model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=there,
             copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
             form=nf4_form(place) if dtype == NF4 else PLAIN,
         )  # fmt: skip
+    backend._files = weight_files(path)
+    return backend
 
 
 def assemble(
@@ -299,6 +320,7 @@ def assemble(
         max_wanted=max_nodes,
         max_leaves=max_nodes,
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
+        experts=experts_of(config.to_dict()),
         gaps=True,  # of float32, trees of 6 nodes have other bits than their chains
     )
     shape = cache_shape(config, context_length + max_nodes)
@@ -318,7 +340,7 @@ def assemble(
             fixed -= WORKSPACE  # a processor has none
         streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form)
     if streamer is not None:
-        capabilities = replace(capabilities, streams=True)
+        capabilities = replace(capabilities, streams=True, experts=None)  # of streamed layers all experts are moved
         notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
         model.to(device)
@@ -338,7 +360,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     sources = streamer.feeder.sources if streamer.feeder else []
     if not sources:
         return [note]
-    from_disk, speed = sum(source.size for source in sources), disk_bandwidth(sources[0].path, MEASURE)
+    from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
     seconds = from_disk / speed
     return [f"{note}, {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"]
 

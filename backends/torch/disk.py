@@ -26,6 +26,7 @@ from edgespec.errors import EdgespecError, ModelError
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights import ring
 from edgespec.weights.direct import ALIGNED, DirectFiles
+from edgespec.weights.disk import recall_reading
 from edgespec.weights.residency import Extent, Layer, Plan
 from edgespec.weights.system import HUGE
 
@@ -111,7 +112,8 @@ class Feeder:
         self.sources = staging.sources
         self._staging = staging
         self._engine = engine
-        self._ring = ring.Streamer(staging.plan, staging)
+        how = recall_reading(staging.sources[0].path)
+        self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
         self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
         self._changed = threading.Condition()
         self._asked, self._sent = [0] * buffers, [0] * buffers  # how often, by buffer
@@ -140,10 +142,13 @@ class Feeder:
 
     def _work(self) -> None:
         last: float = -1  # block of this pass
+        broken: EdgespecError | None = None
         while job := self._jobs.get():
             buffer, target, number = job
             error: EdgespecError | None = None
             try:
+                if broken:
+                    raise broken
                 if number <= last:  # a new pass, or the old one was given up
                     self._ring.finish()
                 if number <= last or last < 0:
@@ -160,8 +165,11 @@ class Feeder:
                 self._errors[buffer] = error
                 self._changed.notify_all()
             if error is None:
-                self._engine.finish(buffer)
-                self._ring.leave(number)
+                try:
+                    self._engine.finish(buffer)
+                    self._ring.leave(number)
+                except Exception as raised:  # the host buffer is not known to be free: nothing goes on
+                    broken = ModelError(f"a layer was not sent to the device: {raised}")
 
     def close(self) -> None:
         """Stop reading and copying."""

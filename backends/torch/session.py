@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
+from edgespec.saved import Loaded, read, write
 
 
-class Owner(Protocol):
+class Owner(Loaded, Protocol):
     """What a session needs of the backend it belongs to."""
 
     capabilities: Capabilities
@@ -112,6 +114,27 @@ class TorchSession:
             other.cells[:, :, :, :length] = self.cells[:, :, :, :length]
         other.token_ids, other._read = self.token_ids.copy(), self._read
         return other
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        length = len(self.token_ids)
+
+        def put(new: Path) -> None:
+            with new.open("wb") as file:
+                for layer in self.cells:
+                    layer[:, :, :length].contiguous().view(torch.uint8).cpu().numpy().tofile(file)
+
+        write(path, self._backend, self.token_ids, {"read": self._read}, put, note)
+
+    def load(self, path: str | Path) -> Any:
+        saved = read(path, self._backend)
+        self.rewind(0)
+        with Path(path).open("rb") as file, torch.inference_mode():
+            for layer in self.cells if saved.token_ids else ():
+                cells = layer[:, :, : len(saved.token_ids)]
+                found = torch.from_numpy(np.fromfile(file, np.uint8, cells.numel() * cells.itemsize))
+                cells.copy_(found.view(cells.dtype).view(cells.shape))
+        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        return saved.note
 
     def close(self) -> None:
         if self.cells is not None:

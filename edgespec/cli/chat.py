@@ -19,22 +19,39 @@ Enter sends; Alt+Enter (or Esc, then Enter) starts a new line; the arrow keys br
 Ctrl-C stops an answer and keeps what was written."""
 
 
-def chat(model: Model, system: str | None, show_drafts: bool, options: dict[str, Any]) -> None:
-    """Talk until /exit or end of input. The conversation stays in the model's cache between messages."""
+def chat(
+    model: Model,
+    system: str | None,
+    show_drafts: bool,
+    options: dict[str, Any],
+    earlier: list[dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Talk until /exit or end of input. The conversation stays in the model's cache between messages.
+
+    Args:
+        model: who answers.
+        system: its system message.
+        show_drafts: tint tokens by who guessed them.
+        options: of every answer.
+        earlier: messages to go on from.
+
+    Returns:
+        All messages.
+    """
     start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    messages = earlier or list(start)
     last: GenerationResult | None = None
     session: PromptSession[str] = PromptSession(history=InMemoryHistory(), key_bindings=_keys(), multiline=True)
-    click.echo("Type a message, or /help.")
+    click.echo(f"{len(messages)} messages from before. /help" if earlier else "Type a message, or /help.")
     while True:
         try:
             line = session.prompt("> ", prompt_continuation="… ").strip()
         except KeyboardInterrupt:
             continue
         except EOFError:
-            return
+            return messages
         if line in ("/exit", "/quit"):
-            return
+            return messages
         if line == "/clear":
             messages = list(start)
             click.echo("Forgotten.")

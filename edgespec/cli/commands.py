@@ -24,12 +24,14 @@ from edgespec.cli.options import (
     TARGETS_OPTIONS,
 )
 from edgespec.cli.pairs import pair
+from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import GenerationResult, Model, load
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import PLANNERS, USE_DRAFT
 from edgespec.text import user_messages
+from edgespec.weights.machine import parse_size
 
 
 def main(command: click.Command | None = None) -> None:
@@ -65,6 +67,7 @@ Examples:
   edgespec run mlx-community/Qwen3-0.6B-4bit          a repository on the hub
   edgespec run bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M --yes
   cat question.txt | edgespec run big.gguf - --json
+  edgespec run big.gguf --resume talk.session         a chat that goes on where it was left
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
@@ -84,6 +87,7 @@ Examples:
 @click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--resume", metavar="FILE", help="Start from the text in FILE, if it exists, and keep it there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
 @click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 @click.option(
@@ -93,13 +97,16 @@ Examples:
 )
 def run(
     model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, yes: bool, show_drafts: bool,
-    max_tokens: int, stop: tuple[str, ...], json_schema: str | None, grammar: str | None, **options: Any,
+    max_tokens: int, stop: tuple[str, ...], json_schema: str | None, grammar: str | None, resume: str | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT with MODEL: a name from `edgespec models`, a GGUF file, a model folder, or one of the hub.
 
     Files run on llama.cpp; folders on MLX on a Mac with Apple silicon, on PyTorch elsewhere.
 
     PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
+
+    With --resume what FILE holds of the prompt is not read again, and a chat goes on where it was left.
 
     Sampling is what you say, else what models.yaml says, else what the model's own file proposes, else greedy:
     `edgespec models MODEL` shows it.
@@ -115,16 +122,23 @@ def run(
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
     form = read_grammar(json_schema, grammar)
+    if resume and (options["targets"] or options["cluster"]):
+        raise UsageError("--resume does not go with --targets and --cluster: each copy keeps what it has read itself")
+    session = SessionFile(resume) if resume else None
     _pull(model, options, yes)
     with _load(model, options) as loaded:
         for note in loaded.notes:
             click.echo(click.style(note, dim=True), err=True)
+        earlier = session.load(loaded) if session else None
+        loaded.scheduler.start()  # passes in a thread of their own, so that Ctrl-C ends them early
         system = system or loaded.system
         answer_options = {"max_tokens": max_tokens, "stop": stop, "grammar": form, **sampling}
         if text is None:
             from edgespec.cli.chat import chat
 
-            chat(loaded, system, show_drafts, answer_options)
+            messages = chat(loaded, system, show_drafts, answer_options, earlier)
+            if session:
+                session.save(loaded, messages)
             return
         question = text if raw else user_messages(text, system)
         result = GenerationResult()
@@ -134,6 +148,8 @@ def run(
             click.echo(json.dumps(payload, ensure_ascii=False))
         else:
             click.echo(click.style(result.stats.summary(), dim=True), err=True)
+        if session:
+            session.save(loaded, earlier)
     if interrupted:
         sys.exit(130)
 
@@ -204,18 +220,29 @@ def _load(model: str, options: dict[str, Any]) -> Model:
     epilog="""\b
 Examples:
   edgespec serve big.gguf --draft small.gguf          then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
+  edgespec serve big.gguf --keep-on-disk              long prompts are read once, also across restarts
   edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
 @click.option("--parallel", type=int, default=4, show_default=True, help="Texts written at once; others wait.")
+@click.option("--first-come", is_flag=True, help="Serve those who wait as they came, not short texts first.")
 @click.option("--api-key", metavar="KEY", help="Key that clients must send; others can see it: better a file.")
 @click.option("--api-key-file", metavar="FILE", help="Keys, one a line. [default: $EDGESPEC_API_KEY]")
 @click.option("--no-key", is_flag=True, help="Let everybody in who reaches --host.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages from there in; repeatable.")
 @click.option("--grace", type=int, default=30, show_default=True, help="Seconds that texts have left at the end.")
+@click.option(
+    "--keep-on-disk",
+    "keep",
+    is_flag=False,
+    flag_value="",
+    metavar="[DIR]",
+    help="Save long prompts, and find them again after a restart. [DIR: the user's cache folder]",
+)
+@click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="A line for each request, without its text.")
 @click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 @click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
@@ -223,19 +250,24 @@ Examples:
 @click.option("--no-memory-of-costs", is_flag=True, help="As for run.")
 def serve(
     model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
-    hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, log: bool, yes: bool, **options: Any,
+    hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
+    yes: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer programs on this machine that speak OpenAI's or Anthropic's dialect, with MODEL as for `edgespec run`."""
     from edgespec.cli import serve as server
 
     server.check_server()
-    keys = server.read_keys(api_key, api_key_file)
+    keys, most_kept = server.read_keys(api_key, api_key_file), parse_size(keep_size)
+    if keep and Path(keep).is_file():
+        raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
     with server.open_socket(host, port, keys, no_key) as listening:
         _pull(model, options, yes)
         with _load(model, options) as loaded:
             for note in loaded.notes:
                 click.echo(click.style(note, dim=True), err=True)
             name = Path(model).stem
+            if keep is not None:
+                server.keep_on_disk(loaded, keep, most_kept)
             server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
 
 

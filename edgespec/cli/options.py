@@ -36,7 +36,8 @@ LENDER_OPTION = click.option(
     callback=lambda context, option, value: list(value) or None,
     help="llamacpp: where `edgespec lend` listens; layers that do not fit here go there. Repeatable.",
 )
-GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as its memory takes]"
+GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
+GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
@@ -61,7 +62,7 @@ MODEL_OPTIONS = _options(
     click.option("--exact", metavar="NAME", help=EXACT_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
-    click.option("--gpu-memory", metavar="SIZE", help="torch: GPU memory to use, such as 10G. [default: what is free]"),
+    click.option("--gpu-memory", metavar="SIZE", help=GPU_MEMORY_HELP),
     click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
     click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
     click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),

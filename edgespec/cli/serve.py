@@ -13,6 +13,8 @@ import click
 
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.model import Model
+from edgespec.remembered import cache_folder
+from edgespec.shelf import Shelf
 
 KEY = "EDGESPEC_API_KEY"  # in the environment
 
@@ -72,6 +74,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
+    """Have the scheduler save what sessions hold, in this folder or, for "", in the user's. Raises SessionFileError."""
+    place = Path(folder) if folder else cache_folder() / "sessions"
+    model.scheduler.shelf = Shelf(place, model.target, most_bytes, say=lambda text: click.echo(text, err=True))
 
 
 def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log: bool, **guard: Any) -> None:

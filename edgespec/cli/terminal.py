@@ -12,7 +12,10 @@ from edgespec.model import GenerationResult, Model
 from edgespec.tree import Source
 
 # TARGET stays plain.
-COLOURS = {Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow"}
+COLOURS = {
+    Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
+    Source.PREDICTION: "blue",
+}  # fmt: skip
 
 
 def write_answer(

@@ -11,7 +11,7 @@ from importlib import import_module
 from math import log2
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from edgespec.exact import check_choice, line, settle, tokens
 from edgespec.loading import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.remembered import everything, identity
+from edgespec.remembered import folder as remembered_in
+from edgespec.weights.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
 
@@ -78,6 +80,7 @@ class Diagnosis:
     exact: str = ""  # which passes agree to the bit
     engine: str = "llamacpp"
     streams: bool = False  # every pass reads weights from a disk or over a bus
+    reading: str = ""  # how the disk is read
 
 
 @dataclass(slots=True)
@@ -184,7 +187,7 @@ def diagnose(
     room = parse_size(memory) if isinstance(memory, str) else memory
     sizes = [_weight_files(path) for path in paths]
     say("disk")
-    disk = disk_bandwidth(max(sizes[0], key=lambda file: sizes[0][file]))
+    disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
     options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
     options |= {"lenders": lenders} if lenders else {}
     tried, cannot_run = Tried(), ""
@@ -200,7 +203,8 @@ def diagnose(
         draft_size=sum(sum(files.values()) for files in sizes[1:]),
         plan=tried.plan,
         cannot_run=cannot_run,
-        disk=disk,
+        disk=disk.speed,
+        reading=f"{disk.threads} x {format_size(disk.size)} at once",
         passes=tried.passes,
         draft_seconds=tried.draft_seconds,
         exact=tried.agree,
@@ -213,6 +217,18 @@ def diagnose(
             if (one["about"].get("kind"), one["about"].get("target")) == ("pace", identity(paths[0]))
         ),
     )
+
+
+def _read_disk(file: str) -> Reading:
+    """How the disk that a model lies on is read, and how fast; found out where it is not known and can be kept.
+
+    Raises ModelError, UsageError.
+    """
+    known = recall_reading(file)
+    if not known.speed and remembered_in():
+        remember_reading(file, found := find_reading(file)[0])
+        return found
+    return replace(known, speed=disk_bandwidth(file, threads=known.threads, size=known.size))
 
 
 def _weight_files(path: str) -> dict[str, int]:
@@ -250,7 +266,10 @@ def _try(
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"
-        if not planned:
+        if planned and tried.plan:  # experts may have been left to the page cache after all
+            tried.plan = cast(Any, backend).streamer.plan
+            tried.notes += [note for note in backend.notes if note.startswith("experts are left")]
+        elif not planned:
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
         tried.streams = backend.capabilities.streams
         nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
@@ -293,11 +312,12 @@ def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
 
 def report(diagnosis: Diagnosis) -> str:
     """For a person."""
+    speed = f"{diagnosis.disk / 1e9:.2f} GB/s"
     lines = [
         ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
         ("engine", diagnosis.engine),
         ("memory to use", format_size(diagnosis.memory)),
-        ("disk", f"{diagnosis.disk / 1e9:.2f} GB/s" + f" ({diagnosis.file_system})" * bool(diagnosis.file_system)),
+        ("disk", ", ".join(filter(None, [speed, diagnosis.file_system, diagnosis.reading]))),
     ]
     if diagnosis.draft_size:
         lines.insert(2, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))

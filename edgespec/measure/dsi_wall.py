@@ -15,7 +15,7 @@ from typing import Any
 
 from edgespec.backend import Backend, Logits, Work
 from edgespec.backends.reference import ReferenceBackend, random_model
-from edgespec.errors import EdgespecError, Stopped, UsageError
+from edgespec.errors import EdgespecError, Interrupted, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.jobs import Request, Wrote
 from edgespec.measure.dsi import TOKENS, dsi_round, seconds_of
@@ -32,30 +32,27 @@ PROMPT = (0, 5, 9, 3)
 
 
 class Sleeping:
-    """A backend whose passes take so many seconds, unless they are stopped."""
+    """A backend whose passes take so many seconds, unless they are interrupted."""
 
     def __init__(self, inner: Backend, seconds: float) -> None:
-        self._inner, self._seconds, self._stopped = inner, seconds, Event()
+        self._inner, self._seconds, self._interrupted = inner, seconds, Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def stop(self) -> None:
-        """End the pass under way."""
-        self._stopped.set()
-
-    def resume(self) -> None:
-        """Passes are wanted again."""
-        self._stopped.clear()
+    def interrupt(self) -> None:
+        """As `Backend.interrupt`."""
+        self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        """As `Backend.forward`. Raises Stopped."""
+        """As `Backend.forward`."""
         started = perf_counter()
         logits = self._inner.forward(batch)
-        if self._stopped.wait(max(0.0, started + self._seconds - perf_counter())):
+        if self._interrupted.wait(max(0.0, started + self._seconds - perf_counter())):
+            self._interrupted.clear()
             for work in batch:
                 work.session.rewind(len(work.session.token_ids))
-            raise Stopped("stopped")
+            raise Interrupted("the pass was interrupted")
         return logits
 
 

@@ -6,9 +6,12 @@ measured without any copying, on a few resident layers of the same model, and ex
 
 import copy
 import gc
+import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -17,12 +20,20 @@ import numpy as np
 import torch
 import transformers
 
-from edgespec.backend import Vocab, Work, prefill
+from edgespec.backend import Capabilities, Vocab, Work, prefill
 from edgespec.backends.torch.attention import ATTENTION
-from edgespec.backends.torch.backend import TorchBackend, assemble
-from edgespec.backends.torch.loading import NF4, decoder_layers, nf4_form
-from edgespec.backends.torch.offload import Block, CopyEngine, CudaCopies, block_bytes
+from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, TorchBackend, assemble
+from edgespec.backends.torch.disk import STAGING
+from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, nf4_form, work_bytes
+from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopies, block_bytes
 from edgespec.errors import UsageError
+from edgespec.loading import close_all, open_backends
+from edgespec.model import Model
+from edgespec.models.registry import Defaults, Entry
+from edgespec.planners.choice import make_planner
+from edgespec.sampling import SamplingParams
+from edgespec.text import user_messages
+from edgespec.weights.machine import disk_bandwidth
 
 # Llama 3 70B (arXiv 2407.21783, table 3).
 LLAMA_70B = {
@@ -37,8 +48,14 @@ LLAMA_70B = {
 }
 CONTEXT = 512  # tokens before the tree
 HOST_SHARE = 0.75  # of the free host memory that weights may take
+ROOM_OF_PAIR = 3 << 30  # bytes of a GPU for caches, and to compute passes over 1024 nodes
+DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
+ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
 REPEATS = 3
+
+
+Copies = Callable[[Any, int], CopyEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +66,12 @@ class Row:
     seconds: float  # a pass, median
     compute_seconds: float  # the same without copies
     copy_seconds: float  # bytes / bandwidth
+    disk_seconds: float = 0.0  # bytes from disk / the disk's speed
 
     @property
     def ratio(self) -> float:
-        """The pass against the slower of its two parts; 1 is the best there can be."""
-        return self.seconds / max(self.compute_seconds, self.copy_seconds)
+        """The pass against the slowest of its parts; 1 is the best there can be."""
+        return self.seconds / max(self.compute_seconds, self.copy_seconds, self.disk_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,9 @@ class Report:
     streamed_bytes: int  # in a pass
     bandwidth: float  # host to device, bytes a second
     rows: list[Row]
+    from_disk: int = 0  # of the streamed layers
+    disk: float = 0.0  # bytes a second
+    costs: dict[int, tuple[float, float]] = field(default_factory=dict)  # nodes -> seconds of one layer, of one more
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -155,6 +176,26 @@ def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> 
     return int(max(2, min(shape["num_hidden_layers"], host_bytes * HOST_SHARE // layer_bytes)))
 
 
+def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident: int) -> int:
+    """Bytes of a device on which so many layers stay, if there are more."""
+    device = torch.device("cpu")
+    model, (context, nodes) = random_model(shape | ONE, dtype, device), _limits(device, sizes)
+    work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(sizes) + 1)
+    caches = cache_bytes(model, device, sizes) * shape["num_hidden_layers"]
+    return int(caches + work + (resident + BUFFERS) * block_bytes(model.model.layers[0]))
+
+
+def cache_bytes(model: Any, device: Any, sizes: Sequence[int]) -> int:
+    """Of one layer's keys and values."""
+    _, *rest = cache_shape(model.config, sum(_limits(device, sizes)))
+    return int(math.prod(rest) * model.dtype.itemsize)
+
+
+def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
+    """Tokens of text, and of a pass."""
+    return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
+
+
 def host_memory() -> int:
     """Free bytes of host memory."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -176,9 +217,13 @@ def measure(
     *,
     host_bytes: int,
     deadline: float = float("inf"),
-    copies: Callable[[Any, int], CopyEngine] = CudaCopies,
+    copies: Copies = CudaCopies,
+    known: Report | None = None,
+    disk: Path | None = None,
 ) -> Report:
     """Measure one format.
+
+    With `known` and `disk` its resident layers and DISK_LAYERS more, which come from disk, as far as there is room.
 
     Args:
         shape: fields of a LlamaConfig.
@@ -189,16 +234,52 @@ def measure(
         host_bytes: free host memory; more layers than fit are left out.
         deadline: `perf_counter` time after which no further size is begun.
         copies: makes the copy engine.
+        known: what was measured of the same format with all layers in host memory.
+        disk: a folder; layers are written there.
 
     Raises:
         UsageError: the device's memory is too small.
+        ModelError: layers cannot be written.
     """
     options: dict[str, Any] = {"context_length": CONTEXT + max(sizes), "budget": max(sizes), "sessions": 1}
     vocab = cast(Vocab, NoVocab(shape["vocab_size"]))
+    costs = known.costs if known else layer_costs(shape, dtype, device, sizes, vocab, copies, options)
+    small = random_model(shape | ONE, dtype, device)
+    layer, cache = block_bytes(small.model.layers[0]), cache_bytes(small, device, sizes)
+    layers, host = fitting_layers(shape, layer, host_bytes), None
+    if known and disk:
+        there = int(shutil.disk_usage(disk).free * HOST_SHARE // layer)
+        layers = known.layers - known.streamed_layers + min(DISK_LAYERS, known.streamed_layers, there)
+        host = Host(disk, STAGING * layer, 0, apart=True)
+        memory -= (known.layers - layers) * cache  # so that as many layers stay
+    rate = known.bandwidth if known else bandwidth(device, layer)
+    model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
+    backend = assemble(model, vocab, device, memory=memory, copies=copies, host=host, **options)
+    streamed = len(backend.streamer.blocks) if backend.streamer else 0
+    sources = backend.streamer.feeder.sources if backend.streamer and backend.streamer.feeder else []
+    speed = disk_bandwidth(sources[0].path, 1.0) if sources else 0.0
+    rows = []
+    for nodes, seconds in pass_seconds(backend, sizes):
+        one, more = costs[nodes]
+        reading = len(sources) * layer / speed if sources else 0.0
+        rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate, reading))
+        if perf_counter() > deadline:
+            break
+    backend.close()
+    del model, backend
+    _free(device)
+    full = shape["num_hidden_layers"]
+    return Report(dtype, layers, full, streamed, layer, streamed * layer, rate, rows, len(sources), speed, costs)
+
+
+def layer_costs(
+    shape: dict[str, Any], dtype: str, device: Any, sizes: Sequence[int], vocab: Vocab, copies: Copies,
+    options: dict[str, Any],
+) -> dict[int, tuple[float, float]]:  # fmt: skip
+    """Of passes over so many nodes: seconds with one resident layer, and of each layer more. Raises UsageError."""
     few = []
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)
-        layer = block_bytes(model.model.layers[0])
         backend = assemble(model, vocab, device, memory=None, copies=copies, **options)
         if backend.streamer is not None:
             raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
@@ -206,19 +287,45 @@ def measure(
         backend.close()
         del model, backend
         _free(device)
-    layers = fitting_layers(shape, layer, host_bytes)
-    rate = bandwidth(device, layer)
-    model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
-    backend = assemble(model, vocab, device, memory=memory, copies=copies, **options)
-    streamed = len(backend.streamer.blocks) if backend.streamer else 0
-    rows = []
-    for nodes, seconds in pass_seconds(backend, sizes):
-        one, more = few[0][nodes], few[1][nodes]
-        compute = one + (layers - FEW[0]) * (more - one) / (FEW[1] - FEW[0])
-        rows.append(Row(nodes, seconds, compute, streamed * layer / rate))
-        if perf_counter() > deadline:
-            break
-    backend.close()
-    del model, backend
-    _free(device)
-    return Report(dtype, layers, shape["num_hidden_layers"], streamed, layer, streamed * layer, rate, rows)
+    (first, one), (second, two) = zip(FEW, few, strict=True)
+    more = {nodes: max(0.0, two[nodes] - one[nodes]) / (second - first) for nodes in sizes}
+    return {nodes: (one[nodes] - (first - 1) * more[nodes], more[nodes]) for nodes in sizes}
+
+
+def pair_speeds(
+    target: str, draft: str, device: str, share: float, budgets: Sequence[int], prompts: Sequence[str], max_tokens: int,
+    deadline: float, **options: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Tokens per second of a pair of folders: "none", and specexec by its budget, as far as there is time.
+
+    Args:
+        target: a folder.
+        draft: another; on the device as a whole.
+        device: "cuda" or "cpu"; on the latter nothing is streamed.
+        share: of the target's weights that the GPU's memory holds, besides the draft and room to compute.
+        budgets: guesses per pass.
+        prompts: questions, answered greedily.
+        max_tokens: per answer.
+        deadline: `perf_counter` time after which nothing further is begun.
+        options: as for `edgespec.load`.
+    """
+    sizes = [sum(file.stat().st_size for file in Path(one).glob("*.safetensors")) for one in (target, draft)]
+    if device != "cpu":
+        options["gpu_memory"] = int(share * sizes[0]) + sizes[1] + ROOM_OF_PAIR
+    entry = Entry(name="target", target=f"file:{target}", defaults=Defaults())
+    backends = open_backends(
+        entry, draft, None, context_length=2048, budget=max(budgets), backend="torch", device=device, exact="off",
+        **options,
+    )  # fmt: skip
+    found = dict[str, float]()
+    try:
+        for name, budget in [("none", 1), *(("specexec", budget) for budget in budgets)]:
+            if found and perf_counter() > deadline:
+                break
+            model = Model(backends[0], make_planner(name, backends), budget=budget, sampling=SamplingParams())
+            results = [model.generate(user_messages(prompt, None), max_tokens=max_tokens).stats for prompt in prompts]
+            seconds = sum(stats.seconds for stats in results)
+            found[name if name == "none" else f"specexec {budget}"] = sum(stats.tokens for stats in results) / seconds
+    finally:
+        close_all(backends)
+    return found

@@ -18,12 +18,12 @@ from typing import Any
 
 from edgespec.errors import EdgespecError
 from edgespec.loading import DEFAULT_BUDGET
-from edgespec.measure.offload_worker import Task, evict
+from edgespec.measure.offload_worker import PLENTY, Task, evict_model
 from edgespec.planners.choice import USE_DRAFT
 from edgespec.weights.machine import disk_bandwidth, format_size
 
-PLENTY = 1 << 42  # of memory, named so that weights are mapped as they are, not repacked
 LIBRARIES = 32 << 20  # of the interpreter's and the engine's files, mapped pages
+BY_PAGE_CACHE = "by page cache, none"
 GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -77,9 +77,14 @@ def memory_group() -> Iterator[Group | None]:
         folder.rmdir()
 
 
-def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> dict[str, Any]:
-    """Run a task in a process of its own, inside a limit of bytes (0: none), its files not in the page cache."""
-    left = max((evict(file) for file in files), default=0.0)
+def run(
+    task: Task, group: Group | None, limit: int, files: Sequence[str], *, page_cache: bool = False
+) -> dict[str, Any]:
+    """Run a task in a process of its own, inside a limit of bytes (0: none), its files not in the page cache.
+
+    With `page_cache` weights are kept there as on systems that cannot move memory.
+    """
+    left = max(map(evict_model, files), default=0.0)
     if group:
         group.limit(limit or 1 << 40)
 
@@ -87,7 +92,7 @@ def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> di
         if group:
             (group.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"} | ({"EDGESPEC_PAGE_CACHE": "1"} if page_cache else {})
     done = subprocess.run(
         [sys.executable, "-m", "edgespec.measure.offload_worker", json.dumps(asdict(task))],
         preexec_fn=enter, capture_output=True, text=True, env=environment, check=False,
@@ -154,6 +159,7 @@ def text_speeds(
     plain_tokens: int,
     sampling: dict[str, Any],
     rounds: int,
+    page_cache: bool = False,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Tokens per second on real prompts under one limit: mapped plain decoding, streamed plain decoding, each planner.
@@ -169,6 +175,7 @@ def text_speeds(
         plain_tokens: per prompt without drafts, whose speed hardly depends on the length.
         sampling: fields of SamplingParams.
         rounds: the prompts are dealt into so many parts; variants take turns part by part.
+        page_cache: also plain decoding as on systems that cannot move memory.
         say: told what is being done.
     """
     files = [target, draft] if draft else [target]
@@ -183,6 +190,8 @@ def text_speeds(
             "mapped, none": Task(target, stream=False, max_tokens=plain_tokens, **shared),
             "streamed, none": Task(target, memory=limit, max_tokens=plain_tokens, **shared),
         }
+        if page_cache:
+            tasks[BY_PAGE_CACHE] = tasks["streamed, none"]
         for name, options in planners.items():
             tasks[f"streamed, {name}"] = Task(
                 target, draft if name in USE_DRAFT else "", memory=limit, max_tokens=max_tokens,
@@ -193,7 +202,8 @@ def text_speeds(
             part = list(prompts[number::rounds])
             for name, task in tasks.items():
                 say(f"{name}, part {number + 1} of {rounds}")
-                found[name].append(run(replace(task, prompts=part), group, limit, files))
+                by = name == BY_PAGE_CACHE
+                found[name].append(run(replace(task, prompts=part), group, limit, files, page_cache=by))
     report: dict[str, Any] = {"target": target, "draft": draft, "room": room, "needed": needed, "limit": limit}
     report["variants"] = {name: text_summary(results) for name, results in found.items()}
     plain = report["variants"]["mapped, none"]
@@ -235,12 +245,13 @@ def text_summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not runs:
         return {"failed": failed}
     names = ("tokens", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds")
-    totals = {name: sum(run[name] for run in runs) for name in names}
+    totals = {name: sum(run.get(name, 0.0) for run in runs) for name in names}
     return {
         "failed": failed,
         **totals,
         "tokens_per_second": totals["tokens"] / totals["seconds"],
         "acceptance_length": totals["tokens"] / totals["passes"],
+        **{name: sum(result[name] for result in good) for name in ("user_seconds", "system_seconds")},
         "bytes_per_round": sum(result["bytes"] for result in good) / totals["passes"],  # prompts included
         **_memory_summary(good),
     }

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.errors import MissingPackage
+from edgespec.measure.offload_folders import lines, title
 from edgespec.weights.machine import format_size
 
 
@@ -17,9 +18,9 @@ def pass_table(report: dict[str, Any]) -> str:
 
     "to bound" is seconds per pass to max(seconds in memory, bytes streamed / measured bandwidth).
     """
-    title = f"{Path(report['target']).name}, {format_size(report['size'])}; {report['how']}"
+    name = f"{Path(report['target']).name}, {format_size(report['size'])}; {report['how']}"
     headings = ("weights", "disk", "nodes", "mapped", "streamed", "in memory", "to bound", "x mapped", "read", "peak")
-    view = _table(title, headings)
+    view = _table(name, headings)
     for entry in report["limits"]:
         streamed, mapped = entry["streamed"], entry["mapped"]
         moved = streamed.get("streamed", 0)  # nothing, if all that passes touch fits
@@ -41,13 +42,13 @@ def pass_table(report: dict[str, Any]) -> str:
 
 
 def text_table(report: dict[str, Any]) -> str:
-    """One row for each variant."""
-    title = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
+    """One row for each variant. "kernel" is the system's part of the processors' time; shares are of seconds else."""
+    about = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
     headings = (
-        "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "read/pass",
-        "peak",
+        "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel",
+        "read/pass", "peak",
     )  # fmt: skip
-    view = _table(title, headings)
+    view = _table(about, headings)
     for name, row in report["variants"].items():
         if "tokens" not in row:
             view.add_row(name, "; ".join(row["failed"]))
@@ -58,13 +59,22 @@ def text_table(report: dict[str, Any]) -> str:
             name, f"{row['tokens_per_second']:.2f}", f"{row['ratio']:.1f}" if "ratio" in row else "",
             f"{row['acceptance_length']:.2f}", f"{row['target_seconds'] / row['passes']:.3f}",
             *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
+            f"{100 * row['system_seconds'] / (row['user_seconds'] + row['system_seconds']):.0f} %",
             format_size(row["bytes_per_round"]), f"{row['peak'] / report['limit']:.2f}",
         )  # fmt: skip
     return _text(view)
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    view = Table(title=title, title_justify="left")
+def folder_table(report: dict[str, Any]) -> str:
+    """One row for each size of pass, then one for each way to write texts."""
+    view = _table(title(report), ("what", "took", "beside", "against", "peak"))
+    for row in lines(report):
+        view.add_row(*row)
+    return _text(view)
+
+
+def _table(heading: str, headings: Sequence[str]) -> Table:
+    view = Table(title=heading, title_justify="left")
     for heading in headings:
         view.add_column(heading, justify="right")
     return view

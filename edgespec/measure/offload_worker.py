@@ -23,6 +23,8 @@ from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
 from edgespec.weights.machine import private_memory
 
+PLENTY = 1 << 42  # of memory, named so that weights are used as the files have them, and nothing is streamed
+MLX_LM = "mlx-lm"
 WARM_UP = "The first pass reads what loading has left out; its time is not counted. "
 
 
@@ -32,6 +34,7 @@ class Task:
 
     target: str
     draft: str = ""
+    backend: str = "llamacpp"  # MLX_LM: mlx-lm alone, with nothing of this program
     stream: bool = True
     memory: int = 0  # bytes given to streaming; 0 = what is free
     budget: int = DEFAULT_BUDGET
@@ -51,6 +54,8 @@ def measure(task: Task) -> dict[str, Any]:
     """Do what a task says; the result as JSON takes it."""
     if task.nodes:
         return _measure_passes(task)
+    if task.backend == MLX_LM:
+        return _measure_mlx_lm(task)
     return _measure_texts(task) if task.prompts else _measure_needs(task)
 
 
@@ -62,11 +67,11 @@ def _measure_needs(task: Task) -> dict[str, Any]:
 
 def _measure_passes(task: Task) -> dict[str, Any]:
     target = load_backend(
-        "llamacpp", task.target, context_length=task.context_length, budget=max(task.nodes), **_memory(task)
+        task.backend, task.target, context_length=task.context_length, budget=max(task.nodes), **_memory(task)
     )
     try:
         session = target.open()
-        text = target.vocab.encode(WARM_UP * 4, add_bos=True, parse_special=True)
+        text = target.vocab.encode(WARM_UP * (4 if task.backend == "llamacpp" else 1), add_bos=True, parse_special=True)
         prefill(target, session, text[:-1])
         passes: dict[str, dict[str, list[float]]] = {}
         total = 0
@@ -75,7 +80,7 @@ def _measure_passes(task: Task) -> dict[str, Any]:
                 nodes = np.arange(count, dtype=np.int32)
                 tokens = np.resize(np.array(text, np.int32), count)
                 if task.evict:
-                    evict(task.target)
+                    evict_model(task.target)
                 read, waited, started = bytes_read(), target.wait_seconds, perf_counter()
                 target.forward([Work(session, tokens, nodes - 1, nodes)])
                 figures = {"seconds": perf_counter() - started, "waited": target.wait_seconds - waited}
@@ -96,14 +101,17 @@ def _measure_passes(task: Task) -> dict[str, Any]:
 def _measure_texts(task: Task) -> dict[str, Any]:
     backends = _open(task)
     try:
-        pace = new_pace(backends[0].capabilities.streams) if task.by_cost else None
+        limits = backends[0].capabilities
+        pace = new_pace(limits.streams, limits.experts) if task.by_cost else None
         planner = make_planner(task.planner, backends, pace=pace, **task.planner_options)
         with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
-            read, runs = bytes_read(), []
+            read, before, runs = bytes_read(), processor_seconds(), []
             for prompt in task.prompts:
                 result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
                 runs.append({**result.stats.as_dict(), "token_ids": result.token_ids})
-        return {"runs": runs, "bytes": bytes_read() - read, **_plan_of(backends[0])}
+            user, system = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+        figures = {"bytes": bytes_read() - read, "user_seconds": user, "system_seconds": system}
+        return {"runs": runs, **figures, **_plan_of(backends[0])}
     finally:
         close_all(backends)
 
@@ -114,20 +122,25 @@ def _open(task: Task) -> list[Backend]:
         paths = [task.target, task.draft] if task.draft else [task.target]
         return [load_backend("llamacpp", path, in_order=not i, **options) for i, path in enumerate(paths)]
     entry = Entry(name="target", target=f"file:{task.target}", defaults=Defaults())
+    device: dict[str, Any] = {"device": "cpu"} if task.backend == "torch" else {}
     return open_backends(
-        entry, task.draft or None, None,
-        context_length=task.context_length, budget=task.budget, memory=task.memory or None,
+        entry, task.draft or None, None, backend=task.backend,
+        context_length=task.context_length, budget=task.budget, memory=task.memory or None, **device,
     )  # fmt: skip
 
 
 def _memory(task: Task) -> dict[str, Any]:
+    if task.backend == "torch":
+        return {"device": "cpu", "memory": task.memory if task.stream else PLENTY}
     return {"memory": task.memory or None} if task.stream else {"resident": True}
 
 
 def _plan_of(target: Any) -> dict[str, Any]:
-    if target.streamer is None:
-        return {}
-    plan = target.streamer.plan
+    streamer = getattr(target, "streamer", None)
+    plan = getattr(target, "plan", None) or getattr(streamer, "plan", None)
+    if plan is None:
+        sources = streamer.feeder.sources if streamer and streamer.feeder else []
+        return {"streamed": sum(source.size for source in sources), "notes": list(target.notes)} if sources else {}
     return {
         "pinned": plan.pinned_bytes,
         "streamed": plan.streamed_bytes,
@@ -137,10 +150,40 @@ def _plan_of(target: Any) -> dict[str, Any]:
     }
 
 
+def _measure_mlx_lm(task: Task) -> dict[str, Any]:
+    """What mlx-lm makes of it by itself: the same questions, greedily."""
+    from mlx_lm import load, stream_generate
+
+    model, tokenizer = load(task.target)[:2]
+    read, runs = bytes_read(), []
+    for prompt in task.prompts:
+        token_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        started, count = perf_counter(), 0
+        for _ in stream_generate(model, tokenizer, token_ids, max_tokens=task.max_tokens):
+            count += 1
+        seconds = perf_counter() - started
+        runs.append({"tokens": count, "passes": count, "seconds": seconds, "target_seconds": seconds})
+    return {"runs": runs, "bytes": bytes_read() - read}
+
+
 def bytes_read() -> int:
     """Bytes this process has fetched from a disk (Linux)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+def evict_model(path: str) -> float:
+    """Drop a file, or all of a folder, from the page cache; the largest share of one that stayed."""
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
+    return max((evict(str(file)) for file in files if file.stat().st_size), default=0.0)
+
+
+def processor_seconds() -> tuple[float, float]:
+    """That this process has computed, and that the system has worked for it."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime, used.ru_stime
 
 
 def evict(path: str) -> float:

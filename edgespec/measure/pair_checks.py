@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backend import check_same_vocab
 from edgespec.backends.llamacpp.files import llama_cpp, load_model, parts, read_tensors
 from edgespec.backends.llamacpp.vocab import load_vocab
 from edgespec.errors import EdgespecError, VocabMismatch
 from edgespec.models.gguf_header import header_values
 from edgespec.models.gguf_model import check_magic
+from edgespec.same_vocab import check_same_vocab
 from edgespec.text import chat_text
 from edgespec.weights.machine import format_size
 

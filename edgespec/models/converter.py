@@ -13,16 +13,19 @@ import tarfile
 import tempfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.models.folder_from_gguf import Progress
+from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.remembered import cache_folder
 
 ENGINE = "llama-cpp-python"
 SCRIPT = "convert_hf_to_gguf.py"
 WANTED = (SCRIPT, "conversion/", "gguf-py/gguf/")  # of vendor/llama.cpp in the archive
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight
 
 
 def find_converter(path: str | None, report: Progress) -> Path:
@@ -91,10 +94,10 @@ def extract(archive: Path, out: Path) -> None:
 
 
 def check_folder(folder: Path, trust: bool) -> int:
-    """Bytes of the weights of a model folder, as they are stored.
+    """How many weights a model folder has.
 
     Raises:
-        ModelError: it is none, or it wants to run programs of its own.
+        ModelError: it is none, it is damaged, or it wants to run programs of its own.
     """
     config = folder / "config.json"
     try:
@@ -111,10 +114,11 @@ def check_folder(folder: Path, trust: bool) -> int:
             f"{folder}: wants to run programs of its own (auto_map in its config); read them, and say --trust, or "
             "take a ready GGUF"
         )
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if not size:
+    files = sorted(folder.glob("*.safetensors"))
+    weights = sum(prod(tensor.shape) for file in files for tensor in read_safetensors_header(file))
+    if not weights:
         raise ModelError(f"{folder}: has no weights in *.safetensors")
-    return size
+    return weights
 
 
 def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: bool, progress: Progress) -> None:

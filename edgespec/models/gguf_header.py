@@ -44,11 +44,6 @@ def header_values(path: str, prefix: str) -> dict[str, Value]:
     return {key: value for key, value, length in _read(path, prefix) if length is None}
 
 
-def list_lengths(path: str, prefix: str) -> dict[str, int]:
-    """How long the lists are whose keys start with `prefix`; raises as `header_values` does."""
-    return {key: length for key, _, length in _read(path, prefix) if length is not None}
-
-
 def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
     check_magic(path)
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
@@ -64,9 +59,16 @@ def own_values(path: str) -> dict[str, Value]:
     Raises:
         ModelError: as `header_values`.
     """
-    values = header_values(path, "")
-    prefix = f"{values.get('general.architecture', '')}."
-    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    return own_header(path)[0]
+
+
+def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
+    """As `own_values`, and how long the family's lists are, by their names."""
+    found = _read(path, "")
+    prefix = next((f"{value}." for key, value, _ in found if key == "general.architecture"), ".")
+    own = [(key.removeprefix(prefix), value, length) for key, value, length in found if key.startswith(prefix)]
+    values = {key: value for key, value, length in own if length is None}
+    return values, {key: length for key, _, length in own if length is not None}
 
 
 def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:

@@ -21,7 +21,7 @@ from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.models.calibration import calibration_text
 from edgespec.models.folder_from_gguf import Progress
-from edgespec.models.gguf_header import header_values, list_lengths, part_names
+from edgespec.models.gguf_header import own_header, part_names
 from edgespec.models.gguf_model import check_magic
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
@@ -134,14 +134,13 @@ def check_drop(path: Path, drop: Sequence[int]) -> None:
     """
     if not drop:
         return
-    arch = header_values(str(path), "general.architecture").get("general.architecture", "")
-    values, lists = header_values(str(path), f"{arch}."), list_lengths(str(path), f"{arch}.")
-    layers = int(values.get(f"{arch}.block_count", 0))
+    values, lists = own_header(str(path))
+    layers = int(values.get("block_count", 0))
     if drop[-1] >= layers:
         raise UsageError(f"layer {drop[-1]} is to be left out, but {path} has the layers 0 to {layers - 1}")
     if len(drop) >= layers:
         raise UsageError(f"all {layers} layers are to be left out; keep at least one")
-    patterned = [key for key, value in values.items() if value and key.removeprefix(f"{arch}.").startswith(PATTERNED)]
+    patterned = [key for key, value in values.items() if value and key.startswith(PATTERNED)]
     for key in [*patterned, *(key for key, length in lists.items() if length == layers)]:
         raise ModelError(
             f"{path}: its layers are not alike ({key}), so none can be left out: others would change places"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from edgespec.cost import Curve
+from edgespec.planners.ngrams import Beside
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import DraftTree
 
@@ -21,6 +22,8 @@ class Context:
     max_leaves: int  # most leaves the target's backend can hold
     cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
     least: float = 0.0  # a guess less probable than this does not pay
+    texts: int = 1  # that have trees at once, and share what backends hold of leaves
+    beside: Beside = ()  # other texts that may foretell this one
 
 
 @runtime_checkable
@@ -48,8 +51,17 @@ class Planner(Protocol):
     def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """What the target really wrote, accepted tokens, then the bonus, and how long its pass took.
 
-        0 seconds: the pass was shared with other texts, and part of the tree may have been left out of it.
+        0 seconds: the pass was shared with other texts, and part of the tree may have been left out of it. No tokens:
+        the tree was not evaluated.
         """
 
     def close(self) -> None:
         """Free what `begin` and `plan` took (a session in the draft's cache)."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A planner that can look further ahead than a tree."""
+
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """The likeliest next tokens, at most `count`, and those that `seconds` are enough for, but at least one."""

@@ -1,6 +1,7 @@
 """A draft model at work: keeps its cache in step with the text, and guesses children of nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
@@ -76,6 +77,16 @@ class Drafter:
     def _took(self, nodes: int, seconds: float) -> None:
         self.seconds += seconds
         self._cost.add(nodes, seconds, len(self._session.token_ids))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is read within it is forgotten."""
+        held = len(self._session.token_ids)
+        try:
+            yield
+        finally:
+            self._session.rewind(min(held, len(self._session.token_ids)))
+            self.evaluated = 0
 
     def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
         """Commit what the draft has already read of the target's `tokens`, and drop the rest of the tree.
@@ -194,6 +205,23 @@ class DraftPlanner:
     def behind(self, token_ids: Sequence[int]) -> int:
         """How many of the text's tokens the draft has not read."""
         return self._drafter.behind(token_ids)
+
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """The likeliest next tokens, one draft pass each; fewer where so many seconds are over. Between rounds only."""
+        tokens, until = list[int](), perf_counter() + seconds
+        guess, room = Guess(context, self.tau, self.coupling), min(count, self._drafter.room(context))
+        if room <= 0:
+            return tokens
+        with self._drafter.aside():
+            logits, node = self._drafter.read(context.token_ids)
+            above = COMMITTED
+            while True:
+                ids, _ = guess.children(logits, [node], [len(tokens)], 1)
+                tokens.append(int(ids[0][0]))
+                if len(tokens) == room or perf_counter() > until:
+                    return tokens
+                logits, nodes = self._drafter.evaluate(np.array(tokens[-1:]), np.array([above]))
+                node = above = int(nodes[0])
 
     def accept(self, tokens: Sequence[int], seconds: float) -> None:
         """Keep the part of the target's text that the draft has already read."""

@@ -200,6 +200,10 @@ class PacedPlanner:
         tree = best_nodes(found, size, context.max_leaves)
         return tree, _Planned(length, len(tree), drafted=found, seconds=seconds, rate=rate)
 
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """As the draft does; nothing without one."""
+        return self._draft.foresee(context, count, seconds) if self._draft else []
+
     @property
     def _agreement(self) -> float:
         return self._text.value(self._pace.agreement.value(AGREEMENT))

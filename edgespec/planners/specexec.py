@@ -78,7 +78,7 @@ class SpecExecPlanner(DraftPlanner):
             if context.cost and (cost := self._drafter.cost):
                 next_best, spent = search.log_probs[unread[:beam]], self.model_seconds - started
                 beam = worth_reading(search.best(), next_best, budget, spent, context.cost, cost, search.child)
-            batch = search.take(unread, beam, self._limits.max_leaves, self._limits.max_nodes)
+            batch = search.take(unread, beam, self._limits.leaves(context.texts), self._limits.max_nodes)
             if len(batch) == 0:
                 break
             logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])

@@ -1,10 +1,11 @@
 """SSSD: guesses copied from the text itself and from a datastore. No draft model.
 
 After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last tokens, as many as have
-occurred before, are looked up in two sources:
+occurred before, are looked up in these sources:
 
     input       prompt + own output, in an n-gram index that grows with the text
     datastore   other texts, through a suffix array; at most 100 matches, at regular intervals
+    beside      what a request brings: a predicted answer, and what its siblings write (`ngrams.Family`)
 
 What follows the matches makes one tree of counts for each source and matched length. The share of a node's matches
 that go on with a token, count / total, becomes the probability that the target writes it by a calibration fitted on
@@ -27,64 +28,16 @@ import numpy as np
 from edgespec.backend import common_prefix
 from edgespec.planners import Context
 from edgespec.planners.datastore import END, Datastore
+from edgespec.planners.ngrams import LONGEST_INPUT, Beside, NgramIndex
 from edgespec.planners.sssd_calibration import WEIGHTS
 from edgespec.tree import DraftTree, Source, root_only
 
 CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
 RARE = 0.05  # where guesses less probable than this do not pay …
 FEW = 16  # … the last matches of each length tell enough, and the run of 0 tokens tells nothing
-LONGEST_INPUT = 6  # longest match looked for, in tokens
-LONGEST_DATASTORE = 6
+LONGEST_DATASTORE = 6  # longest match looked for, in tokens
 
 Weights = Mapping[Source, Sequence[Sequence[float]]]
-
-
-class NgramIndex:
-    """Where each run of 0 to `longest` tokens has occurred in a growing text. The run of 0 tokens is everywhere."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self.text: list[int] = [END]  # the tokens, then one END
-        self._after: dict[tuple[int, ...], list[int]] = {}  # run -> where the tokens that followed it are
-
-    def __len__(self) -> int:
-        return len(self.text) - 1
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text."""
-        text, after = self.text, self._after
-        for token in tokens:
-            end = len(text) - 1
-            for length in range(min(self.longest, end) + 1):
-                after.setdefault(tuple(text[end - length : end]), []).append(end)
-            text[end] = token
-            text.append(END)
-
-    def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-        for end in range(len(self) - 1, length - 1, -1):
-            for run in range(min(self.longest, end) + 1):
-                key = tuple(self.text[end - run : end])
-                self._after[key].pop()
-                if not self._after[key]:
-                    del self._after[key]
-        self.text[length:] = [END]
-
-    def matches(self, count: int) -> list[tuple[int, list[int]]]:
-        """Earlier occurrences of the last tokens, longest run first.
-
-        Returns:
-            (length of the run, where the tokens that followed it are: at most the last `count`), without the
-            lengths that have the same occurrences as a longer one.
-        """
-        found = list[tuple[int, list[int]]]()
-        known = 0
-        for length in range(min(self.longest, len(self)), -1, -1):
-            places = self._after.get(tuple(self.text[-1 - length : -1]), [])
-            if len(places) > known:
-                known = len(places)
-                found.append((length, places[-count:]))
-        return found
 
 
 class Calibration(dict[tuple[int, int, int, int, int], float]):
@@ -100,7 +53,7 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
 
     def __missing__(self, key: tuple[int, int, int, int, int]) -> float:
         source, length, depth, count, total = key
-        table = self._weights[Source(source)]
+        table = self._weights[Source.INPUT if source == Source.PREDICTION else Source(source)]
         weights = table[min(length, len(table) - 1)]
         score = sum(w * f for w, f in zip(weights, features(depth, count, total), strict=True))
         value = self[key] = -log(1 + exp(-max(score, -30.0)))
@@ -219,20 +172,23 @@ class SssdPlanner:
         self._index.extend(prompt_ids[shared:])
 
     def plan(self, context: Context, budget: int) -> DraftTree:
-        """Look the end of the text up in both sources and grow one tree."""
+        """Look the end of the text up in all sources and grow one tree."""
         depth = min(self.depth, context.max_depth, budget)
         if depth <= 0:
             return root_only(context.token_ids[-1])
         least = max(self.min_probability, context.least)
-        matches = self.matches(depth, FEW if context.least > RARE else CONTINUATIONS)
+        matches = self.matches(depth, FEW if context.least > RARE else CONTINUATIONS, context.beside)
         if context.least > RARE:
             matches = [group for group in matches if group[1] > 0]
         return grow(context.token_ids[-1], matches, budget, depth, self._calibration, least)
 
-    def matches(self, depth: int, count: int = CONTINUATIONS) -> list[Matches]:
+    def matches(self, depth: int, count: int = CONTINUATIONS, beside: Beside = ()) -> list[Matches]:
         """The matches of the end of the text in every source, longest first within a source, `count` of the text's."""
         text = self._index.text
         groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(count)]
+        for source, index in beside:
+            found = index.matches_of(text[-1 - index.longest : -1], count)
+            groups += [(int(source), length, index.text, at) for length, at in found if length]
         if self._datastore:
             groups += datastore_matches(self._datastore, text[-1 - LONGEST_DATASTORE : -1], depth)
         return groups

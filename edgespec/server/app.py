@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.errors import EdgespecError
-from edgespec.server import chat, messages, responses
+from edgespec.server import chat, messages, responses, typed
 from edgespec.server.errors import Refused, error_body, refusal
 from edgespec.server.guard import Guard
 from edgespec.server.metrics import metrics
@@ -45,6 +45,7 @@ def make_app(
             Route("/v1/responses", responses.responses, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
+            Route("/edgespec/draft-prompt", typed.draft_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/", page),

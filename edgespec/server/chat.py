@@ -12,8 +12,9 @@ from starlette.responses import Response
 from edgespec.backend import Vocab
 from edgespec.generate import LogProbs
 from edgespec.grammar import Compiled, Grammar, json_object, json_schema, lark, regex
-from edgespec.jobs import Chunk, Ended, Wrote
+from edgespec.jobs import Chunk, Ended, Request, Wrote
 from edgespec.server.errors import Refused
+from edgespec.server.forms import Call, Thought
 from edgespec.server.texts import (
     Answer,
     Lenient,
@@ -29,7 +30,7 @@ from edgespec.server.texts import (
     server_sent,
     usage_of,
 )
-from edgespec.server.tools import Call, Tools, choose_tools, replayed
+from edgespec.server.tools import Look, Tools, choose_tools, replayed
 from edgespec.text import Message, render_chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -47,6 +48,7 @@ class Extra(Lenient):
 
     trace: str | None = None  # "passes": chunks tell what each pass has guessed and kept
     plain: bool = False  # guess nothing
+    speculate_tools: bool = False  # tell of calls as soon as the draft believes in them
     regex: str | None = None  # that the text must match
     lark: str | None = None  # a grammar that it must follow
 
@@ -73,6 +75,9 @@ class ChatBody(Common):
     tools: list[Any] | None = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class CompletionBody(Common):
@@ -114,7 +119,10 @@ def conversation(messages: Sequence[dict[str, Any]]) -> list[Message]:
                 400, f"messages.{i}.role is {role!r}, but must be one of {', '.join(ROLES)}", param="messages"
             )
         role = "system" if role == "developer" else role
-        turn = {"role": role, "content": plain_text(message.get("content"), f"messages.{i}.content")}
+        turn: dict[str, Any] = {"role": role, "content": plain_text(message.get("content"), f"messages.{i}.content")}
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(thought, str):
+            turn["reasoning_content"] = thought
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list) or not all(
                 isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
@@ -171,26 +179,47 @@ async def compiled(service: Service, grammar: Grammar | None) -> Compiled | None
     return await asyncio.to_thread(service.model.compile, grammar) if grammar else None
 
 
-async def chat(http: HttpRequest) -> Response:
-    """POST /v1/chat/completions."""
-    service: Service = http.app.state.service
-    body = await read_body(http, ChatBody)
-    tools = tools_of(service.model.target.vocab, body.tools, body.tool_choice)
-    grammar = await compiled(service, one_form(tools, grammar_of(body.response_format, body.edgespec)))
+async def prompt_of(service: Service, body: ChatBody, tools: Tools | None = None) -> list[int]:
+    """Token ids of the conversation. Raises Refused, UsageError."""
+    shown = tools.functions if tools else None
+    more = template_options(body.reasoning_effort, body.chat_template_kwargs)
+    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body.messages), shown, more)
+
+
+async def requests_of(service: Service, body: ChatBody) -> tuple[list[Request], Look]:
+    """What is asked of the scheduler, a request a choice, and how the answers are read. Raises Refused, UsageError."""
+    vocab = service.model.target.vocab
+    tools = tools_of(vocab, body.tools, body.tool_choice)
+    form = one_form(tools, grammar_of(body.response_format, body.edgespec))
     most = body.top_logprobs or 0
     if not 0 <= most <= MOST_LOG_PROBS:
         raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")
-    ids = await asyncio.to_thread(
-        render_chat, service.model.target.vocab, conversation(body.messages), tools.functions if tools else None
-    )
+    ids = await prompt_of(service, body, tools)
+    look = Look(vocab, ids, tools)
+    grammar = await compiled(service, look.grammar(form))
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     requests = requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
         log_probs=most if body.logprobs else None, plain=body.edgespec.plain, grammar=grammar,
+        prediction=plain_text((body.prediction or {}).get("content"), "prediction.content"),
+        shown=look.shown, foresee=body.edgespec.speculate_tools and tools is not None and body.stream,
     )  # fmt: skip
-    return await answer(
-        http, service, body, Texts(service, requests, tools is not None), ChatShape(service.model.target.vocab)
-    )
+    return requests, look
+
+
+async def chat(http: HttpRequest) -> Response:
+    """POST /v1/chat/completions."""
+    service: Service = http.app.state.service
+    body = await read_body(http, ChatBody)
+    requests, look = await requests_of(service, body)
+    shape = ChatShape(service.model.target.vocab)
+    return await answer(http, service, body, Texts(service, requests, look), shape)
+
+
+def template_options(effort: str | None, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a chat template is told beside the messages: whether, and how long, to think."""
+    known = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+    return {**known, **(more or {})}
 
 
 async def completions(http: HttpRequest) -> Response:
@@ -241,6 +270,8 @@ class ChatShape:
         message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
         if one.calls:
             message |= {"content": one.text or None, "tool_calls": [self.call(call) for call in one.calls]}
+        if one.thought:
+            message["reasoning_content"] = one.thought
         return {"message": message, "logprobs": self.told(one.chunks)}
 
     def call(self, call: Call) -> dict[str, Any]:
@@ -255,6 +286,8 @@ class ChatShape:
         """What a pass has added."""
         calls, first = [piece for piece in one.new if isinstance(piece, Call)], len(one.calls)
         delta: dict[str, Any] = {"content": "".join(piece for piece in one.new if isinstance(piece, str))}
+        if thought := "".join(piece.text for piece in one.new if isinstance(piece, Thought)):
+            delta["reasoning_content"] = thought
         if calls:
             first -= len(calls)
             delta["tool_calls"] = [{"index": first + i, **self.call(call)} for i, call in enumerate(calls)]
@@ -355,6 +388,8 @@ async def _stream(
             continue
         index, event = found
         one = texts.answers[index]
+        for told in one.foreseen.take(event, one, shape.vocab):
+            yield None, {**head, "choices": [], "edgespec": {"speculative_tool_call": {"choice": index, **told}}}
         if isinstance(event, Wrote):
             trace = {"edgespec": traced(event, one, shape.vocab)} if body.edgespec.trace == "passes" else {}
             if one.new or trace or event.chunks[0].log_probs:

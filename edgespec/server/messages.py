@@ -11,6 +11,8 @@ from starlette.responses import JSONResponse, Response
 from edgespec.jobs import Ended, Wrote
 from edgespec.server.chat import compiled
 from edgespec.server.errors import Refused
+from edgespec.server.forms import Call, Thought
+from edgespec.server.regions import Piece
 from edgespec.server.texts import (
     Answer,
     SamplingFields,
@@ -24,7 +26,7 @@ from edgespec.server.texts import (
     sampling_of,
     server_sent,
 )
-from edgespec.server.tools import Call, Tools, choose_tools, replayed
+from edgespec.server.tools import Look, Tools, choose_tools, replayed
 from edgespec.text import Message, render_chat
 
 # A line that Claude Code puts first and changes with every request, so that no prefix would ever be found again.
@@ -39,6 +41,7 @@ class CountBody(SamplingFields):
     system: str | list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
 
 class MessagesBody(CountBody):
@@ -101,7 +104,9 @@ def turns(role: str, content: Any, where: str) -> list[Message]:
     rest = [b for b, kind in zip(blocks, kinds, strict=True) if kind not in ("tool_result", "tool_use")]
     if rest or calls or not found:
         text = block_text(rest if isinstance(content, list) else content, where)
-        found.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {})})
+        thought = "".join(str(b.get("thinking")) for b, kind in zip(blocks, kinds, strict=True) if kind == "thinking")
+        more = {"tool_calls": calls, "reasoning_content": thought}
+        found.append({"role": role, "content": text, **{name: value for name, value in more.items() if value}})
     return found
 
 
@@ -122,7 +127,9 @@ def tools_of(service: Service, body: CountBody) -> Tools | None:
 async def prompt_ids(service: Service, body: CountBody, tools: Tools | None) -> list[int]:
     """Token ids of the conversation. Raises Refused."""
     shown = tools.functions if tools else None
-    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body), shown)
+    wanted = (body.thinking or {}).get("type")
+    more = {"enable_thinking": wanted != "disabled"} if wanted else {}
+    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body), shown, more)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
@@ -138,12 +145,13 @@ async def messages(http: HttpRequest) -> Response:
     body = await read_body(http, MessagesBody)
     tools = tools_of(service, body)
     ids = await prompt_ids(service, body, tools)
-    grammar = await compiled(service, tools.required if tools else None)
+    look = Look(service.model.target.vocab, ids, tools)
+    grammar = await compiled(service, look.grammar(tools.required if tools else None))
     requests = requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop_sequences,
-        grammar=grammar,
+        grammar=grammar, shown=look.shown,
     )  # fmt: skip
-    texts = Texts(service, requests, tools is not None)
+    texts = Texts(service, requests, look)
     head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name}
     if body.stream:
         return server_sent(http, _stream(head, texts))
@@ -151,24 +159,15 @@ async def messages(http: HttpRequest) -> Response:
     def whole() -> dict[str, Any]:
         (one,) = texts.answers
         told = {"usage": usage(one), "edgespec": account(texts.answers)}
-        return {**head, "content": [block(piece) for piece in joined(one.pieces)], **ending(one), **told}
+        return {**head, "content": [block(piece) for piece in one.pieces], **ending(one), **told}
 
     return await answer_whole(http, texts, whole)
 
 
-def joined(pieces: Sequence[str | Call]) -> list[str | Call]:
-    """Neighbouring texts as one."""
-    found = list[str | Call]()
-    for piece in pieces:
-        if found and isinstance(piece, str) and isinstance(found[-1], str):
-            found[-1] += piece
-        else:
-            found.append(piece)
-    return found
-
-
-def block(piece: str | Call) -> dict[str, Any]:
+def block(piece: Piece) -> dict[str, Any]:
     """A block of an answer's content."""
+    if isinstance(piece, Thought):
+        return {"type": "thinking", "thinking": piece.text, "signature": ""}
     if isinstance(piece, str):
         return {"type": "text", "text": piece}
     return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": json.loads(piece.arguments)}
@@ -201,7 +200,9 @@ async def _stream(head: dict[str, Any], texts: Texts) -> AsyncIterator[tuple[str
     def event(kind: str, **fields: Any) -> tuple[str, Any]:
         return kind, {"type": kind, **fields}
 
-    begun, number, is_open = False, -1, False  # the last block's number, and whether it is a text that goes on
+    nothing: dict[type, dict[str, Any]] = {str: {"text": ""}, Thought: {"thinking": ""}, Call: {"input": {}}}
+    begun, number = False, -1  # the last block's number
+    is_open: type = type(None)  # and its kind
     async for found in texts.events():
         if not begun:
             empty: Sequence[Any] = []
@@ -212,22 +213,22 @@ async def _stream(head: dict[str, Any], texts: Texts) -> AsyncIterator[tuple[str
             yield event("ping")
             continue
         for piece in one.new if isinstance(found[1], Wrote | Ended) else ():
-            if is_open and isinstance(piece, Call):
+            goes_on = isinstance(piece, is_open) and not isinstance(piece, Call)
+            if number >= 0 and not goes_on:
                 yield event("content_block_stop", index=number)
-            if not is_open or isinstance(piece, Call):
+            if not goes_on:
                 number += 1
-                empty_block: dict[str, Any] = {"text": ""} if isinstance(piece, str) else {"input": {}}
-                shown = block(piece) | empty_block
-                yield event("content_block_start", index=number, content_block=shown)
-            is_open = isinstance(piece, str)
+                yield event("content_block_start", index=number, content_block=block(piece) | nothing[type(piece)])
+            is_open = type(piece)
             if isinstance(piece, str):
-                yield event("content_block_delta", index=number, delta={"type": "text_delta", "text": piece})
+                delta = {"type": "text_delta", "text": piece}
+            elif isinstance(piece, Thought):
+                delta = {"type": "thinking_delta", "thinking": piece.text}
             else:
                 delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-                yield event("content_block_delta", index=number, delta=delta)
-                yield event("content_block_stop", index=number)
+            yield event("content_block_delta", index=number, delta=delta)
         if isinstance(found[1], Ended):
-            if is_open:
+            if number >= 0:
                 yield event("content_block_stop", index=number)
             yield event("message_delta", delta=ending(one), usage=usage(one))
             yield event("message_stop")

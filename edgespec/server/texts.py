@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -21,8 +21,12 @@ from edgespec.grammar import Compiled
 from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
+from edgespec.server.drafts import Drafts
 from edgespec.server.errors import Refused, error_body, refusal
-from edgespec.server.tools import Call, Regions
+from edgespec.server.foreseen import Foreseen
+from edgespec.server.forms import Call, Thought
+from edgespec.server.regions import Piece, Regions
+from edgespec.server.tools import Look
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
 
@@ -54,6 +58,7 @@ class Service:
     ping_seconds: float = PING_SECONDS
     stopping: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+    drafts: Drafts = field(default_factory=Drafts)
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status) -> how often
 
     @cached_property
@@ -149,6 +154,9 @@ def requests_for(
     log_probs: int | None = None,
     plain: bool = False,
     grammar: Compiled | None = None,
+    prediction: str = "",
+    shown: frozenset[int] = frozenset(),
+    foresee: bool = False,
 ) -> list[Request]:
     """One request for each choice of each prompt: choice i has seed + i.
 
@@ -171,10 +179,14 @@ def requests_for(
         check_room(service.model.target, len(ids))
         most = min(max_tokens or limit, limit - len(ids))
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
+        family = service.model.family(ids, prediction, choices)
         found += [
-            Request(list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar)
+            Request(
+                list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family,
+                foresee, shown,
+            )
             for seed in seeds
-        ]
+        ]  # fmt: skip
     if service.stopping:
         raise Refused(503, "the server is stopping")
     waiting = service.model.scheduler.waiting
@@ -189,21 +201,41 @@ class Answer:
 
     request: Request
     stats: GenerationStats = field(default_factory=GenerationStats)
-    regions: Regions = field(default_factory=lambda: Regions(False))
-    pieces: list[str | Call] = field(default_factory=list)  # content and calls so far
-    new: list[str | Call] = field(default_factory=list)  # those of the last event
+    regions: Regions = field(default_factory=Regions)
+    pieces: list[Piece] = field(default_factory=list)  # thoughts, content and calls so far
+    new: list[Piece] = field(default_factory=list)  # those of the last event
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None  # the stop string that ended it
+    thought_tokens: int = 0
+    foreseen: Foreseen = field(default_factory=Foreseen)
 
-    def take(self, pieces: list[str | Call]) -> None:
-        """More of it is certain."""
-        self.new = pieces
-        self.pieces += pieces
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """More is written."""
+        new = list[Piece]()
+        for chunk in chunks:
+            before = self.regions.thinking
+            new += self.regions.push(chunk.text)
+            self.thought_tokens += before or self.regions.thinking
+        self.chunks += chunks
+        self._take(new)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._take(self.regions.finish())
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        self.new = joined(pieces)
+        self.pieces = joined([*self.pieces, *pieces])
 
     @property
     def text(self) -> str:
         """What is content."""
         return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def thought(self) -> str:
+        """What was thought before."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
 
     @property
     def calls(self) -> list[Call]:
@@ -216,17 +248,31 @@ class Answer:
         return "tool_calls" if self.calls else self.stats.finish_reason
 
 
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one kind as one."""
+    found = list[Piece]()
+    for piece in pieces:
+        last = found[-1] if found else None
+        if isinstance(piece, str) and isinstance(last, str):
+            found[-1] = last + piece
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            found[-1] = Thought(last.text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
 class Texts:
     """The texts of one HTTP request: iterate to follow them, once."""
 
-    def __init__(self, service: Service, requests: Sequence[Request], calling: bool = False) -> None:
+    def __init__(self, service: Service, requests: Sequence[Request], look: Look | None = None) -> None:
         """
         Args:
             service: what answers.
             requests: one for each text.
-            calling: look for calls of tools.
+            look: how they are read; None: everything is content.
         """
-        self.answers = [Answer(request, regions=Regions(calling)) for request in requests]
+        self.answers = [Answer(request, regions=look.regions() if look else Regions()) for request in requests]
         self._service = service
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
@@ -240,7 +286,11 @@ class Texts:
         try:
             for number, answer in enumerate(self.answers):
                 emit = _sender(asyncio.get_running_loop(), queue, number)
-                jobs.append(scheduler.submit(answer.request, emit, answer.stats))
+                if prepared := self._service.drafts.take(answer.request, partial(_put, queue, number)):
+                    answer.stats = prepared.stats
+                    jobs.append(prepared.job)
+                else:
+                    jobs.append(scheduler.submit(answer.request, emit, answer.stats))
             left = len(jobs)
             while left:
                 try:
@@ -250,11 +300,10 @@ class Texts:
                     continue
                 answer = self.answers[number]
                 if isinstance(event, Wrote):
-                    answer.take(answer.regions.push("".join(chunk.text for chunk in event.chunks)))
-                    answer.chunks += event.chunks
+                    answer.read(event.chunks)
                 elif isinstance(event, Ended):
                     left -= 1
-                    answer.take(answer.regions.finish())
+                    answer.end()
                     answer.stop_found = jobs[number].text.stop_found
                     if event.error is not None:
                         raise event.error
@@ -269,11 +318,15 @@ class Texts:
             pass
 
 
+def _put(queue: "asyncio.Queue[tuple[int, Event]]", number: int, event: Event) -> None:
+    queue.put_nowait((number, event))
+
+
 def _sender(
     loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[tuple[int, Event]]", number: int
 ) -> Callable[[Event], None]:
     def emit(event: Event) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, (number, event))
+        loop.call_soon_threadsafe(_put, queue, number, event)
 
     return emit
 
@@ -283,18 +336,27 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     first = {tuple(answer.request.prompt_ids): answer for answer in reversed(answers)}.values()
     prompt = sum(len(answer.request.prompt_ids) for answer in first)
     written = sum(answer.stats.tokens for answer in answers)
-    accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in first)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(answer.stats.drafted for answer in answers) - accepted,
+            "reasoning_tokens": sum(answer.thought_tokens for answer in answers),
+            **predicted(answers),
         },
     }
+
+
+def predicted(answers: Sequence[Answer]) -> dict[str, int]:
+    """How much of the prediction was right, as OpenAI counts it; of all guesses, where none was sent."""
+    if sent := sum(answer.request.family.prediction for answer in answers if answer.request.family):
+        accepted = sum(answer.stats.tokens_by_source["prediction"] for answer in answers)
+        rejected = max(0, sent - accepted)
+    else:
+        accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in answers)
+        rejected = sum(answer.stats.drafted for answer in answers) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 def account(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -1,36 +1,20 @@
-"""Calls of tools in an answer, in the form that Qwen, Hermes and their relatives write:
-
-    <tool_call>
-    {"name": "get_weather", "arguments": {"city": "Paris"}}
-    </tool_call>
-
-What does not parse is content: a history with it must not fail for ever.
-"""
+"""The tools of a request: which may be called, in which form the model writes calls, and how answers are read."""
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from secrets import token_hex
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.backend import Vocab
 from edgespec.errors import UsageError
 from edgespec.grammar import Grammar, lark
 from edgespec.server.errors import Refused
-from edgespec.text import overlap
+from edgespec.server.forms import HERMES, Form, after_thought, begins_inside, form_of, shown_ids, thinking_of
+from edgespec.server.regions import Regions, types_of
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = HERMES.open[0], HERMES.close
 MOST_TOOLS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call."""
-
-    name: str
-    arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +22,13 @@ class Tools:
     """What an answer may call."""
 
     functions: Sequence[dict[str, Any]]  # {"type": "function", "function": {"name", "description", "parameters"}}
+    form: Form  # how the model writes calls
     required: Grammar | None = None  # the answer is a call, in this form
 
 
-def can_call(vocab: Vocab) -> bool:
-    """Whether the model's template shows tools, and its calls can be seen in its text."""
-    template = vocab.chat_template or ""
-    seen = b"".join(map(vocab.token_bytes, vocab.encode(OPEN, add_bos=False, parse_special=True)))
-    return "tools" in template and OPEN in template and seen.decode("utf-8", "replace").strip() == OPEN
+def can_force(vocab: Vocab, form: Form) -> bool:
+    """Whether a grammar can make the model write a call: its markers must be text, not control tokens."""
+    return form is HERMES and not shown_ids(vocab, [OPEN, CLOSE])
 
 
 def choose_tools(vocab: Vocab, functions: Sequence[Mapping[str, Any]], mode: str, name: str | None) -> Tools | None:
@@ -71,13 +54,17 @@ def choose_tools(vocab: Vocab, functions: Sequence[Mapping[str, Any]], mode: str
         raise Refused(
             400, f"tool_choice is {mode!r}, but must be auto, none, required or a function", param="tool_choice"
         )
-    if not can_call(vocab):
+    form = form_of(vocab)
+    if form is None:
         raise Refused(400, "tools: this model's calls are not known here; leave tools out, or set tool_choice to none")
     named = [function for function in functions if name in (None, function["name"])]
     if not named:
         raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
     kept = [{"type": "function", "function": dict(function)} for function in functions]
-    return Tools(kept, call_grammar(named) if mode == "required" or name is not None else None)
+    forced = mode == "required" or name is not None
+    if forced and not can_force(vocab, form):
+        raise Refused(400, "tool_choice: this model cannot be made to call; leave it at auto", param="tool_choice")
+    return Tools(kept, form, call_grammar(named) if forced else None)
 
 
 def call_grammar(functions: Sequence[Mapping[str, Any]]) -> Grammar:
@@ -103,51 +90,34 @@ def call_grammar(functions: Sequence[Mapping[str, Any]]) -> Grammar:
     return lark(f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {schema}')
 
 
-class Regions:
-    """Cuts a growing text into content and calls."""
+class Look:
+    """How the answers to one prompt are to be read."""
 
-    def __init__(self, calling: bool) -> None:
-        """`calling`: look for calls; else everything is content."""
-        self._calling = calling
-        self._held = ""
-        self._inside = False
+    def __init__(self, vocab: Vocab, prompt_ids: Sequence[int], tools: Tools | None) -> None:
+        """
+        Args:
+            vocab: the model's.
+            prompt_ids: what is answered.
+            tools: what may be called; None: nothing.
+        """
+        self._form = tools.form if tools else None
+        self._thinking = thinking_of(vocab)
+        self._types = types_of(tool["function"] for tool in tools.functions) if tools else {}
+        self._inside = self._thinking is not None and begins_inside(vocab, prompt_ids, self._thinking)
+        markers = list(self._thinking or ())
+        markers += [*self._form.open, self._form.close, *self._form.inner] if self._form else []
+        self.shown = shown_ids(vocab, [marker for marker in markers if marker])
+        self._free = self._thinking is not None and not shown_ids(vocab, self._thinking)
 
-    def push(self, text: str) -> list[str | Call]:
-        """What became certain."""
-        if not self._calling:
-            return [text] if text else []
-        self._held += text
-        found = list[str | Call]()
-        while True:
-            marker = CLOSE if self._inside else OPEN
-            before, seen, after = self._held.partition(marker)
-            if not seen:
-                break
-            found += [call_of(before)] if self._inside else [before.rstrip()]
-            self._inside, self._held = not self._inside, after.lstrip("\n") if self._inside else after
-        if not self._inside:  # space before a call is not content
-            sure = len(self._held[: len(self._held) - overlap(self._held, OPEN)].rstrip())
-            found.append(self._held[:sure])
-            self._held = self._held[sure:]
-        return [piece for piece in found if piece]
+    def regions(self) -> Regions:
+        """For one answer."""
+        return Regions(self._form, self._thinking, inside=self._inside, types=self._types)
 
-    def finish(self) -> list[str | Call]:
-        """What was held back when the text ended: a call that is cut is content."""
-        text = (OPEN if self._inside else "") + self._held
-        self._held, self._inside = "", False
-        return [text] if text else []
-
-
-def call_of(text: str) -> str | Call:
-    """The call between two markers, or the text with them if it is none."""
-    try:
-        found = json.loads(text)
-        arguments = found.get("arguments", {})
-        if isinstance(found["name"], str) and isinstance(arguments, dict):
-            return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
-    except (ValueError, KeyError, AttributeError, RecursionError):
-        pass
-    return f"{OPEN}{text}{CLOSE}"
+    def grammar(self, grammar: Grammar | None) -> Grammar | None:
+        """The grammar of an answer that may begin with a thought."""
+        if grammar is None or self._thinking is None or not self._free:
+            return grammar
+        return after_thought(grammar, self._thinking, self._inside)
 
 
 def replayed(name: Any, arguments: Any) -> dict[str, Any]:

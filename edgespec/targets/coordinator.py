@@ -104,6 +104,7 @@ class Targets:
         self._speechless = -1  # the version for which the draft has no more to say
         self._guessing = False
         self._closed = False
+        self.thread: threading.Thread | None = None  # that writes the newest text
         self.at_close: Callable[[], None] = lambda: None
 
     # What the model calls.
@@ -111,24 +112,26 @@ class Targets:
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Job:
         """Ask for a text that a thread of its own writes; as `Scheduler.submit`."""
         job = Job(request, emit, stats or GenerationStats(), TextStream(self._vocab, request.stop))
+        job.when_cancelled = self._wake
 
         def write() -> None:
             try:
-                for event in self.events(request, job.stats):
+                for event in self.events(request, job.stats, lambda: job.cancelled):
                     emit(event)
-                    if job.cancelled:
-                        return
             except Exception as error:
                 emit(Ended(error))
 
-        threading.Thread(target=write, daemon=True).start()
+        self.thread = threading.Thread(target=write, daemon=True)
+        self.thread.start()
         return job
 
     def start(self) -> None:
         """Nothing to start: every text has a thread."""
 
-    def events(self, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
-        """What happens to a text until it is done.
+    def events(
+        self, request: Request, stats: GenerationStats | None = None, cancelled: Callable[[], bool] = lambda: False
+    ) -> Generator[Event]:
+        """What happens to a text until it is done, or `cancelled`, or the copies are closed.
 
         Raises:
             UsageError: the text is to follow a grammar, or log-probabilities are wanted, which stay with the logits.
@@ -142,7 +145,7 @@ class Targets:
         with self._turn:
             yield Reading(0, len(request.prompt_ids) - 1)
             try:
-                for round_ in self._rounds(request, stats):
+                for round_ in self._rounds(request, stats, lambda: self._closed or cancelled()):
                     yield Wrote(chunks_of(round_, text, stats), round_)
                     if text.stopped:
                         break
@@ -156,7 +159,9 @@ class Targets:
         if self._closed:
             return
         self._closed = True
-        self._call_off()
+        self._wake()
+        with self._turn:
+            self._call_off()
         self._drafting.shutdown()
         self._guesser.close()
         for place in self._places:
@@ -165,7 +170,7 @@ class Targets:
 
     # One text.
 
-    def _rounds(self, request: Request, stats: GenerationStats) -> Iterator[Round]:
+    def _rounds(self, request: Request, stats: GenerationStats, left: Callable[[], bool]) -> Iterator[Round]:
         prompt, limits = request.prompt_ids, self._described.capabilities
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
         stats.planner, stats.backend = "dsi", f"{len(self._places)} x {self._described.name}"
@@ -178,7 +183,7 @@ class Targets:
             while len(self._idle) > 1:
                 self._submit([], only_read=True)
         started, reading = perf_counter(), True
-        while True:
+        while not left():
             room = limit - len(self._text) - 1  # a deeper guess would leave none for the bonus
             while self._idle and self._due():
                 self._submit(self._guesses)
@@ -333,6 +338,10 @@ class Targets:
             return self._events.get(timeout=timeout)()
         except Empty:
             return None
+
+    def _wake(self) -> None:
+        """Have who waits look around."""
+        self._events.put(lambda: None)
 
     def _call_off(self) -> None:
         """Nobody wants the text any more."""

@@ -1,15 +1,13 @@
 """Guesses for several targets: one token after another, for as long as nobody says that they are wrong."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from edgespec.backend import Backend
-from edgespec.errors import Stopped
+from edgespec.errors import Interrupted
 from edgespec.planners import Context
 from edgespec.planners.drafting import Drafter, Guess
 from edgespec.sampling import Noise, SamplingParams
-from edgespec.targets.verifier import resume_passes, stop_pass
 
 
 class Guesser(Protocol):
@@ -42,6 +40,7 @@ class DraftGuesser:
         self._draft, self._size = draft, vocab_size
         self._tau, self._coupling = tau, coupling
         self._drafter = Drafter(draft, None)
+        self._wanted = True  # what is being guessed
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Take note of the text; the first guess reads it."""
@@ -51,21 +50,23 @@ class DraftGuesser:
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         """One pass of the draft for each guess."""
-        resume_passes(self._draft)
-        text = list(token_ids)
-        with suppress(Stopped):
-            while True:
-                context = Context(text, self._prompt_length, self._sampling, self._noise, 1, 1)
-                if self._drafter.room(context) < 1:
-                    return
+        self._wanted, text = True, list(token_ids)
+        while self._wanted:
+            context = Context(text, self._prompt_length, self._sampling, self._noise, 1, 1)
+            if self._drafter.room(context) < 1:
+                return
+            try:
                 logits, node = self._drafter.read(text)
-                ids, _ = Guess(context, self._tau, self._coupling).children(logits, [node], [0], 1)
-                text.append(int(ids[0][0]))
-                yield text[-1]
+            except Interrupted:  # or guesses were meant that had just ended
+                continue
+            ids, _ = Guess(context, self._tau, self._coupling).children(logits, [node], [0], 1)
+            text.append(int(ids[0][0]))
+            yield text[-1]
 
     def stop(self) -> None:
-        """End the pass under way, if the engine can."""
-        stop_pass(self._draft)
+        """End the pass under way early."""
+        self._wanted = False
+        self._draft.interrupt()
 
     def close(self) -> None:
         """Free the draft."""

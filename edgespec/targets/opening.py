@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
-from edgespec.backend import Backend, Vocab, check_same_vocab, choose_backend, load_vocab
+from edgespec.backend import Backend, Vocab, choose_backend, load_vocab
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading import open_backends, open_draft
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.same_vocab import check_same_vocab
 from edgespec.targets.coordinator import Targets
 from edgespec.targets.guesser import DraftGuesser
 from edgespec.targets.places import Cluster, Place, processes

@@ -6,7 +6,8 @@ A copy belongs to one thread, which keeps it between calls: `verify` is all that
 """
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from edgespec.backend import Backend, Capabilities, Logits, Work, common_prefix, most_nodes, prefill
-from edgespec.errors import Stopped
+from edgespec.errors import Interrupted
 from edgespec.sampling import Noise, SamplingParams, sample
 from edgespec.tree import IntArray, chain_of
 from edgespec.verify import walk
@@ -68,7 +69,7 @@ class Verifier:
         """The target's own tokens after the text, which `read` has seen: the guesses that are right, then one more.
 
         Raises:
-            Stopped: in between, for nobody wants to know any more.
+            Interrupted: in between, perhaps for nobody wants to know any more.
         """
         tokens = task.token_ids.tolist()
         chain, root, output = tokens + task.guesses.tolist(), len(tokens) - 1, list[int]()
@@ -81,7 +82,7 @@ class Verifier:
                 tokens[: task.prompt_length], tokens[task.prompt_length :] + written,
             )  # fmt: skip
 
-        while True:
+        while is_wanted(task):
             held = len(self._session.token_ids)
             end = min(len(chain), held + most_nodes(self.target.capabilities, self._session.owed))
             nodes = np.arange(end - held, dtype=np.int32)
@@ -95,8 +96,8 @@ class Verifier:
             self._session.commit(list(range(known + len(found.path))))
             output += found.output
             if held + known + len(found.path) < end or end == len(chain) or found.output[-1] != chain[end]:
-                break
-        return output
+                return output
+        raise Interrupted("nobody wants the answer")
 
     def read(self, task: Task) -> None:
         """The prompt, in the shapes of prompts; what is written after it stays for `judge`, as plain decoding does."""
@@ -154,42 +155,40 @@ def verify(spec: Spec, task: Task) -> list[int] | None:
     Raises:
         EdgespecError: it could not be done.
     """
-    verifier, key = verifier_of(spec), (task.owner, task.number)
-    verifier.read(task)  # to its end: later tasks need it, too
-    if task.only_read:
-        return None
+    verifier = verifier_of(spec)
+    while True:
+        try:
+            verifier.read(task)  # to its end: later tasks need it, too
+            if task.only_read or not is_wanted(task):
+                return None
+            with _judging(verifier.target, task):
+                return verifier.judge(task)
+        except Interrupted:  # or another task was meant, which had just ended
+            if not task.only_read and not is_wanted(task):
+                return None
+
+
+@contextmanager
+def _judging(target: Backend, task: Task) -> Iterator[None]:
+    """Within, `stop_up_to` ends passes."""
     with _work.lock:
-        if task.number <= _work.unwanted.get(task.owner, 0):
-            return None
-        _work.running[key] = verifier.target
-        resume_passes(verifier.target)
+        _work.running[task.owner, task.number] = target
     try:
-        return verifier.judge(task)
-    except Stopped:
-        return None
+        yield
     finally:
         with _work.lock:
-            del _work.running[key]
+            del _work.running[task.owner, task.number]
+
+
+def is_wanted(task: Task) -> bool:
+    """Whether nobody has said that its answer is not."""
+    return task.number > _work.unwanted.get(task.owner, 0)
 
 
 def stop_up_to(owner: str, number: int) -> None:
-    """Nobody wants answers to an owner's tasks up to this number: their passes end where the engine can end them."""
+    """Nobody wants answers to an owner's tasks up to this number: passes over them end early."""
     with _work.lock:
         _work.unwanted[owner] = max(number, _work.unwanted.get(owner, 0))
         for (whose, task), target in _work.running.items():
             if whose == owner and task <= number:
-                stop_pass(target)
-
-
-def stop_pass(target: Backend) -> None:
-    """End the pass under way with `Stopped`, in engines that can do so; in others it goes on to its end."""
-    stop: Callable[[], None] | None = getattr(target, "stop", None)
-    if stop:
-        stop()
-
-
-def resume_passes(target: Backend) -> None:
-    """Passes from now on are wanted again."""
-    resume: Callable[[], None] | None = getattr(target, "resume", None)
-    if resume:
-        resume()
+                target.interrupt()

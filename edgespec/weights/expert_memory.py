@@ -12,20 +12,20 @@ The engine's own mapping of the file stays as it is: an engine that is not told 
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from time import perf_counter
 
 from edgespec.errors import ModelError
 from edgespec.weights.direct import DirectFiles
+from edgespec.weights.disk import recall_reading
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
 from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
 from edgespec.weights.pin import Progress
 from edgespec.weights.system import (
     HUGE,
-    READ_SIZE,
-    READ_THREADS,
     check_result,
     libc,
     new_memory,
@@ -65,13 +65,12 @@ class ExpertMemory:
         self.wanted = self.hits = 0  # experts that passes have used, and those of them that were in a pool
         self._libc = libc()
         self._files = DirectFiles(paths)
-        self._changed = threading.Condition()
-        self._queue: deque[_Piece] = deque()
+        self._queue: SimpleQueue[_Piece | None] = SimpleQueue()  # a thread for each piece wakes, and no other
+        self._changed = threading.Condition()  # all of a load is read, or nothing is left, or it has failed
         self._left: dict[Load, int] = {}  # pieces that are still to be read
         self._loading: dict[Load, list[int]] = {}  # the experts they belong to
-        self._reading = 0  # threads that are reading a piece
+        self._unread = 0  # pieces in all
         self._error: ModelError | None = None
-        self._closed = False
         self._overflowing: set[int] = set()  # layers with experts in overflow slots
         self._ahead_of = -1  # a layer of which everything is read before it is known what is wanted; -1: none
         self._ahead: list[tuple[int, int]] = []  # (expert, slot) that are read of it
@@ -85,7 +84,9 @@ class ExpertMemory:
                 [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
                 for layer in layers
             ]
-            for i in range(READ_THREADS):
+            how = recall_reading(paths[layers[0].tensors[0].file])
+            self._read_size = how.size
+            for i in range(how.threads):
                 thread = threading.Thread(target=self._work, name=f"edgespec-experts-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -129,7 +130,8 @@ class ExpertMemory:
             residents.scores[:] = scores[number]
             best = sorted(range(len(residents.scores)), key=lambda expert: -residents.scores[expert])
             reads = residents.place(best[: residents.slots], count=False)
-            self._start(number, reads)
+            weights = range(len(self._block_sizes))
+            self._start(number, [reads for _ in weights], weights)
             self.wait(number)
             done += self.layers[number].bytes_each * residents.slots
             progress(done, total)
@@ -171,8 +173,7 @@ class ExpertMemory:
             if expert not in wanted:
                 residents.forget(expert)  # not all of its weights will be read
         also = [read for read in self._ahead if read[0] in wanted]
-        for weight in weights:
-            self._start(number, reads if weight in self._begun else [*also, *reads], [weight])
+        self._start(number, [reads if weight in self._begun else [*also, *reads] for weight in weights], weights)
         self._ahead_of, self._ahead, self._begun = -1, [], set()
         return residents.slots_of(range(len(residents.scores)))
 
@@ -188,7 +189,7 @@ class ExpertMemory:
             self._overflowing.add(number)
         self._begun.add(weight)
         self._move(number, weight)
-        self._start(number, self._ahead, [weight])
+        self._start(number, [self._ahead], [weight])
 
     def wait(self, number: int, weight: int | None = None) -> None:
         """Return when what was wanted of a layer, or of one of its weights, is in memory.
@@ -207,9 +208,9 @@ class ExpertMemory:
 
     def finish(self) -> None:
         """A pass is over, or was given up: what has not been read yet is forgotten."""
+        self._drop_pieces()
         with self._changed:
-            self._queue.clear()
-            while self._reading:
+            while self._unread:
                 self._changed.wait()
             unread = {(number, expert) for (number, _), experts in self._loading.items() for expert in experts}
             self._left.clear()
@@ -223,9 +224,9 @@ class ExpertMemory:
 
     def close(self) -> None:
         """Stop reading and give all memory back. Safe to call twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._drop_pieces()
+        for _ in self._threads:
+            self._queue.put(None)
         for thread in self._threads:
             thread.join()
         for address, size in self._ranges:
@@ -241,39 +242,52 @@ class ExpertMemory:
             check_result(self._libc.mremap(here, size, size, MOVE, there), "mremap")
             self._blocks[weight] = there
 
-    def _start(self, number: int, reads: Sequence[tuple[int, int]], weights: Iterable[int] | None = None) -> None:
-        """Have weights, or all of them, of these experts read into these slots."""
-        if not reads:
-            return
-        for weight in range(len(self._block_sizes)) if weights is None else weights:
-            load, pieces = (number, weight), self._pieces(number, weight, reads)
-            with self._changed:
-                self._left[load] = self._left.get(load, 0) + len(pieces)
-                self._loading.setdefault(load, []).extend(expert for expert, _ in reads)
-                self._queue.extend(pieces)
-                self._changed.notify_all()
+    def _drop_pieces(self) -> None:
+        """What no thread has begun to read is not read."""
+        dropped = 0
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+                dropped += 1
+        with self._changed:
+            self._unread -= dropped
+
+    def _start(self, number: int, reads: Sequence[Sequence[tuple[int, int]]], weights: Iterable[int]) -> None:
+        """Have these weights, each of its experts, read into their slots."""
+        found = list[_Piece]()
+        with self._changed:
+            for weight, some in zip(weights, reads, strict=True):
+                if some:
+                    load, pieces = (number, weight), self._pieces(number, weight, some)
+                    self._left[load] = self._left.get(load, 0) + len(pieces)
+                    self._loading.setdefault(load, []).extend(expert for expert, _ in some)
+                    found += pieces
+            self._unread += len(found)
+        for piece in found:
+            self._queue.put(piece)
 
     def _pieces(self, number: int, weight: int, reads: Sequence[tuple[int, int]]) -> list[_Piece]:
-        """One weight of these experts, cut at multiples of READ_SIZE of the file."""
+        """One weight of these experts, cut at multiples of a read's size."""
         layer, found = self.layers[number], list[_Piece]()
         tensor, size = layer.tensors[weight], layer.expert_size(weight)
         for expert, slot in reads:
             start = tensor.start + expert * size
             shift = self.base(number, weight) + slot * size - start
-            cuts = [start, *range(start // READ_SIZE * READ_SIZE + READ_SIZE, start + size, READ_SIZE)]
+            read = self._read_size
+            cuts = [start, *range(start // read * read + read, start + size, read)]
             for first, last in zip(cuts, [*cuts[1:], start + size], strict=True):
                 found.append(_Piece((number, weight), tensor.file, first, last, first + shift))
         return found
 
     def _work(self) -> None:
-        while (piece := self._take()) is not None:
+        while (piece := self._queue.get()) is not None:
             error = None
             try:
-                self._files.read_blocks(piece.file, piece.address, piece.start, piece.stop)
+                self._files.read(piece.file, piece.address, piece.start, piece.stop)
             except Exception as found:  # whatever it is, `wait` must not wait for this thread
                 error = found
             with self._changed:
-                self._reading -= 1
+                self._unread -= 1
                 if error is not None:
                     index = self.layers[piece.load[0]].index
                     self._error = ModelError(f"experts of layer {index} cannot be read: {error}")
@@ -282,14 +296,5 @@ class ExpertMemory:
                     self._left[piece.load] -= 1
                     if not self._left[piece.load]:
                         del self._left[piece.load], self._loading[piece.load]
-                self._changed.notify_all()
-
-    def _take(self) -> _Piece | None:
-        """The next piece to read; None at the end."""
-        with self._changed:
-            while not self._queue and not self._closed:
-                self._changed.wait()
-            if self._closed:
-                return None
-            self._reading += 1
-            return self._queue.popleft()
+                if error is not None or piece.load not in self._left or not self._unread:
+                    self._changed.notify()

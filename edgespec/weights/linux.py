@@ -208,7 +208,12 @@ class CachedLinuxStore(LinuxStore):
 
 
 def moves_pages(library: Any) -> bool:
-    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError."""
+    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError.
+
+    EDGESPEC_PAGE_CACHE=1 in the environment says no: to measure, and test, what other systems do.
+    """
+    if os.environ.get("EDGESPEC_PAGE_CACHE"):
+        return False
     places = list[int]()
     try:
         for _ in range(2):

@@ -156,27 +156,50 @@ def private_memory() -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def file_system(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def file_system(path: str, mounts: Path = MOUNTS) -> str:
     """The type of the file system a file lies on, for example "ext4"; "" where the system does not tell."""
+    return _mount(path, mounts)[1]
+
+
+def disk_name(path: str, mounts: Path = MOUNTS) -> str:
+    """What a file lies on, "/dev/sda1, ext4, on /"; where the system does not tell, its number. Raises OSError."""
+    point, kind, source = _mount(path, mounts)
+    return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
+
+
+def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
+    """Where the file system of a file is mounted, its type and its device."""
+    found = ("", "", "")
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
-        return ""
+        return found
     real = os.path.realpath(path)
-    found: tuple[str, str] = ("", "")
     for line in lines:
         fields, kind = line.split(" - ", 1)
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(found[0]):
-            found = point, kind.split()[0]
-    return found[1]
+            found = point, kind.split()[0], kind.split()[1]
+    return found
 
 
-def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS) -> float:
+def disk_bandwidth(
+    path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
+) -> float:
     """Bytes per second of direct reads of a file, read as `ring.py` reads, going through it from its middle.
 
     Where direct reads do not work, the page cache is dropped first, as far as the system does that.
+
+    Args:
+        path: of the file.
+        seconds: to read for.
+        threads: reads at once.
+        size: bytes of a read.
+        at: the part of the file before the first read.
 
     Raises:
         ModelError: the file cannot be read.
@@ -187,22 +210,22 @@ def disk_bandwidth(path: str, seconds: float = 3.0, threads: int = READ_THREADS)
     descriptor = -1
     try:
         descriptor, direct = open_direct(path)
-        size = os.fstat(descriptor).st_size
-        blocks = max(1, size // READ_SIZE)
+        blocks = max(1, os.fstat(descriptor).st_size // size)
         if not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         lock = threading.Lock()
-        turn = iter(range(blocks // 2, blocks // 2 + 10 * blocks))
+        first = int(at * blocks)
+        turn = iter(range(first, first + 10 * blocks))
         started = perf_counter()
 
         def read() -> int:
-            done, buffer = 0, read_buffer()
+            done, buffer = 0, read_buffer(size)
             while perf_counter() - started < seconds:
                 with lock:
                     block = next(turn, None)
                 if block is None:
                     break
-                done += os.preadv(descriptor, [buffer], (block % blocks) * READ_SIZE)
+                done += os.preadv(descriptor, [buffer], (block % blocks) * size)
             return done
 
         with ThreadPoolExecutor(threads) as pool:

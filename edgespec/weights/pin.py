@@ -11,11 +11,11 @@ from edgespec.weights.system import READ_SIZE, READ_THREADS
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-def pieces(extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Extents as reads of READ_SIZE at most."""
+def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]:
+    """Extents as reads of so many bytes at most."""
     for extent in extents:
-        for start in range(extent.start, extent.stop, READ_SIZE):
-            yield Extent(extent.file, start, min(start + READ_SIZE, extent.stop))
+        for start in range(extent.start, extent.stop, size):
+            yield Extent(extent.file, start, min(start + size, extent.stop))
 
 
 def warm(

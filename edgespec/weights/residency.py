@@ -163,6 +163,7 @@ def make_plan(
     needed: int,
     *,
     on_device: int = 0,
+    experts_here: bool = False,
     kept: int = 0,
     experts_at_once: int = 0,
     page: int = PAGESIZE,
@@ -174,7 +175,8 @@ def make_plan(
         tensors: of the whole model.
         memory: bytes for everything.
         needed: bytes that are not these weights: draft model, key-value caches, buffers, the program itself.
-        on_device: that many of the last layers lie in a GPU's own memory; they are no concern of this plan.
+        on_device: that many of the last layers, and the output, lie in a GPU's own memory; no concern of this plan.
+        experts_here: but not their experts.
         kept: that many of the last layers must stay: a GPU that shares this memory works with them.
         experts_at_once: bytes of memory without which no layer's experts can be computed, if they do not stay.
         page: bytes of a page of memory.
@@ -184,12 +186,19 @@ def make_plan(
         NoRoom: not even the smallest plan fits; says how much it needs.
     """
     count = count_layers(tensors)
-    host = [tensor for tensor in tensors if layer_of(tensor) < count - on_device]
+    with_experts = range(count if experts_here else count - on_device)
+    host = [
+        tensor
+        for tensor in tensors
+        if (layer_of(tensor) < count - on_device and not (on_device and is_output(tensor)))
+        or (experts_here and EXPERTS.search(tensor.name))
+    ]
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     others_need, needed = needed, needed + experts_at_once
-    pages = _whole_pages(tensors, page)
-    experts = [extent for index in range(count - on_device) for extent in pages.get((index, "experts"), ())]
+    rows = on_device > 0 or any(tensor.name == "output.weight" for tensor in tensors)  # else they are the output, too
+    pages = _whole_pages(tensors, page, rows)
+    experts = [extent for index in with_experts for extent in pages.get((index, "experts"), ())]
     movable = range(count - on_device - kept)
     layers = [Layer(index, tuple(extents)) for index in movable if (extents := pages.get((index, "")))]
     looked_up = pages.get((-1, "rows"), [])
@@ -324,20 +333,25 @@ def layer_of(tensor: Tensor) -> int:
     return int(match[1]) if match else -1
 
 
+def is_output(tensor: Tensor) -> bool:
+    """Whether it comes after the last layer. (The embedding may do so, too.)"""
+    return tensor.name.startswith("output")
+
+
 def count_layers(tensors: Iterable[Tensor]) -> int:
     """How many layers a model has."""
     return 1 + max(map(layer_of, tensors), default=-1)
 
 
-def _whole_pages(tensors: Sequence[Tensor], page: int) -> dict[tuple[int, str], list[Extent]]:
+def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:
     """By (layer, kind), the whole pages that hold nothing else; without small pieces. Kinds: "experts", "rows", "".
 
-    A tensor starts and ends in the middle of a page, so what two owners share belongs to neither.
+    A tensor starts and ends in the middle of a page, so what two owners share belongs to neither. With `by_rows` the
+    embedding is "rows".
     """
-    has_output = any(tensor.name == "output.weight" for tensor in tensors)
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
-        rows = has_output and tensor.name == "token_embd.weight"
+        rows = by_rows and tensor.name == "token_embd.weight"
         owner = layer_of(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
         stop = tensor.start + tensor.size
         if runs:

@@ -17,13 +17,11 @@ from typing import Protocol
 
 from edgespec.errors import EdgespecError, ModelError
 from edgespec.weights.darwin import DarwinStore
+from edgespec.weights.disk import disk_speed
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, moves_pages
-from edgespec.weights.machine import disk_bandwidth
 from edgespec.weights.pin import Progress, pieces
 from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.system import READ_THREADS, libc
-
-MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
+from edgespec.weights.system import READ_SIZE, READ_THREADS, libc
 
 
 class Slots(Protocol):
@@ -67,11 +65,19 @@ class Streamer:
     that number modulo `slots`.
     """
 
-    def __init__(self, plan: Plan, store: Slots, threads: int = READ_THREADS) -> None:
+    def __init__(self, plan: Plan, store: Slots, threads: int = READ_THREADS, size: int = READ_SIZE) -> None:
+        """
+        Args:
+            plan: what is streamed.
+            store: its memory; closed by `close`.
+            threads: that read at once.
+            size: most bytes of a read.
+        """
         self.plan = plan
         self.wait_seconds = 0.0  # that computation has waited for the disk
         self._store = store
         self._layers = plan.streamed
+        self._size = size
         self._pass = 0
         self._changed = threading.Condition()
         self._next = 0  # the first layer not given to the threads yet
@@ -211,7 +217,8 @@ class Streamer:
                     self._next = count + 1
                     self._occupant[count % len(self._occupant)] = count
                     extents = self._layers[count % len(self._layers)].extents
-                    found = [(count, extent, one.start, one.stop) for extent in extents for one in pieces([extent])]
+                    cut = [(extent, one) for extent in extents for one in pieces([extent], self._size)]
+                    found = [(count, extent, one.start, one.stop) for extent, one in cut]
                     self._left[count] = len(found)
                     self._pieces = iter(found)
                 else:
@@ -242,7 +249,7 @@ class Streamer:
 
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:
     """Bytes per second of the disk that a model's layers are streamed from; 0 if none are. Raises ModelError."""
-    return disk_bandwidth(paths[plan.streamed[0].extents[0].file], MEASURE) if plan.streamed else 0.0
+    return disk_speed(paths[plan.streamed[0].extents[0].file]) if plan.streamed else 0.0
 
 
 def supported() -> bool:

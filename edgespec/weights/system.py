@@ -12,6 +12,7 @@ from typing import Any
 READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
 READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
 BLOCK = 4096  # bytes; direct reads begin and end, in the file and in memory, at multiples of a disk's block: no larger
+SECTOR = 512  # bytes; what most disks read comes to memory at multiples of this
 HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
 MAP_FAILED = (1 << 64) - 1
 
@@ -35,20 +36,20 @@ def open_direct(path: str) -> tuple[int, bool]:
     return descriptor, False
 
 
-def read_buffer() -> memoryview:
-    """READ_SIZE bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
-    whole = mmap.mmap(-1, READ_SIZE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def read_buffer(size: int = READ_SIZE) -> memoryview:
+    """So many bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
+    whole = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             whole.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE
-    return memoryview(whole)[start : start + READ_SIZE]
+    return memoryview(whole)[start : start + size]
 
 
-def own_buffer() -> memoryview:
-    """This thread's `read_buffer`."""
-    if not hasattr(_own, "buffer"):
-        _own.buffer = read_buffer()
+def own_buffer(size: int = READ_SIZE) -> memoryview:
+    """This thread's `read_buffer`, of so many bytes or more."""
+    if not hasattr(_own, "buffer") or len(_own.buffer) < size:
+        _own.buffer = read_buffer(max(size, READ_SIZE))
     buffer: memoryview = _own.buffer
     return buffer
 
@@ -67,16 +68,31 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
         start, address = start + done, address + done
 
 
-def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None:
-    """As `read_fully`, of at most READ_SIZE bytes between multiples of READ_SIZE, for a file open for direct reads.
+def memory_step(descriptor: int) -> int:
+    """Bytes to whose multiples a file open for direct reads is read: few disks ask more of memory than a sector.
 
-    Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where memory lies otherwise
-    within its blocks than the file's bytes do, all of it is read elsewhere first.
+    Raises OSError: not even to whole blocks.
     """
     buffer = own_buffer()
+    try:
+        os.preadv(descriptor, [buffer[SECTOR : SECTOR + BLOCK]], 0)
+        return SECTOR
+    except OSError:
+        os.preadv(descriptor, [buffer[:BLOCK]], 0)
+        return BLOCK
+
+
+def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: int = BLOCK) -> None:
+    """As `read_fully`, of any bytes, for a file open for direct reads.
+
+    Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where blocks would not lie at
+    multiples of `step` in memory, all of it is read elsewhere first, and copied.
+    """
     low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
     inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
-    if inner >= end or (address + inner - start) % BLOCK:
+    copied = inner >= end or (address + inner - start) % step
+    buffer = own_buffer(high - low if copied else 2 * BLOCK)
+    if copied:
         done = os.preadv(descriptor, [buffer[: high - low]], low)
         copies = [(0, start, min(stop, low + done))]
     else:
@@ -88,10 +104,10 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int) -> None
         raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
     for at, first, last in copies:
         if first < last:
-            target = (ctypes.c_char * (last - first)).from_address(address + first - start)
-            memoryview(target).cast("B")[:] = buffer[at + first % BLOCK :][: last - first]
+            found = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at + first % BLOCK
+            ctypes.memmove(address + first - start, found, last - first)  # while other threads run Python
     if low + done < stop:
-        read_unaligned(descriptor, address + low + done - start, low + done, stop)
+        read_unaligned(descriptor, address + low + done - start, low + done, stop, step)
 
 
 def touch(descriptor: int, start: int, stop: int) -> None:

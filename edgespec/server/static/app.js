@@ -2,13 +2,13 @@
 
 import { drawTree } from "./tree.js";
 
-const SOURCES = ["target", "draft", "input", "datastore", "grammar"];
-const MEANING = { target: "the model itself", draft: "draft", input: "text so far", datastore: "datastore", grammar: "grammar" };
+const SOURCES = ["target", "draft", "input", "datastore", "grammar", "prediction"];
+const MEANING = { target: "the model itself", draft: "draft", input: "text so far", datastore: "datastore", grammar: "grammar", prediction: "prediction" };
 const PARTS = ["prefill", "draft", "wait", "target", "plan"];
 const PART_NAMES = { prefill: "reading the prompt", draft: "draft", wait: "disk", target: "computing", plan: "planning" };
 const $ = (id) => document.getElementById(id);
 
-const state = { messages: [], passes: [], current: 0, running: null, last: null };
+const state = { messages: [], passes: [], current: 0, running: null, last: null, seed: 0, id: "", telling: false };
 
 // A key comes in the address's fragment, which browsers do not send, and stays in this tab.
 const key = new URLSearchParams(location.hash.slice(1)).get("key") ?? sessionStorage.getItem("key") ?? "";
@@ -27,9 +27,41 @@ function headers() {
 function request(messages, seed) {
   const body = { messages, stream: true, stream_options: { include_usage: true }, edgespec: { trace: "passes" } };
   for (const name of ["temperature", "top_p", "max_tokens"]) if ($(name).value) body[name] = Number($(name).value);
-  const wanted = seed ?? ($("seed").value || null);
-  if (wanted !== null) body.seed = Number(wanted);
+  body.seed = Number(seed ?? ($("seed").value || state.seed));
   return body;
+}
+
+function conversation(text) {
+  const start = $("system").value ? [{ role: "system", content: $("system").value }] : [];
+  return [...start, ...state.messages, { role: "user", content: text }];
+}
+
+// ---------------------------------------------------------------- typing
+
+const draw32 = () => crypto.getRandomValues(new Uint32Array(1))[0];
+const TYPING = 150, PAUSE = 700;  // ms after a key: the prompt is read so far; it may be all of it
+
+/** Tell the server what is being typed, one request at a time, so that Enter finds the answer's beginning. */
+async function tellDraft(pause) {
+  const text = $("prompt").value.trim();
+  if (!text || state.running || state.telling) return;
+  state.telling = true;
+  try {
+    await fetch("edgespec/draft-prompt", {
+      method: "PUT", headers: headers(), body: JSON.stringify({ ...request(conversation(text)), pause, id: state.id }),
+    });
+  } catch {
+    // it only saves time
+  } finally {
+    state.telling = false;
+  }
+}
+
+function typed() {
+  clearTimeout(state.typing);
+  clearTimeout(state.pausing);
+  state.typing = setTimeout(() => tellDraft(false), TYPING);
+  state.pausing = setTimeout(() => tellDraft(true), PAUSE);
 }
 
 /** Ask, and call `onChunk` for every event; what the last one told of the whole. */
@@ -100,8 +132,9 @@ function takeChunk(chunk, place) {
 async function send() {
   const text = $("prompt").value.trim();
   if (!text || state.running) return;
-  const start = $("system").value ? [{ role: "system", content: $("system").value }] : [];
-  const messages = [...start, ...state.messages, { role: "user", content: text }];
+  const messages = conversation(text);
+  clearTimeout(state.typing);
+  clearTimeout(state.pausing);
   $("prompt").value = "";
   message("you").textContent = text;
   const place = message("model");
@@ -111,6 +144,7 @@ async function send() {
   const started = performance.now();
   try {
     const body = request(messages);
+    state.seed = draw32();
     const whole = await ask(body, (chunk) => takeChunk(chunk, place));
     const stats = whole.stats[0];
     state.last = { body: { ...body, seed: whole.seed }, place, tokens: state.passes.flatMap((pass) => pass.tokens) };
@@ -246,6 +280,8 @@ $("ask").addEventListener("submit", (event) => { event.preventDefault(); send();
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
+$("prompt").addEventListener("input", typed);
+Object.assign(state, { seed: draw32(), id: String(draw32()) });
 $("stop").addEventListener("click", () => state.running?.abort());
 $("compare").addEventListener("click", compare);
 $("forget").addEventListener("click", () => {

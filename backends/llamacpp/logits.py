@@ -1,0 +1,40 @@
+"""A pass's logits, where llama.cpp keeps them."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+
+from .files import llama_cpp
+
+
+class LlamaLogits:
+    """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
+
+    def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
+        self._context = context
+        self._size = size
+        self._width = width  # of a state; 0: none is kept
+        self._batch_index = batch_index  # node -> index in the batch
+
+    def _view(self, node: int) -> Float32Array:
+        pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
+        floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * self._size)).contents
+        return np.frombuffer(memoryview(floats), np.float32)
+
+    def row(self, node: int) -> Float32Array:
+        return self._view(node).copy()
+
+    def state(self, node: int) -> Float32Array:
+        if self._width == 0:
+            return np.zeros(0, np.float32)
+        pointer = llama_cpp.llama_get_embeddings_ith(self._context, self._batch_index[node])
+        return np.ctypeslib.as_array(pointer, (self._width,)).copy()
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        return top_of_rows(map(self._view, nodes), k, temperature, noise)

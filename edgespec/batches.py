@@ -1,0 +1,67 @@
+"""What goes into one pass that several texts share: their trees, and a part of a prompt."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from time import perf_counter
+
+from edgespec.backend import Capabilities, Work
+from edgespec.cost import PassCost, split
+from edgespec.generate import Generation
+from edgespec.pieces import TILE, PromptPieces
+from edgespec.slots import Slot
+from edgespec.tree import DraftTree, best_nodes
+
+TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
+
+Batch = list[tuple[Slot, Work]]
+
+
+def plan_trees(
+    writing: Sequence[Slot], limits: Capabilities, room: int, cost: PassCost | None, *, alone: bool
+) -> tuple[Batch, list[tuple[Slot, Exception]]]:
+    """Trees of those who have waited longest, as many as so many rows hold, and in them their best nodes.
+
+    Returns:
+        The works, and the slots whose trees could not be planned.
+    """
+    group = list[Slot]()
+    for slot in sorted(writing, key=lambda slot: slot.passed):
+        if (rows := 1 + slot.session.owed) > room:
+            break
+        group.append(slot)
+        room -= rows
+    trees, failed, spent = list[DraftTree](), list[tuple[Slot, Exception]](), perf_counter()
+    alone = alone and len(group) == 1
+    fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
+    for slot in group.copy():
+        assert slot.generation
+        try:
+            trees.append(slot.generation.plan(None if alone else fair, len(group)))
+        except Exception as error:
+            group.remove(slot)
+            failed.append((slot, error))
+    spent = perf_counter() - spent
+    if len(group) > 1:
+        length = fmean(len(slot.session.token_ids) for slot in group)
+        curve = cost.at(round(length)) if cost else None
+        sizes = split([tree.log_probs[1:] for tree in trees], room, spent, curve)
+        leaves = limits.leaves(len(group))
+        trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
+    batch = [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
+    return batch, failed
+
+
+def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Work:
+    """The next part of a prompt, in the room that the trees leave; with `pieces`, so small that they wait a moment."""
+    session = reading.session
+    session.rewind(session.kept(len(session.token_ids)))
+    taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
+    start, room = len(session.token_ids), limits.max_nodes - taken
+    if limits.exact and batch:
+        room = min(room, limits.exact.prompts.most - taken)
+    if pieces and not limits.streams:
+        room = min(room, pieces.quick(taken, limits.max_nodes))
+    end = start + room
+    if end < start + reading.unread and end - end % TILE > start:
+        end -= end % TILE
+    return reading.prompt_work(end - start)

@@ -1,0 +1,151 @@
+"""A server under many clients at once, and answers that must be JSON: what leaks, hangs or does not parse."""
+
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock, Thread, active_count
+from typing import Any
+
+from edgespec.measure.typing_ahead import closing_connection
+from edgespec.model import Model
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
+
+
+@dataclass
+class Found:
+    """What the clients met."""
+
+    answers: Counter[str] = field(default_factory=Counter)  # kind and status -> how many
+    wrong: list[str] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    lock: Any = field(default_factory=Lock)
+
+    def add(self, kind: str, status: int, tokens: int = 0, wrong: str = "") -> None:
+        """One more answer."""
+        with self.lock:
+            self.answers[f"{kind} {status}"] += 1
+            self.tokens += tokens
+            if wrong:
+                self.wrong.append(f"{kind}: {wrong}")
+
+
+def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> int:
+    """One request of a kind; its status. 429 is an answer like any other."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of number {seed % 7}."}], "seed": seed}
+    body |= {"max_tokens": max_tokens, "temperature": 0.8, "stream": kind in ("stream", "leaves", "reads slowly")}
+    if kind == "schema":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    if kind == "two choices":
+        body["n"] = 2
+    with closing_connection(port) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if kind == "leaves":
+            time.sleep(random.Random(seed).random() * 0.2)
+            return 0
+        answer = connection.getresponse()
+        if kind == "reads slowly":
+            time.sleep(0.5)
+        data = answer.read()
+    wrong = "" if answer.status in (200, 429) else data.decode("utf-8", "replace")[:200]
+    tokens = 0
+    if answer.status == 200 and body["stream"] and not data.endswith(b"data: [DONE]\n\n"):
+        wrong = "the stream does not end"
+    elif answer.status == 200 and not body["stream"]:
+        told = json.loads(data)
+        tokens = told["usage"]["completion_tokens"]
+        if len(told["choices"]) != body.get("n", 1):
+            wrong = "choices are missing"
+    found.add(kind, answer.status, tokens, wrong)
+    return answer.status
+
+
+def load(
+    port: int, clients: int, each: int, max_tokens: int, kinds: tuple[str, ...] = KINDS,
+    progress: Callable[[], None] = lambda: None,
+) -> Found:  # fmt: skip
+    """So many clients at once, each with so many requests of mixed kinds, coming again after a 429."""
+    found = Found()
+
+    def client(number: int) -> None:
+        for turn in range(each):
+            seed = number * each + turn
+            kind = kinds[seed % len(kinds)]
+            try:
+                while request(port, kind, seed, max_tokens, found) == 429:
+                    time.sleep(0.05)
+            except Exception as error:
+                found.add(kind, -1, wrong=repr(error))
+            progress()
+
+    started = time.perf_counter()
+    threads = [Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
+    """What is still held when nobody asks any more: texts, places in the queue, threads."""
+    until = time.monotonic() + patience
+    while (model.scheduler.active or model.scheduler.waiting) and time.monotonic() < until:
+        time.sleep(0.05)
+    found = [f"{model.scheduler.active} texts"] if model.scheduler.active else []
+    found += [f"{model.scheduler.waiting} requests wait"] if model.scheduler.waiting else []
+    return found + (
+        [f"{active_count() - threads} threads"] if active_count() > threads + 12 else []
+    )  # asyncio's workers
+
+
+def broken_json(port: int, answers: int, max_tokens: int, progress: Callable[[], None] = lambda: None) -> list[str]:
+    """Answers by a schema, each sampled with its own seed, that are complete and yet no JSON of this schema."""
+    broken = list[str]()
+    for seed in range(answers):
+        body = {
+            "messages": [{"role": "user", "content": "Describe a pet as JSON."}],
+            "seed": seed,
+            "temperature": 1.0,
+            "max_tokens": max_tokens,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}},
+        }
+        with closing_connection(port) as connection:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            (choice,) = json.loads(connection.getresponse().read())["choices"]
+        text = choice["message"]["content"]
+        try:
+            pet = json.loads(text)
+            right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in ("cat", "dog", "bird")
+            right = right and isinstance(pet["age"], int) and 0 <= pet["age"] <= 120
+        except (ValueError, TypeError, KeyError):
+            right = False
+        if not right and choice["finish_reason"] != "length":
+            broken.append(text)
+        progress()
+    return broken
+
+
+def half_open(port: int, count: int) -> list[socket.socket]:
+    """Connections that send half a request and then nothing."""
+    found = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    for sock in found:
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
+    return found

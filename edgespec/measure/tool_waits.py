@@ -1,0 +1,120 @@
+"""How much waiting for tools a draft could hide that foresees calls: recorded conversations, replayed.
+
+The recorded model stands for the target. The draft writes on from where the target begins; if its first call is the
+recorded one, a tool that changes nothing could have started when the draft was done, instead of when the target was.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import edgespec.asking as asking
+from edgespec.errors import UsageError
+from edgespec.jobs import Request, Wrote
+from edgespec.model import Model
+from edgespec.sampling import SamplingParams
+from edgespec.server.foreseen import same
+from edgespec.server.forms import HERMES, Call, form_of
+from edgespec.server.regions import Regions
+from edgespec.server.tools import replayed
+from edgespec.text import Message, render_chat
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One recorded call, and what the draft made of it."""
+
+    name: str
+    named: bool  # the draft calls the same function …
+    hit: bool  # … with the same arguments
+    tokens: int  # of the recorded call
+    draft_seconds: float  # reading what is new of the conversation included
+
+    def hidden(self, wait: float, target_seconds: float) -> float:
+        """Seconds of a tool's `wait` that pass before the target has written its call at so many seconds a token."""
+        ahead = self.tokens * target_seconds - self.draft_seconds
+        return min(wait, max(0.0, ahead)) if self.hit else 0.0
+
+
+def read_conversations(path: Path) -> list[list[dict[str, Any]]]:
+    """Messages of every second task of a tau-bench file, each task once.
+
+    Raises:
+        UsageError: it cannot be read, or is not of this form.
+    """
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        tasks = {one["task_id"]: one["traj"] for one in reversed(json.loads(data))}
+        return [tasks[task] for task in sorted(tasks) if task % 2 == 0]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: needs a JSON list of objects with `task_id` and `traj`: {error}") from error
+
+
+def functions_of(conversations: Sequence[Sequence[dict[str, Any]]]) -> list[Message]:
+    """Tools as far as they can be told from their calls: the recordings have no list of them."""
+    seen: dict[str, dict[str, Any]] = {}
+    for call in (call for talk in conversations for message in talk for call in message.get("tool_calls") or ()):
+        arguments = json.loads(call["function"]["arguments"])
+        seen.setdefault(call["function"]["name"], {}).update({key: {} for key in arguments})
+    return [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        for name, properties in sorted(seen.items())
+    ]
+
+
+def as_shown(messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """Messages as chat templates want them."""
+    found = list[Message]()
+    for message in messages:
+        calls = [replayed(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+        shown = {"role": message["role"], "content": message.get("content") or ""}
+        found.append({**shown, **({"tool_calls": calls} if calls else {})})
+    return found
+
+
+def replay(
+    draft: Model, talk: Sequence[dict[str, Any]], tools: Sequence[Message], each: Callable[[], None] = lambda: None
+) -> list[Turn]:
+    """Every call of a conversation that the draft has room for.
+
+    Args:
+        draft: loaded by itself, as a target.
+        talk: its messages.
+        tools: what it may call.
+        each: called after each.
+
+    Raises:
+        UsageError: the draft's calls are not known here.
+    """
+    vocab, turns = draft.target.vocab, list[Turn]()
+    form = form_of(vocab)
+    if form is None:
+        raise UsageError("this draft's template shows no tools, or in no form that is known here")
+    for number, message in enumerate(talk):
+        if message["role"] != "assistant" or not message.get("tool_calls"):
+            continue
+        recorded = message["tool_calls"][0]["function"]
+        true = Call(recorded["name"], recorded["arguments"])
+        ids = render_chat(vocab, as_shown(talk[:number]), tools)
+        if len(ids) + 160 > draft.target.capabilities.context_length:
+            break
+        written = json.dumps({"name": true.name, "arguments": json.loads(true.arguments)})
+        started, regions, found = perf_counter(), Regions(form), list[Call]()
+        with closing(asking.events(draft.scheduler, Request(ids, SamplingParams(), 150))) as events:
+            for event in events:
+                text_so_far = "".join(chunk.text for chunk in event.chunks) if isinstance(event, Wrote) else ""
+                found += [piece for piece in regions.push(text_so_far) if isinstance(piece, Call)]
+                if found:
+                    break
+        found = found or [piece for piece in regions.finish() if isinstance(piece, Call)]
+        seconds, guess = perf_counter() - started, found[0] if found else None
+        tokens = len(vocab.encode(f"{HERMES.open[0]}\n{written}\n{HERMES.close}", add_bos=False, parse_special=True))
+        named = guess is not None and guess.name == true.name
+        turns.append(Turn(true.name, named, guess is not None and same(guess, true), tokens, seconds))
+        each()
+    return turns

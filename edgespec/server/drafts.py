@@ -1,0 +1,68 @@
+"""Texts that nobody has asked for yet: begun while there is nothing else to do, taken over by the request that comes.
+
+It gives way to whatever is asked for. The text is the one that the request would have got: same seed, same text.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from edgespec.jobs import Event, Request
+from edgespec.scheduler import Scheduler
+from edgespec.stats import GenerationStats
+
+MOST_DRAFTS = 8  # clients that type at once
+
+
+class Prepared:
+    """A job whose events are kept until somebody reads them."""
+
+    def __init__(self, scheduler: Scheduler, request: Request, hold: int) -> None:
+        """As for `Scheduler.submit`; only in the server's loop."""
+        self.request = request
+        self.stats = GenerationStats()
+        self._scheduler = scheduler
+        self._loop = asyncio.get_running_loop()
+        self._kept = list[Event]()
+        self._reader: Callable[[Event], None] = self._kept.append
+        self.job = scheduler.submit(request, self._emit, self.stats, hold)
+
+    def _emit(self, event: Event) -> None:  # in the scheduler's thread
+        self._loop.call_soon_threadsafe(lambda: self._reader(event))
+
+    def adopt(self, reader: Callable[[Event], None]) -> bool:
+        """From now on it is somebody's: told of what was written, and of what comes. False: it has given way."""
+        if not self._scheduler.go_on(self.job):
+            return False
+        self._reader = reader
+        for event in self._kept:
+            reader(event)
+        return True
+
+
+class Drafts:
+    """What was prepared for each client that types. Used in the server's loop alone."""
+
+    def __init__(self) -> None:
+        self._latest: OrderedDict[str, Prepared] = OrderedDict()
+
+    def prepare(self, scheduler: Scheduler, name: str, request: Request, hold: int) -> None:
+        """Read a prompt, and begin its answer, in place of what the client typed before."""
+        known = self._latest.get(name)
+        if known and known.request == request and not known.job.cancelled:
+            self._latest.move_to_end(name)
+            return
+        if known:
+            known.job.cancel()
+        self._latest[name] = Prepared(scheduler, request, hold)
+        self._latest.move_to_end(name)
+        while len(self._latest) > MOST_DRAFTS:
+            self._latest.popitem(last=False)[1].job.cancel()
+
+    def take(self, request: Request, reader: Callable[[Event], None]) -> Prepared | None:
+        """What was prepared for this very request, if it is still there; it is nobody else's any more."""
+        for name, prepared in self._latest.items():
+            if prepared.request == request:
+                del self._latest[name]
+                return prepared if prepared.adopt(reader) else None
+        return None

@@ -1,0 +1,53 @@
+"""Texts in company against texts alone: what is kept, taken up again, and compared."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import UsageError
+from edgespec.measure.company import Written, equal_texts, write_texts
+from edgespec.sampling import SamplingParams
+
+PROMPTS = ("Count to five.", "Name a colour.")
+SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9))
+
+
+def test_texts_in_company_equal_those_alone_and_a_stopped_check_goes_on(smollm2_tiny: Path, tmp_path: Path) -> None:
+    path, done = tmp_path / "texts.jsonl", []
+
+    def written() -> list[Written]:
+        return write_texts(
+            str(smollm2_tiny), PROMPTS, SAMPLINGS, path, ["sssd"], parallel=3, max_tokens=12, context_length=256,
+            remember=False, done=lambda: done.append(1),
+        )  # fmt: skip
+
+    texts = written()
+    assert equal_texts(texts) == {("sssd", 0.0, 1.0): (2, 2), ("sssd", 0.8, 0.9): (2, 2)}
+    assert len(done) == len(texts) == 8
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:6]) + lines[6][:20])  # stopped in the middle of a line
+    again = {(text.planner, text.key): text.token_ids for text in written()}
+    assert again == {(text.planner, text.key): text.token_ids for text in texts}
+    assert len(path.read_text().splitlines()) == 8
+
+
+def test_a_text_that_differs_is_counted(tmp_path: Path) -> None:
+    plain = Written("none", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
+    other = Written("sssd", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])
+    assert equal_texts([plain, other]) == {("sssd", 0.0, 1.0): (0, 1)}
+
+
+def test_texts_of_different_classes_are_not_compared() -> None:
+    plain = Written("none", "a", 0.0, 1.0, "wide", 3, [1, 2, 3])
+    with pytest.raises(UsageError, match="--exact"):
+        equal_texts([plain, Written("sssd", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3])])
+
+
+@pytest.mark.parametrize("content", ["prose\n", json.dumps({"planner": "none"}) + "\n"])
+def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="not a file of written texts"):
+        write_texts("model.gguf", PROMPTS, SAMPLINGS, path, ["sssd"])
+    assert path.read_text() == content

@@ -1,0 +1,185 @@
+"""How a disk is read: found by trying, remembered for the disk, and used by whoever streams."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec import remembered
+from edgespec.errors import ModelError
+from edgespec.measure import doctor
+from edgespec.weights import disk
+from edgespec.weights.disk import (
+    BETTER,
+    SIZES,
+    THREADS,
+    USUAL,
+    Reading,
+    disk_speed,
+    find_reading,
+    recall_reading,
+    remember_reading,
+)
+from edgespec.weights.machine import disk_name
+from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.ring import Streamer
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="os.preadv is not there")
+MIB = 1 << 20
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-disk"
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where measurements are kept during the test."""
+    monkeypatch.delenv(remembered.OFF)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+class Disk:
+    """A disk that is as quick as it is told; how it was read."""
+
+    def __init__(self, speeds: dict[tuple[int, int], list[float]], other: float = 1e9) -> None:
+        self.speeds, self.other, self.reads = speeds, other, list[tuple[int, int, float, float]]()
+
+    def __call__(self, path: str, seconds: float, threads: int = 4, size: int = 4 * MIB, at: float = 0.5) -> float:
+        self.reads.append((threads, size, seconds, at))
+        waiting = self.speeds.get((threads, size), [])
+        return waiting.pop(0) if waiting else self.other
+
+
+def test_the_quickest_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Disk({(8, 16 * MIB): [3e9, 3e9, 2.9e9, 3.2e9]})
+    monkeypatch.setattr(disk, "disk_bandwidth", fake)
+    told: list[Reading] = []
+    found = find_reading("file", 5.0, told.append)
+    assert found[0] == Reading(8, 16 * MIB, 3e9)  # the median of the last three
+    assert {(one.threads, one.size) for one in found} == {(n, size) for n in THREADS for size in SIZES}
+    assert len(found) == len(THREADS) * len(SIZES)
+    assert sum(seconds for _, _, seconds, _ in fake.reads) == pytest.approx(5.0, rel=0.2)
+    assert len(told) == len(fake.reads)
+    places = [at for _, _, _, at in fake.reads]
+    assert len(set(places)) == len(places)
+    assert all(0 <= at < 1 for at in places)
+
+
+def test_one_lucky_measurement_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "disk_bandwidth", Disk({(16, 1 * MIB): [9e9, 1e9, 1e9, 1e9]}))
+    assert find_reading("file")[0] == Reading(speed=1e9)
+
+
+@pytest.mark.parametrize(("gain", "changed"), [(BETTER - 0.01, False), (BETTER + 0.01, True)])
+def test_the_usual_way_stays_unless_another_is_clearly_quicker(
+    gain: float, changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "disk_bandwidth", Disk({(2, 4 * MIB): [gain * 1e9] * 4}))
+    best = find_reading("file")[0]
+    assert (best.threads == 2) == changed
+    assert changed or (best.threads, best.size) == (USUAL.threads, USUAL.size)
+
+
+def test_it_is_remembered_for_the_disk(memory: Path) -> None:
+    """Also for other files on it."""
+    one, other = memory / "one", memory / "other"
+    one.write_bytes(b"1")
+    other.write_bytes(b"2")
+    assert recall_reading(str(one)) == USUAL
+    remember_reading(str(one), Reading(16, MIB, 7e9))
+    assert recall_reading(str(other)) == Reading(16, MIB, 7e9)
+    assert disk_speed(str(other)) == 7e9  # not measured again: nobody waits
+    elsewhere = Path("/dev/shm")
+    if elsewhere.is_dir() and disk_name(str(elsewhere)) != disk_name(str(one)):
+        assert recall_reading(str(elsewhere)) == USUAL
+    assert remembered.forget() == 1
+    assert recall_reading(str(other)) == USUAL
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"threads": 0, "size": MIB, "speed": 1e9},
+        {"threads": 4, "size": 1000, "speed": 1e9},
+        {"threads": 4, "size": 1 << 40, "speed": 1e9},
+        {"threads": 4, "size": MIB, "speed": 0},
+        {"threads": "4", "size": MIB, "speed": 1e9},
+        {"threads": 4, "depth": 3},
+        [4, MIB],
+    ],
+)
+def test_what_cannot_be_believed_is_not_used(value: object, memory: Path) -> None:
+    remembered.remember(disk._about(str(memory)), value)
+    assert remembered.recall(disk._about(str(memory))) == value
+    assert recall_reading(str(memory)) == USUAL
+
+
+def test_nothing_is_known_of_a_file_that_is_not_there(memory: Path) -> None:
+    assert recall_reading(str(memory / "missing")) == USUAL
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        disk_speed(str(memory / "missing"))
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        find_reading(str(memory / "missing"))
+
+
+def test_reads_are_as_large_and_as_many_as_asked(memory: Path) -> None:
+    sizes, threads = list[int](), 3
+
+    class Store:
+        def check(self) -> None: ...
+        def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
+            sizes.append(stop - start)
+
+        def show(self, slot: int, layer: Layer) -> None: ...
+        def hide(self, slot: int, layer: Layer) -> None: ...
+        def close(self) -> None: ...
+
+    layer = Layer(0, (Extent(0, 0, 20 * MIB),))
+    streamer = Streamer(Plan(0, 0, (), (layer,), (), 1, 1), Store(), threads, 8 * MIB)
+    assert len(streamer._threads) == threads
+    streamer.begin()
+    streamer.enter(0)
+    streamer.close()
+    assert sorted(sizes) == [4 * MIB, 8 * MIB, 8 * MIB]
+
+
+def test_the_doctor_finds_out_once(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = memory / "file"
+    file.write_bytes(b"1")
+    fake = Disk({}, other=2e9)
+    monkeypatch.setattr(disk, "disk_bandwidth", fake)
+    monkeypatch.setattr(doctor, "disk_bandwidth", lambda path, threads, size: 3e9)
+    assert doctor._read_disk(str(file)) == Reading(speed=2e9)
+    tried = len(fake.reads)
+    assert tried > len(THREADS) * len(SIZES)
+    assert doctor._read_disk(str(file)) == Reading(speed=3e9)  # now only how fast it is at present
+    assert len(fake.reads) == tried
+    remembered.forget()
+    monkeypatch.setenv(remembered.OFF, "1")
+    assert doctor._read_disk(str(file)) == Reading(speed=3e9)  # what cannot be kept is not worth ten seconds
+    assert len(fake.reads) == tried
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_the_script(arguments: list[str], memory: Path) -> None:
+    folder = memory / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x" * 3 * MIB)
+    command = [sys.executable, SCRIPT, str(folder), "--seconds", "0.2", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["GB/s", "1", "MiB", "4", "MiB", "16", "MiB"]
+    assert [line.split()[0] for line in lines[1:5]] == ["2", "4", "8", "16"]
+    assert lines[5].startswith("best: ")
+    assert lines[6].startswith("not remembered" if arguments else "remembered for ")
+    assert (recall_reading(str(folder)) == USUAL) == bool(arguments)
+
+
+def test_the_script_without_a_file(memory: Path) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, str(memory / "no-model")], capture_output=True, text=True)
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert "no-model" in done.stderr

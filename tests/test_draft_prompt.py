@@ -1,0 +1,168 @@
+"""A prompt that is still being typed is read ahead and answered ahead; nobody waits for it, and no text changes."""
+
+import time
+
+import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
+
+from test_server import served, stream
+
+from edgespec.jobs import Cancelled, Ended, Request, Wrote
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.scheduler import Scheduler
+from edgespec.server.drafts import MOST_DRAFTS
+from edgespec.server.typed import PREPARED, stable_prefix
+
+TYPED = "Why is the sky blue, and the sea, and not the grass? " * 3
+PATH = "/edgespec/draft-prompt"
+
+
+def body(text=TYPED, **more):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 30, "temperature": 0.9, "seed": 7, **more}
+
+
+def until(what):
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def client():
+    with served(slots=2) as client:
+        yield client
+
+
+def settled(scheduler, passes):
+    """Nothing is done any more, after at least so many passes."""
+    until(lambda: scheduler.counts.passes >= passes)
+    before = -1
+    while before != scheduler.counts.passes:
+        before = scheduler.counts.passes
+        time.sleep(0.05)
+    return before
+
+
+def test_stable_tokens_are_those_that_all_versions_share():
+    assert stable_prefix([[1, 2, 3, 4], [1, 2, 3, 9, 9], [1, 2, 7]]) == [1, 2]
+    assert stable_prefix([[1], [2]]) == []
+
+
+def test_while_it_is_typed_the_prompt_is_read(client):
+    scheduler = client.model.scheduler
+    told = client.put(PATH, json=body(TYPED[:100])).json()
+    assert 90 < told["tokens"] < 130
+    settled(scheduler, 1)
+    assert scheduler.kept_tokens >= told["tokens"] - 1
+    assert sum(scheduler.counts.tokens.values()) == 0
+    answer = client.post("/v1/chat/completions", json=body()).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 90
+    expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
+    assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_enter_finds_the_answers_first_tokens(client, streaming):
+    scheduler = client.model.scheduler
+    expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
+    told = client.put(PATH, json=body(pause=True)).json()
+    assert told["seed"] == 7
+    begun = settled(scheduler, 1)
+    prepared = sum(scheduler.counts.tokens.values()) - 30
+    assert PREPARED <= prepared < 30
+    if streaming:
+        parts = stream(client, "/v1/chat/completions", body())
+        assert len(parts) > 3
+    answer = client.post("/v1/chat/completions", json=body()).json() if not streaming else None
+    assert scheduler.counts.passes > begun  # the rest was still to be written
+    assert sum(scheduler.counts.tokens.values()) == 60  # nothing was written twice
+    if answer:
+        assert answer["choices"][0]["message"]["content"] == expected.text
+        assert answer["usage"]["completion_tokens"] == 30
+    again = client.post("/v1/chat/completions", json=body()).json()
+    assert again["choices"][0]["message"]["content"] == expected.text
+
+
+def test_another_request_starts_from_what_was_read(client):
+    client.put(PATH, json=body(pause=True))
+    settled(client.model.scheduler, 1)
+    answer = client.post("/v1/chat/completions", json=body(seed=8)).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=8)
+    assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def test_what_is_prepared_gives_way():
+    with served(slots=1) as client:
+        client.put(PATH, json=body(pause=True))
+        settled(client.model.scheduler, 1)
+        answer = client.post("/v1/chat/completions", json=body("Something else.", seed=1)).json()
+        assert answer["usage"]["completion_tokens"] == 30
+        answer = client.post("/v1/chat/completions", json=body()).json()  # its preparation is gone
+        expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
+        assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def test_only_the_latest_of_a_client_is_kept(client):
+    scheduler = client.model.scheduler
+    for end in range(20, 150, 10):
+        client.put(PATH, json=body(TYPED[:end]))
+    client.put(PATH, json=body(pause=True))
+    client.put(PATH, json=body(pause=True))  # the same again
+    settled(scheduler, 1)
+    assert len(client.app._app._app.state.service.drafts._latest) == 1
+    for i in range(MOST_DRAFTS + 3):
+        assert client.put(PATH, json=body(f"{i} is a number", id=str(i))).status_code == 200
+    assert len(client.app._app._app.state.service.drafts._latest) == MOST_DRAFTS
+    until(lambda: scheduler.waiting == 0)
+
+
+def test_what_cannot_be_prepared_is_refused(client):
+    assert client.put(PATH, json={"messages": [], "pause": True}).status_code == 400
+    assert client.put(PATH, json={"messages": []}).json()["tokens"] == 0
+    assert client.put(PATH, json=body("a" * 900, pause=True)).status_code == 400
+    assert client.put(PATH, content="x", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert client.post(PATH, json=body()).status_code == 405
+
+
+def test_the_scheduler_prepares_only_while_there_is_nothing_else():
+    target = ReferenceBackend(random_model(1, vocab_size=48), sessions=2, context_length=200)
+    target.model.unembedding[1] = 0
+    scheduler, told = Scheduler(target, [SssdPlanner(), SssdPlanner()], budget=4), {"held": [], "asked": []}
+
+    def ask(name, seed, hold=None):
+        request = Request([5, 6, 7, seed], SamplingParams(temperature=1.0, seed=seed), 20)
+        return scheduler.submit(request, told[name].append, hold=hold)
+
+    def tokens(name):
+        return sum(len(event.chunks) for event in told[name] if isinstance(event, Wrote))
+
+    held = ask("held", 8, hold=5)
+    scheduler.step()
+    ask("asked", 9)
+    while not any(isinstance(event, Ended) for event in told["asked"]):
+        before = tokens("held")
+        scheduler.step()
+        assert tokens("held") == before
+    for _ in range(30):
+        scheduler.step()
+    assert 5 <= tokens("held") < 20
+    assert held.waits
+    scheduler.go_on(held)
+    while scheduler.active:
+        scheduler.step()
+    assert tokens("held") == 20
+    third = ask("held", 10, hold=5)
+    for _ in range(20):
+        scheduler.step()
+    ask("asked", 11)
+    ask("asked", 12)
+    while sum(isinstance(event, Ended) for event in told["asked"]) < 3:
+        scheduler.step()
+    assert isinstance(told["held"][-1].error, Cancelled)
+    assert third.waits
+    scheduler.close()

@@ -1,0 +1,103 @@
+"""scripts/make-mixture: the dense model's numbers, a mixture's routing, and nothing half-written."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+
+from conftest import quantised
+from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.memory import all_tensors, find_layers
+from gguf_files import small_llama
+
+from edgespec.backend import Work
+from edgespec.errors import EdgespecError, UsageError
+from edgespec.models import gguf_write
+from edgespec.models.made_up_mixture import Experts, write_mixture
+
+Q8_0, Q4_K_M, F16 = 7, 15, 1
+CHAIN = [5, 80, 33, 120, 7, 64]
+
+
+def unseen(done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("dense")
+    found = {kind: small_llama(folder / f"{kind}.gguf", layers=2, kind=kind) for kind in ("llama", "qwen2")}
+    kinds = {"Q8_0": Q8_0, "Q4_K_M": Q4_K_M, "F16": F16}
+    return found | {name: quantised(found["llama"], folder / f"{name}.gguf", kind) for name, kind in kinds.items()}
+
+
+def rows(path: Path) -> Any:
+    backend = load(str(path), context_length=64, budget=8, threads=1)
+    nodes = np.arange(len(CHAIN), dtype=np.int32)
+    logits = backend.forward([Work(backend.open(), np.array(CHAIN, np.int32), nodes - 1, nodes)])[0]
+    found = np.stack([logits.row(node) for node in nodes.tolist()])
+    backend.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "error"),
+    [
+        ("llama", Experts(4, 2, 1), 1e-3),
+        ("llama", Experts(8, 4, 4), 1e-3),
+        ("qwen2", Experts(4, 2, 2), 1e-3),
+        ("F16", Experts(8, 4, 2), 0.02),
+        ("Q8_0", Experts(8, 2, 2), 0.02),
+        ("Q4_K_M", Experts(8, 4, 2), 0.02),
+        ("Q4_K_M", Experts(4, 4, 4), 0.02),  # two parts are nothing but filling
+    ],
+)
+def test_its_numbers_are_the_dense_models(
+    dense: dict[str, Path], tmp_path: Path, kind: str, experts: Experts, error: float
+) -> None:
+    out, told = tmp_path / "mixture.gguf", list[tuple[int, int]]()
+    size = write_mixture(dense[kind], out, experts, lambda done, total: told.append((done, total)))
+    assert size == out.stat().st_size > told[-1][0] == told[-1][1]
+    assert [path.name for path in tmp_path.iterdir()] == ["mixture.gguf"]
+    layers = find_layers(str(out), all_tensors(str(out)))
+    assert [layer.count for layer in layers] == [experts.count] * 2
+    expected = rows(dense[kind])
+    assert np.abs(rows(out) - expected).max() <= error * expected.std()
+
+
+def test_whole_groups_are_chosen_and_not_always_the_same(dense: dict[str, Path], tmp_path: Path) -> None:
+    """Rows of a router are equal within a group, and differ otherwise."""
+    import gguf
+
+    write_mixture(dense["Q8_0"], tmp_path / "out.gguf", Experts(8, 4, 4), unseen)
+    (router,) = (t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors if t.name == "blk.1.ffn_gate_inp.weight")
+    assert router.data.shape == (8, 256)
+    assert all(np.array_equal(router.data[i], router.data[i % 2]) for i in range(8))
+    assert np.abs(router.data[0] - router.data[1]).max() > 1
+
+
+@pytest.mark.parametrize(
+    "experts", [Experts(4, 5), Experts(4, 0), Experts(8, 4, 3), Experts(8, 3, 2), Experts(6, 4, 4)]
+)
+def test_mixtures_that_cannot_be(dense: dict[str, Path], tmp_path: Path, experts: Experts) -> None:
+    with pytest.raises(UsageError, match="but must be"):
+        write_mixture(dense["Q8_0"], tmp_path / "out.gguf", experts, unseen)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_refused(dense: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.gguf"
+    write_mixture(dense["Q8_0"], out, Experts(4, 2), unseen)
+    with pytest.raises(UsageError, match="exists already"):
+        write_mixture(dense["Q8_0"], out, Experts(4, 2), unseen)
+    with pytest.raises(EdgespecError, match="is no dense model of architecture qwen2 or llama"):
+        write_mixture(out, tmp_path / "twice.gguf", Experts(4, 2), unseen)
+    usage = gguf_write.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(gguf_write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(EdgespecError, match="but only"):
+        write_mixture(dense["Q8_0"], tmp_path / "large.gguf", Experts(4, 2), unseen)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]

@@ -1,0 +1,52 @@
+"""`bench-offload folders`: what it is told, and its table."""
+
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import UsageError
+from edgespec.measure.offload_folders import Folder, parse_folder, weight_bytes
+from edgespec.measure.offload_tables import folder_table
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    for name in ("big", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"x" * 100)
+    return str(tmp_path / "big"), str(tmp_path / "small")
+
+
+def test_engines_and_folders(folders: tuple[str, str]) -> None:
+    big, small = folders
+    assert parse_folder(f"mlx:{big}") == Folder("mlx", big)
+    assert parse_folder(f"torch:{big}+{small}") == Folder("torch", big, small)
+    assert weight_bytes(big) == 100
+
+
+@pytest.mark.parametrize("text", ["{big}", "llamacpp:{big}", "mlx:", "mlx:{big}/no", "mlx:{big}+{big}/no"])
+def test_what_is_none(text: str, folders: tuple[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_folder(text.format(big=folders[0]))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_table_compares_with_what_is_possible() -> None:
+    one = {"seconds": 2.0, "waited": 1.0}
+    report = {
+        "target": "big", "engine": "mlx", "size": 2 << 30, "bandwidth": 1e9, "limit": 1 << 30,
+        "limit_of_texts": 1 << 30,
+        "passes": {
+            "in memory": {"passes": {"1": {"seconds": 0.5}, "64": {"seconds": 1.0}}, "failed": []},
+            "streamed": {"passes": {"1": one, "64": one}, "failed": [], "streamed": 800_000_000, "peak": 1 << 29},
+        },
+        "texts": {
+            "plain": {"tokens_per_second": 2.0, "acceptance_length": 1.0, "peak": 1 << 29},
+            "specexec": {"tokens_per_second": 5.0, "acceptance_length": 4.0, "peak": 1 << 29},
+            "mlx-lm alone": {"failed": ["it was killed: out of memory"]},
+        },
+    }  # fmt: skip
+    table = folder_table(report)
+    for text in ("2.50 of max(compute, read)", "2.00 of max", "2.50 x plain", "it was killed: out of memory", "0.50"):
+        assert text in table

@@ -1,0 +1,30 @@
+"""Perplexity, against the definition."""
+
+import numpy as np
+import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+from edgespec.backend import Work
+from edgespec.errors import UsageError
+from edgespec.measure.perplexity import perplexity
+
+
+def test_a_text_in_two_pieces() -> None:
+    backend = ReferenceBackend(random_model(3, vocab_size=12))
+    ids = [1, 5, 2, 7, 7, 3, 0]
+    losses = []
+    for piece in (ids[:4], ids[4:]):
+        for end in range(1, len(piece)):
+            session, nodes = backend.open(), np.arange(end, dtype=np.int32)
+            work = Work(session, np.array(piece[:end], np.int32), nodes - 1, nodes[-1:])
+            row = backend.forward([work])[0].row(end - 1)
+            losses.append(-np.log(np.exp(row)[piece[end]] / np.exp(row).sum()))
+            session.close()
+    tokens = list[int]()
+    assert perplexity(backend, ids, piece=4, done=tokens.append) == pytest.approx(np.exp(np.mean(losses)), rel=1e-5)
+    assert tokens == [4, 3]
+
+
+def test_one_token_has_none() -> None:
+    with pytest.raises(UsageError, match="at least two tokens"):
+        perplexity(ReferenceBackend(random_model(3, vocab_size=12)), [1])

@@ -1,0 +1,227 @@
+"""Cells and leaves in one pool, passes that nobody wants, and texts on disk: no text changes."""
+
+from threading import Event
+from time import monotonic, sleep
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, run
+
+from edgespec.jobs import Wrote
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler import Scheduler
+from edgespec.shelf import Shelf
+
+
+def pooled(cells=None, spare_leaves=None, slots=3, shape="any", kind=Recording, context=300):
+    from dataclasses import replace
+
+    target = backend(shape, sessions=slots, kind=kind)
+    target.capabilities = replace(
+        target.capabilities, cells=cells, spare_leaves=spare_leaves, context_length=context
+    )  # fmt: skip
+    return target
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["none", "sssd", "specexec"]),
+    st.sampled_from(["any", "two classes", "blocks"]),
+    st.sampled_from([300, 400, None]),
+    st.sampled_from([0, 5, None]),
+    st.booleans(),
+    st.lists(actions, min_size=1, max_size=18),
+)
+def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, spare, keep, schedule):
+    """As in test_scheduler.py, with little room."""
+    target = pooled(cells, spare, shape=shape)
+    scheduler = Scheduler(target, planners(name, 3), budget=12)
+    if keep:
+        scheduler.shelf = Shelf(tmp_path_factory.mktemp("shelf"), target, 1 << 20, least=8)
+    readers = []
+    for what, *values in schedule:
+        if what == "ask":
+            readers.append(Reader(scheduler, *values))
+        elif what == "cancel":
+            if readers:
+                readers[values[0] % len(readers)].job.cancel()
+        else:
+            for _ in range(values[0]):
+                scheduler.step()
+    run(scheduler)
+    for reader in readers:
+        reader.check()
+    scheduler.close()
+    assert target.open_sessions == 0
+
+
+def test_texts_wait_until_there_are_cells_for_them():
+    target = pooled(cells=300)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, prompt, 0.7, seed, 100) for seed, prompt in enumerate((4, 2, 3, 6))]
+    most = 0
+    while scheduler.waiting or scheduler.active:
+        scheduler.step()
+        most = max(most, scheduler.active)
+        assert scheduler.kept_tokens <= 300
+    assert most == 2
+    for reader in readers:
+        reader.check()
+    scheduler.close()
+
+
+def test_idle_texts_give_way_and_the_oldest_first():
+    target = pooled(cells=280, slots=4)
+    scheduler = Scheduler(target, planners("none", 4), budget=4)
+    for prompt in (1, 6, 4):  # 3, 91 and 158 tokens, and 7 each
+        Reader(scheduler, prompt)
+        run(scheduler)
+    scheduler._slots[0].used = 10  # all but forgotten is the second
+    Reader(scheduler, 3)  # 73
+    run(scheduler)
+    assert sorted(len(slot.session.token_ids) for slot in scheduler._slots) == [0, 10, 80, 165]
+    scheduler.close()
+
+
+def test_texts_that_grow_beyond_their_share_end_but_never_all(monkeypatch):
+    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    target = pooled(cells=130, context=120)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, 0, 0.7, seed, 100) for seed in range(3)]
+    run(scheduler)
+    reasons = [reader.stats.finish_reason for reader in readers]
+    for reader in readers:
+        assert reader.ended.error is None
+        assert reader.tokens == alone_of(reader)[: len(reader.tokens)]
+    assert reasons == ["length"] * 3
+    counts = sorted(len(reader.tokens) for reader in readers)
+    assert counts[2] == 100  # the eldest is whole
+    assert counts[0] < 60
+    scheduler.close()
+
+
+def test_forks_count_once():
+    """Choices of one prompt are written at once where four prompts would have no room."""
+    target = pooled(cells=300, slots=4)
+    scheduler = Scheduler(target, planners("none", 4), budget=4)
+    readers = [Reader(scheduler, 4, 1.0, seed, 20) for seed in range(4)]
+    most = 0
+    while scheduler.waiting or scheduler.active:
+        scheduler.step()
+        most = max(most, scheduler.active)
+    assert most == 3  # 158 tokens, and thrice an answer and what of the prompt does not fill a tile
+    for reader in readers:
+        reader.check()
+    scheduler.close()
+
+
+def alone_of(reader):
+    from test_scheduler import alone
+
+    return alone(*reader.key)
+
+
+def test_leaves_of_all_texts_fit_and_one_alone_gets_more():
+    """Of the target and of the draft, whose trees stay until the target's pass is over."""
+    from dataclasses import replace
+
+    for texts in (1, 2, 3):
+        target, guesser = pooled(spare_leaves=4), draft(3)
+        guesser.capabilities = replace(guesser.capabilities, spare_leaves=4)
+        scheduler = Scheduler(target, [SpecExecPlanner(guesser, depth=5, beam=6) for _ in range(3)], budget=20)
+        readers = [Reader(scheduler, 0, 1.0, seed, 30) for seed in range(texts)]
+        run(scheduler)
+        for reader in readers:
+            reader.check()
+        scheduler.close()
+
+
+class Slow(Recording):
+    """A pass takes until it is interrupted, or told to go on."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.entered, self.go_on, self.ended = Event(), Event(), 0
+
+    def forward(self, batch):
+        self.entered.set()
+        deadline = monotonic() + 30
+        while not (self.interrupted.is_set() or self.go_on.is_set()):
+            assert monotonic() < deadline
+            sleep(0.001)
+        try:
+            return super().forward(batch)
+        finally:
+            self.ended += 1
+            self.entered.clear()
+
+
+def test_a_pass_for_nobody_ends_early():
+    target = backend(kind=Slow)
+    scheduler = Scheduler(target, [NonePlanner() for _ in range(3)], budget=4)
+    scheduler.start()
+    reader = Reader(scheduler, 4, 0.7, 1, 20)
+    assert target.entered.wait(30)
+    reader.job.cancel()  # nobody lets the pass go on
+    until(lambda: reader.ended)
+    assert target.ended == 1
+    assert reader.tokens == []
+    assert scheduler.kept_tokens == 0
+    target.go_on.set()
+    whole = Reader(scheduler, 4, 0.7, 1, 20)
+    until(lambda: whole.ended)
+    whole.check()
+    scheduler.close()
+
+
+def test_a_pass_that_others_are_in_goes_on():
+    target = backend(kind=Slow)
+    scheduler = Scheduler(target, [NonePlanner() for _ in range(3)], budget=4)
+    target.go_on.set()
+    readers = [Reader(scheduler, 1, 0.7, seed, 20) for seed in range(2)]
+    while not all(any(isinstance(event, Wrote) for event in reader.events) for reader in readers):
+        scheduler.step()
+    target.go_on.clear()
+    target.entered.clear()
+    scheduler.start()
+    assert target.entered.wait(30)
+    readers[0].job.cancel()
+    assert not target.interrupted.is_set()
+    readers[1].job.cancel()
+    until(lambda: all(reader.ended for reader in readers))
+    for reader in readers:
+        reader.check()
+    scheduler.close()
+
+
+def test_closing_ends_the_pass():
+    target = backend(kind=Slow)
+    scheduler = Scheduler(target, [NonePlanner() for _ in range(3)], budget=4)
+    scheduler.start()
+    reader = Reader(scheduler, 4, 0.7, 1, 20)
+    assert target.entered.wait(30)
+    scheduler.close()
+    assert reader.ended.error
+    assert target.open_sessions == 0
+
+
+def until(true):
+    deadline = monotonic() + 30
+    while not true():
+        assert monotonic() < deadline
+        sleep(0.001)
+
+
+@pytest.mark.parametrize("shape", ["any", "two classes", "blocks"])
+def test_the_next_program_starts_from_what_was_saved(shape, tmp_path):
+    for cached in (0, len(LONG) - 1 - (len(LONG) - 1) % 32 if shape == "blocks" else len(LONG) - 1):
+        target = backend(shape)
+        scheduler = Scheduler(target, planners("sssd", 3), budget=4)
+        scheduler.shelf = Shelf(tmp_path, target, 1 << 20, least=16)
+        reader = Reader(scheduler, 4, 0.7, 1, 12)
+        run(scheduler)
+        reader.check()
+        assert reader.stats.cached_tokens == cached
+        scheduler.close()

@@ -1,0 +1,155 @@
+"""`edgespec run --resume FILE`, and `edgespec serve --keep-on-disk` across a kill."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+from edgespec.backends.reference import random_model
+
+TEXT = "the keeper wrote down the weather every morning and every evening he read it out "
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    model = random_model(2, vocab_size=258)
+    model.unembedding[1] = 0  # texts seldom end early
+    model.save(str(tmp_path / "tiny.npz"))
+    return str(tmp_path / "tiny.npz")
+
+
+def answer(run, tiny, text, *more):
+    code, out, err = run("run", tiny, text, "--backend", "reference", "--raw", "--json", "-n", "8", "-t", "0.8",
+                         "--seed", "3", *more)  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    return found["tokens"], found["stats"]["cached_tokens"], found["stats"]["prompt_tokens"]
+
+
+def test_what_was_read_is_not_read_again(run, tiny, tmp_path):
+    file = str(tmp_path / "text.session")
+    for text, cached in [(TEXT, 0), (TEXT, len(TEXT)), (TEXT + "and more", len(TEXT)), ("another", 1)]:
+        tokens, found, prompt = answer(run, tiny, text, "--resume", file)
+        assert (tokens, 0, prompt) == answer(run, tiny, text)
+        assert found >= min(cached, prompt - 1)
+
+
+def test_a_file_that_has_it_all_stays(run, tiny, tmp_path):
+    file = tmp_path / "text.session"
+    answer(run, tiny, TEXT, "--resume", str(file))
+    before = file.stat().st_ino
+    answer(run, tiny, TEXT[:30], "--resume", str(file))  # other than TEXT from the first token written
+    assert file.stat().st_ino != before
+    answer(run, tiny, TEXT, "--resume", str(file))
+    before = file.stat().st_ino
+    answer(run, tiny, TEXT, "--resume", str(file))
+    assert file.stat().st_ino == before
+
+
+def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
+    other, file = tmp_path / "other.npz", tmp_path / "text.session"
+    random_model(3, vocab_size=258).save(str(other))
+    answer(run, tiny, TEXT, "--resume", str(file))
+    whole = file.read_bytes()
+    for content, model, says in [
+        (whole[:-9], tiny, "is not a saved session, or its end is missing"),
+        (b"x" + whole[1:], tiny, "the saved session is damaged"),
+        (b"hello", tiny, "is not a saved session"),
+        (whole, str(other), "it is another model's"),
+    ]:
+        file.write_bytes(content)
+        code, out, err = run("run", model, "hello", "--backend", "reference", "--raw", "--resume", str(file))
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+        assert says in err
+        assert file.read_bytes() == content
+    for name, says in [(str(tmp_path / "nowhere" / "x"), "there is no folder"), (str(tmp_path), "is a folder")]:
+        code, out, err = run("run", tiny, "hello", "--backend", "reference", "--resume", name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert says in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_chat_goes_on_where_it_was_left(tiny, tmp_path):
+    import pty
+
+    program = "from edgespec.cli.commands import main; main()"
+    arguments = ["run", tiny, "--backend", "reference", "-n", "8", "--resume", str(tmp_path / "chat.session")]
+
+    def talk(*exchanges):
+        child, terminal = pty.fork()
+        if child == 0:
+            os.environ["TERM"] = "xterm"
+            os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
+        seen = b""
+        for sends, waits in exchanges:
+            os.write(terminal, sends) if sends else None
+            deadline = time.monotonic() + 120
+            while waits not in seen:
+                assert time.monotonic() < deadline, seen.decode("utf-8", "replace")
+                seen += os.read(terminal, 4096)
+            before, seen = seen.split(waits, 1)
+        os.write(terminal, b"/exit\r")
+        _, status = os.waitpid(child, 0)
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(status) == 0
+        return before
+
+    talk((b"", b"/help"), (b"hello you\r", b"tokens/s"))
+    talk((b"", b"2 messages from before"), (b"and now\r", b"tokens/s"), (b"/stats\r", b"kept from before"))
+    found = talk((b"", b"4 messages from before"), (b"again\r", b"tokens/s"), (b"/stats\r", b"kept from before"))
+    assert int(re.findall(rb"(\d+) of them", found)[-1]) > 40  # both earlier exchanges
+
+
+def ask(port, prompt, *, stream=False):
+    body = {"prompt": prompt, "max_tokens": 100 if stream else 8, "temperature": 0.8, "seed": 3, "stream": stream}
+    request = Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            answer = urlopen(request, timeout=60)
+            return answer if stream else json.load(answer)
+        except URLError:  # it does not listen yet
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
+    """kill -9 during a stream; the next server finds what was saved, and its answers are the same."""
+    pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
+    folder, long = tmp_path / "kept", TEXT * 5  # of 400 tokens
+    program = "from edgespec.cli.commands import main; main()"
+    command = [sys.executable, "-c", program, "serve", tiny, "--backend", "reference", "--ctx", "900"]
+    found, caches = [], []
+    for end in (signal.SIGKILL, signal.SIGINT):
+        with subprocess.Popen(
+            [*command, "--port", "0", "--keep-on-disk", str(folder)], stdout=-1, stderr=-1, text=True
+        ) as process:
+            try:
+                port = int(re.search(r":(\d+)/v1", process.stdout.readline())[1])
+                answer = ask(port, long)
+                found.append(answer["choices"][0]["text"])
+                caches.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+                deadline = time.monotonic() + 60
+                while not list(folder.glob("*.kept")):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                with ask(port, "something else", stream=True) as other:
+                    other.readline()
+                    process.send_signal(end)
+                    other.read() if end == signal.SIGINT else None
+                assert process.wait(60) == (-end if end == signal.SIGKILL else 0), process.stderr.read()
+            finally:
+                process.kill()
+    assert caches[0] == 0
+    assert caches[1] >= len(long) - 1
+    assert found[0] == found[1]
+    assert [file.suffix for file in folder.iterdir()] == [".kept"]

@@ -1,0 +1,190 @@
+"""Sessions in files: what is not whole, or not of this model, is refused with a line; the shelf of a server."""
+
+import os
+import re
+from pathlib import Path
+from time import time
+
+import pytest
+from contract import check_session, random_tokens
+from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+
+from edgespec import saved
+from edgespec.backend import Exact, ShapeClass, prefill
+from edgespec.errors import SessionFileError
+from edgespec.shelf import Shelf
+
+MODEL = random_model(4)
+
+
+def backend(model=MODEL, **options):
+    return ReferenceBackend(model, sessions=4, **{"context_length": 600, **options})
+
+
+def session_of(target, count=20, seed=1):
+    session = target.open()
+    prefill(target, session, random_tokens(target, count, seed))
+    return session
+
+
+@pytest.fixture
+def path(tmp_path):
+    session_of(backend()).save(tmp_path / "a.session", note="hello")
+    return tmp_path / "a.session"
+
+
+class TestFiles:
+    def test_only_its_owner_reads_it(self, path):
+        assert path.stat().st_mode & 0o077 == 0
+
+    def test_what_is_cut_or_changed_anywhere_is_refused(self, path):
+        whole, target = path.read_bytes(), backend()
+        session = session_of(target, 5)
+        text = session.token_ids.copy()
+        step = max(1, len(whole) // 150)
+        for at in [*range(0, len(whole), step), len(whole) - 1]:
+            for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
+                path.write_bytes(damaged)
+                with pytest.raises(SessionFileError, match=re.escape(str(path))):
+                    session.load(path)
+        check_session(target, session, text)
+        path.write_bytes(whole)
+        assert session.load(path) == "hello"
+
+    @pytest.mark.parametrize(
+        ("other", "says"),
+        [
+            (lambda: backend(perturbed(MODEL, 1e-9, 1)), "it is another model's"),
+            (lambda: backend(random_model(4, heads=4)), "it is another model's"),
+            (lambda: backend(context_length=19), "has 20 tokens, but the context holds 19"),
+        ],
+    )
+    def test_another_model(self, path, other, says):
+        with pytest.raises(SessionFileError, match=says):
+            other().open().load(path)
+
+    def test_another_class_or_engine(self, path):
+        target = backend()
+        target.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 41)))
+        with pytest.raises(SessionFileError, match=r"exact was 'off' and is 'narrow \(trees from 1, prompts from 1\)'"):
+            target.open().load(path)
+        for most in (41, 30):  # of a class all sizes agree
+            target = backend()
+            target.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, most)))
+            if most == 41:
+                session_of(target).save(path)
+            target.open().load(path)
+        session_of(backend()).save(path)
+        target = backend()
+        target.build = "numpy 0.1"
+        with pytest.raises(SessionFileError, match=r"build was 'numpy .*' and is 'numpy 0\.1'"):
+            target.open().load(path)
+
+    def test_another_version(self, path, monkeypatch):
+        monkeypatch.setattr(saved, "VERSION", 2)
+        with pytest.raises(SessionFileError, match="another version"):
+            saved.look(path)
+
+    def test_no_file_and_no_folder(self, path):
+        with pytest.raises(SessionFileError, match="No such file"):
+            backend().open().load(path.with_name("b"))
+        with pytest.raises(SessionFileError, match="cannot be saved"):
+            backend().open().save(path / "b")
+
+    def test_a_save_that_fails_leaves_what_was_there(self, path, monkeypatch):
+        before, session = path.read_bytes(), session_of(backend(), 9)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(SessionFileError, match="No space left"):
+            session.save(path)
+        assert path.read_bytes() == before
+        assert list(path.parent.iterdir()) == [path]
+
+    def test_equal_files_are_equal_models_wherever_they_lie(self, tmp_path):
+        data = os.urandom(3 << 20)
+        for name, content in [("a", data), ("b", data), ("c", data[:-1] + b"?"), ("d", data + b"x")]:
+            (tmp_path / name).write_bytes(content)
+        found = [saved.content_of(str(tmp_path / name)) for name in "abcd"]
+        assert found[0] == found[1]
+        assert len(set(found)) == 3
+        with pytest.raises(SessionFileError, match="cannot be read"):
+            saved.content_of(str(tmp_path / "e"))
+
+
+class TestShelf:
+    def make(self, tmp_path, target, most=1 << 30, lines=None):
+        return Shelf(tmp_path / "shelf", target, most, least=4, say=(lines if lines is not None else []).append)
+
+    def files(self, tmp_path):
+        return sorted(file.name for file in (tmp_path / "shelf").iterdir())
+
+    def test_the_longest_beginning_is_found_also_by_the_next_program(self, tmp_path):
+        target = backend()
+        shelf = self.make(tmp_path, target)
+        one, two = session_of(target, 20, 1), session_of(target, 30, 2)
+        assert shelf.put(one)
+        assert shelf.put(two)
+        assert not shelf.put(one)  # it is there
+        other = self.make(tmp_path, backend())
+        path, shared = other.best([*two.token_ids[:17], 0, 0])
+        assert shared == 17
+        fresh = target.open()
+        other.load(path, fresh)
+        fresh.rewind(17)
+        check_session(target, fresh, two.token_ids[:17])
+        assert self.make(tmp_path, backend(random_model(5))).best(one.token_ids) == (None, 0)
+
+    def test_a_longer_text_takes_the_place_of_its_beginning(self, tmp_path):
+        target = backend()
+        shelf, session = self.make(tmp_path, target), session_of(target, 20)
+        shelf.put(session)
+        prefill(target, session, [*session.token_ids, 9, 9])
+        assert not shelf.put(session)  # too little that is new
+        prefill(target, session, [*session.token_ids, 9, 8, 7])
+        assert shelf.put(session)
+        assert len(self.files(tmp_path)) == 1
+        assert shelf.best(session.token_ids)[1] == 25
+
+    def test_those_used_least_lately_go(self, tmp_path):
+        target = backend()
+        sessions = [session_of(target, 20, seed) for seed in range(3)]
+        shelf = self.make(tmp_path, target)
+        shelf.put(sessions[0])
+        (size,) = [file.stat().st_size for file in (tmp_path / "shelf").iterdir()]
+        shelf = self.make(tmp_path, target, most=2 * size + 200)
+        shelf.put(sessions[1])
+        for i, when in ((0, 100), (1, 90)):
+            os.utime(shelf.best(sessions[i].token_ids)[0], (when, when))
+        shelf.put(sessions[2])
+        assert [shelf.best(session.token_ids)[1] > 5 for session in sessions] == [True, False, True]
+        assert len(self.files(tmp_path)) == 2
+
+    def test_a_bad_file_is_said_and_removed(self, tmp_path):
+        target, lines = backend(), []
+        shelf, session = self.make(tmp_path, target, lines=lines), session_of(target)
+        shelf.put(session)
+        (path,) = (tmp_path / "shelf").iterdir()
+        path.write_bytes(b"?" + path.read_bytes()[1:])
+        fresh = target.open()
+        shelf.load(path, fresh)
+        assert "damaged" in lines[0]
+        assert fresh.token_ids == []
+        assert self.files(tmp_path) == []
+        assert shelf.best(session.token_ids) == (None, 0)
+
+    def test_what_killed_programs_left_is_removed(self, tmp_path):
+        target = backend()
+        self.make(tmp_path, target)
+        for name, when in [(".abc.kept-123.new", 100), (".abd.kept-124.new", time())]:
+            (tmp_path / "shelf" / name).write_bytes(b"half")
+            os.utime(tmp_path / "shelf" / name, (when, when))
+        self.make(tmp_path, target)
+        assert self.files(tmp_path) == [".abd.kept-124.new"]  # another program may be writing it
+
+    def test_a_folder_that_cannot_be(self, tmp_path):
+        Path(tmp_path / "shelf").write_text("a file")
+        with pytest.raises(SessionFileError, match="cannot be used"):
+            self.make(tmp_path, backend())

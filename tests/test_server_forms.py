@@ -1,0 +1,258 @@
+"""Calls in the forms of model families, and what is thought: cut out however the text comes, in every dialect."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+
+from types import SimpleNamespace
+
+from test_server import HELLO, served, stream
+from test_server_tools import TEMPLATE
+
+from edgespec.grammar import Compiler, json_schema, lark, regex
+from edgespec.server.forms import FORMS, HERMES, Call, Thought, after_thought, form_of, shown_ids, thinking_of
+from edgespec.server.regions import Regions, types_of
+from edgespec.text import TextStream
+
+FUNCTIONS = [
+    {"name": "f", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}},
+    {"name": "g"},
+]
+CITY = {"city": "5", "days": 2}
+# What is in the template, and a text with calls of f(CITY) and, where the form can have two, g().
+WRITTEN = {
+    "<tool_call>": '<tool_call>\n{"name": "f", "arguments": {"city": "5", "days": 2}}\n</tool_call>\n'
+    '<tool_call>{"name": "g"}</tool_call>',
+    "<function=": "<tool_call>\n<function=f>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+    "<arg_key>": "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call><tool_call>g\n</tool_call>",
+    "[TOOL_CALLS]": '[TOOL_CALLS]f[ARGS]{"city": "5", "days": 2}[TOOL_CALLS]g[ARGS]{}',
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    '<|tool_call_argument_begin|>{"city": "5", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.g:1'
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    '{"city": "5", "days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "<minimax:tool_call>": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">5</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+    "<|python_tag|>": '<|python_tag|>[{"name": "f", "parameters": {"city": "5", "days": 2}}, {"name": "g"}]',
+}
+
+
+def vocabulary(template):
+    return SimpleNamespace(chat_template="{% if tools %}" + template)
+
+
+def pieces(regions, text, data=None):
+    found, at = [], 0
+    while at < len(text):
+        size = data.draw(st.integers(1, 15)) if data else len(text)
+        found += regions.push(text[at : at + size])
+        at += size
+    found += regions.finish()
+    merged = []
+    for piece in found:
+        if merged and isinstance(piece, str) and isinstance(merged[-1], str):
+            merged[-1] += piece
+        elif merged and isinstance(piece, Thought) and isinstance(merged[-1], Thought):
+            merged[-1] = Thought(merged[-1].text + piece.text)
+        else:
+            merged.append(piece)
+    return [(piece.name, json.loads(piece.arguments)) if isinstance(piece, Call) else piece for piece in merged]
+
+
+def test_every_form_has_an_example():
+    assert {form.seen for form in FORMS} == set(WRITTEN)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(list(WRITTEN)), st.booleans(), st.booleans(), st.data())
+def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks, data):
+    form = form_of(vocabulary(seen))
+    assert form.seen == seen
+    text = WRITTEN[seen]
+    expected = [("f", CITY), ("g", {})]
+    if says:
+        text, expected = "Let me see.\n" + text, ["Let me see.", *expected]
+    if thinks:
+        text, expected = "\nWhat <b>now</b>?\n</think>\n\n" + text, [Thought("What <b>now</b>?"), *expected]
+    regions = Regions(form, ("<think>", "</think>"), inside=thinks, types=types_of(FUNCTIONS))
+    assert pieces(regions, text, data) == expected
+
+
+def test_llama_calls_without_a_marker_only_where_the_answer_begins():
+    form = form_of(vocabulary("<|python_tag|>"))
+    call = '{"name": "f", "parameters": {"days": 2}}'
+    assert pieces(Regions(form), f"\n{call}") == [("f", {"days": 2})]
+    assert pieces(Regions(form), f"For example {call}") == [f"For example {call}"]
+    assert pieces(Regions(form), '{"name": "Bob"') == ['{"name": "Bob"']
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(list(WRITTEN)), st.data())
+def test_what_is_cut_or_broken_is_content(seen, data):
+    """Nothing is lost and nothing raises."""
+    text = WRITTEN[seen]
+    start, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
+    found = pieces(Regions(form_of(vocabulary(seen))), text[:start] + text[end:], data)
+    assert all(isinstance(piece, str) or isinstance(piece[0], str) for piece in found)
+
+
+THINK = ("<think>", "</think>")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([
+        ("<think>\nHm.\n</think>\n\nYes.", False, [Thought("Hm."), "Yes."]),
+        ("Hm.\n</think>\nYes.\n", True, [Thought("Hm."), "Yes.\n"]),
+        ("Hm.\n</thi", True, [Thought("Hm.\n</thi")]),
+        ("Yes: <think> is a word.", False, ["Yes: <think> is a word."]),
+        (" \n<think></think>Yes.", False, ["Yes."]),
+        ("<think>a\n\nb</think>\n\n\nYes <think>", False, [Thought("a\n\nb"), "Yes <think>"]),
+    ]),
+    st.data(),
+)  # fmt: skip
+def test_what_is_thought_is_told_apart(case, data):
+    text, inside, expected = case
+    assert pieces(Regions(None, THINK, inside=inside), text, data) == expected
+
+
+def test_markers_that_are_control_tokens_are_shown():
+    with served() as client:
+        vocab = client.model.target.vocab
+        name = vocab.token_text(vocab.bos_id)
+        assert shown_ids(vocab, [name, "a", "ab"]) == {vocab.bos_id}
+        for shown, text in [((), "a"), ({vocab.bos_id}, f"{name}a")]:
+            stream = TextStream(vocab, shown=shown)
+            ids = [vocab.bos_id, *vocab.encode("a", add_bos=False, parse_special=False)]
+            assert "".join(map(stream.push, ids)) == text
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    """A model whose prompts end in the middle of a thought, unless it is told not to think."""
+    with served(context=1500) as client:
+        vocab = client.model.target.vocab
+        vocab.chat_template = (
+            TEMPLATE + "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
+            "{{ '<think>\n' if enable_thinking is not defined or enable_thinking else '<think></think>' }}"
+        )
+        client.shown, render = [], vocab.encode
+
+        def encode(text, **options):
+            client.shown.append(text)
+            return render(text, **options)
+
+        vocab.encode = encode
+        yield client
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+# The tiny model thinks in random bytes: a regular expression has it think "hm", in a text that `after_thought` frames.
+FORM = {"edgespec": {"lark": "start: /h{1,3}m{1,4}/ \"</think>\\n\" /[a-z]{3,9}/"}}  # fmt: skip
+
+
+def thinking_body(**more):
+    return {"max_tokens": 60, "temperature": 0.8, "seed": 3, **more}
+
+
+class TestDialects:
+    @pytest.fixture(autouse=True)
+    def _plain_grammar(self, monkeypatch):
+        monkeypatch.setattr("edgespec.server.tools.after_thought", lambda grammar, thinking, inside: grammar)
+
+    def test_chat(self, thinker):
+        body = thinking_body(**HELLO, **FORM)
+        answer = thinker.post("/v1/chat/completions", json=body).json()
+        message = answer["choices"][0]["message"]
+        assert set(message["reasoning_content"]) == {"h", "m"}
+        assert message["content"].isalpha()
+        counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert counted >= len(message["reasoning_content"])
+        parts = [json.loads(data)["choices"][0]["delta"] for data in stream(thinker, "/v1/chat/completions", body)[:-1]]
+        for name in ("reasoning_content", "content"):
+            assert "".join(part.get(name) or "" for part in parts) == message[name]
+
+    def test_messages(self, thinker):
+        body = thinking_body(**HELLO)
+        answer = thinker.post("/v1/messages", json=body).json()
+        assert answer["content"][0]["type"] == "thinking"  # cut in its midst
+        events = [json.loads(data) for data in stream(thinker, "/v1/messages", body)]
+        told = "".join(e["delta"].get("thinking", "") for e in events if e["type"] == "content_block_delta")
+        assert told == answer["content"][0]["thinking"]
+        assert events[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+        plain = thinker.post("/v1/messages", json=body | {"thinking": {"type": "disabled"}}).json()
+        assert plain["content"][0]["type"] == "text"
+
+    def test_responses(self, thinker):
+        body = {"input": "hello", "max_output_tokens": 60, "temperature": 0.8, "seed": 3, **FORM}
+        answer = thinker.post("/v1/responses", json=body).json()
+        thought, message = answer["output"]
+        assert thought["type"] == "reasoning"
+        assert set(thought["content"][0]["text"]) == {"h", "m"}
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        events = [json.loads(data) for data in stream(thinker, "/v1/responses", body)]
+        done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert [item["content"][0]["text"] for item in done] == [
+            thought["content"][0]["text"],
+            message["content"][0]["text"],
+        ]
+        assert [e["output_index"] for e in events if e["type"] == "response.output_item.added"] == [0, 1]
+        assert [e["sequence_number"] for e in events] == list(range(len(events)))
+
+    def test_thoughts_come_back_to_the_template(self, thinker):
+        said = {"role": "assistant", "content": "yes"}
+        blocks = [{"type": "thinking", "thinking": "THOUGHT", "signature": ""}, {"type": "text", "text": "yes"}]
+        item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "THOUGHT"}]}
+        user = HELLO["messages"]
+        for path, body in [
+            ("chat/completions", {"messages": [*user, {**said, "reasoning_content": "THOUGHT"}, *user]}),
+            ("messages", {"messages": [*user, {**said, "content": blocks}, *user]}),
+            ("responses", {"input": [*user, item, said, *user]}),
+        ]:
+            thinker.shown.clear()
+            assert thinker.post(f"/v1/{path}", json={**body, "max_tokens": 2}).status_code == 200
+            assert any("THOUGHT" in text for text in thinker.shown)
+
+    @pytest.mark.parametrize(
+        "more", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False, "messages": 5}}]
+    )
+    def test_thinking_can_be_switched_off(self, thinker, more):
+        body = thinking_body(**HELLO, **more)
+        assert (
+            "reasoning_content" not in thinker.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        )
+
+
+def test_a_schema_holds_behind_a_thought():
+    with served() as client:
+        compiler = Compiler(client.model.target.vocab)
+
+        def fits(grammar, inside, text):
+            matcher = compiler.compiled(after_thought(grammar, THINK, inside)).start()._matcher
+            ids = client.model.target.vocab.encode(text, add_bos=False, parse_special=False)
+            return matcher.validate_tokens(ids) == len(ids)
+
+        for grammar, good, bad in [
+            (json_schema(SCHEMA), '{"a":1}', '{"b":1}'),
+            (regex("[0-9]+/[0-9]"), "12/3", "12-3"),
+            (lark('start: word "!"\nword: /[a-z]+/'), "abc!", "ABC"),
+        ]:
+            for inside, before in [(True, 'so {"b":\n</think>\n'), (False, "<think>so</think>"), (False, "")]:
+                assert fits(grammar, inside, before + good)
+                assert not fits(grammar, inside, before + bad)
+
+
+def test_what_a_template_shows():
+    assert form_of(SimpleNamespace(chat_template="<tool_call>")) is None  # it shows no tools
+    assert form_of(SimpleNamespace(chat_template=None)) is None
+    assert form_of(vocabulary("<tool_call>")) is HERMES
+    assert thinking_of(vocabulary("x</think>")) == THINK
+    assert thinking_of(vocabulary("x")) is None

@@ -1,0 +1,52 @@
+"""Many clients at once, and the checks that look for what leaks: they must see what is wrong, too."""
+
+import threading
+
+import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
+
+pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+
+from edgespec.jobs import Request
+from edgespec.measure.stress import KINDS, broken_json, half_open, left_over, load
+from edgespec.measure.typing_ahead import WAYS, replay, served
+from edgespec.model import Model
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def server():
+    target = ReferenceBackend(random_model(1, vocab_size=258), sessions=3, context_length=500)
+    target.model.unembedding[1] = 0
+    with Model(target, [SssdPlanner() for _ in range(3)], budget=8) as model, served(model) as port:
+        yield model, port
+
+
+def test_clients_of_all_kinds(server):
+    model, port = server
+    threads, idle = threading.active_count(), half_open(port, 3)
+    found = load(port, 6, 6, 4)
+    assert found.wrong == []
+    for kind in KINDS:
+        assert found.answers[f"{kind} 200"] == (0 if kind == "leaves" else 6)
+    assert left_over(model, threads) == []
+    for sock in idle:
+        sock.close()
+    assert model.target.open_sessions == 3
+    held = model.scheduler.submit(Request([5, 6], SamplingParams(), 400), lambda event: None)
+    assert left_over(model, threads, patience=0.0) != []
+    held.cancel()
+    assert left_over(model, threads) == []
+
+
+def test_json_by_a_schema_is_never_broken(server):
+    assert broken_json(server[1], 4, 250) == []
+
+
+def test_typing_changes_no_answer(server):
+    model, port = server
+    one = replay(port, model, "to be or not to be", speed=200.0, pause=0.2, max_tokens=12, seed=3)
+    assert len(one.seconds) == len(WAYS)
+    assert one.same
