@@ -54,3 +54,7 @@ class MissingPackage(EdgespecError):
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         what = f"edgespec[{extra}]" if extra else package
         super().__init__(f"{purpose} needs the package {package!r}: pip install '{what}'")
+        self._given = package, extra, purpose
+
+    def __reduce__(self) -> "tuple[type[MissingPackage], tuple[str, str, str]]":
+        return MissingPackage, self._given  # it may come from another process

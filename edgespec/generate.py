@@ -215,7 +215,7 @@ class Generation:
         began, waited = perf_counter(), self.target.wait_seconds - self._waited
         passed, tree = began - self._given, self._tree
         result = walk(tree, lambda node, accepted: self._sample(logits, node, accepted))
-        output, self.finished = _cut(result.output, self._stop_ids, self._limit - len(self.token_ids))
+        output, self.finished = cut(result.output, self._stop_ids, self._limit - len(self.token_ids))
         sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
         del sources[len(output) :]
         self.session.commit(result.path[: len(output)])  # the last token of the output is the next root
@@ -290,7 +290,7 @@ def generate_tokens(
         yield generation.take(logits)
 
 
-def _cut(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
+def cut(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
     """The part of the walk's output that is text, and why it ends there ("" if it does not)."""
     for i, token in enumerate(output[:room]):
         if token in stop_ids:

@@ -15,7 +15,7 @@ from edgespec.same_vocab import check_same_vocab
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
 DEFAULT_CONTEXT = 4096
-FOR_TARGET = ("memory", "gpu_memory")  # the draft is to fit beside it
+FOR_TARGET = ("memory", "gpu_memory", "lenders")  # the draft is to fit beside it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
 
 
@@ -82,6 +82,7 @@ def open_backends(
         "sessions": sessions,
     }
     for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact}
+    for_target["lenders"] = for_target["lenders"] or ()
     for_target |= {"progress": progress} if progress else {}
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
@@ -100,6 +101,21 @@ def open_backends(
         close_all(backends)
         raise
     return backends
+
+
+def open_draft(
+    draft: str,
+    models_file: str | None,
+    *,
+    backend: str | None = None,
+    context_length: int | None = None,
+    **options: Any,
+) -> Backend:
+    """Load a draft alone: its target is somewhere else. Arguments and errors as for `open_backends`."""
+    source = find_model(draft, models_file).target
+    given = {name: value for name, value in options.items() if value is not None} | RESIDENT
+    given["context_length"] = context_length if context_length is not None else DEFAULT_CONTEXT
+    return _load_with(backend or choose_backend(is_folder(source)), local_path(source), given)
 
 
 def _load_with(name: str, path: str, options: Mapping[str, Any]) -> Backend:

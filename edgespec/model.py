@@ -27,6 +27,8 @@ from edgespec.planners.paced import Pace, new_pace
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
 from edgespec.stats import GenerationStats
+from edgespec.targets.coordinator import Targets
+from edgespec.targets.opening import check_targets, open_targets
 from edgespec.text import Message, TextStream, render_chat, user_messages
 
 MOST_PARALLEL = 32  # texts at once
@@ -62,6 +64,7 @@ class Model:
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
         pace: Pace | None = None,
+        targets: Targets | None = None,
         first_come: bool = False,
     ) -> None:
         """
@@ -71,6 +74,7 @@ class Model:
             budget: most guessed tokens per pass of a text.
             sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
             pace: what the planners know of passes' costs, by which texts share a pass.
+            targets: several targets, which write instead of the one and the planners.
             first_come: as for `load`.
         """
         if budget < 1:
@@ -80,8 +84,9 @@ class Model:
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
-        self.scheduler = Scheduler(
-            target, self.planners, budget=budget, cost=pace.target if pace else None, first_come=first_come
+        cost = pace.target if pace else None
+        self.scheduler: Any = targets or Scheduler(
+            target, self.planners, budget=budget, cost=cost, first_come=first_come
         )
         self._owned: list[Backend] = []
         self._compiler: Compiler | None = None
@@ -294,12 +299,15 @@ def load(
     gpu_layers: int | None = None,
     memory: int | str | None = None,
     kv_type: str | None = None,
+    lenders: Sequence[str] | None = None,
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
     exact: str | None = None,
     parallel: int = 1,
     first_come: bool = False,
+    targets: int | None = None,
+    cluster: str | None = None,
     models_file: str | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -329,6 +337,7 @@ def load(
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
             then what plain decoding writes with the same type. Default: f16; for float32 weights f32; for narrow passes
             (`exact`) and at most 4,096 tokens of context q8_0, with which they need no padding.
+        lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
@@ -339,6 +348,9 @@ def load(
             memory is counted: for a quarter, and what others leave.
         first_come: where more texts are wanted than can be written at once, they are written as they were asked for;
             else those first that are foretold to be short, by the lengths of earlier ones (`lengths.py`).
+        targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
+            program again: scripts need `if __name__ == "__main__":`.
+        cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
         progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of
@@ -359,8 +371,19 @@ def load(
     fixed, budget = budget is not None, choose_budget(budget, entry)
     engine: dict[str, Any] = {
         "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "kv_type": kv_type,
-        "device": device, "dtype": dtype, "gpu_memory": gpu_memory,
+        "device": device, "dtype": dtype, "gpu_memory": gpu_memory, "lenders": lenders,
     }  # fmt: skip
+    if targets is not None or cluster is not None:
+        check_targets(targets, cluster, draft, planner, parallel, planner_options | {"datastore": datastore})
+        given = engine | {"context_length": context_length, "budget": budget, "exact": exact, "remember": remember}
+        remote, writer = open_targets(
+            target, entry, draft or "", models_file, count=targets, cluster=cluster, budget=budget, say=say,
+            options={name: value for name, value in given.items() if value is not None}, **planner_options,
+        )  # fmt: skip
+        sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
+        model = Model(remote, [], budget=budget, sampling=sampling, targets=writer)
+        model._notes, model.system = notes, defaults.system
+        return model
     used = draft if planner in USE_DRAFT else None
     # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
     guesses = bool(used or datastore) if planner == "auto" else planner != "none"
@@ -389,7 +412,7 @@ def load(
     model.system = defaults.system
     if pace and planner != "none" and remember:
         sources = [entry.target, *([find_model(used, models_file).target] if used else [])]
-        model._at_close = recall_pace(pace, sources, backends[0], engine)
+        model._at_close = recall_pace(pace, sources, backends[0], engine | {"lenders": ",".join(lenders or ())})
     return model
 
 

@@ -74,6 +74,15 @@ def root_only(token_id: int) -> DraftTree:
     return DraftTree(np.array([token_id], np.int32), zero - 1, np.zeros(1), zero, zero)
 
 
+def chain_of(token_ids: Sequence[int], source: Source = Source.DRAFT) -> DraftTree:
+    """The tree without branches of a root and guesses, whose probabilities nobody knows."""
+    count = len(token_ids)
+    sources = np.full(count, source, np.int32)
+    sources[0] = Source.TARGET
+    ids, depth = np.asarray(token_ids, np.int32), np.arange(count, dtype=np.int32)
+    return DraftTree(ids, depth - 1, np.zeros(count), depth, sources)
+
+
 def path_to(parents: Sequence[int] | IntArray, node: int) -> list[int]:
     """Nodes from the top (parent -1) down to `node`."""
     path = [node]

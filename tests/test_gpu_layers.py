@@ -191,6 +191,7 @@ def test_the_override_is_llamacpps(smollm2_tiny: Path, monkeypatch: pytest.Monke
     assert gpu.kept_off(plan, 3) == {} or sys.platform == "darwin"
     assert gpu.kept_off(None, 3) == {}
     assert gpu.overrides(gpu.OUTPUT) is gpu.overrides(gpu.OUTPUT)  # made once
+    gpu.ggml()  # found by its name on this system
     monkeypatch.setattr(sys, "platform", "darwin")
     assert gpu.kept_off(plan, 0) == {}
     options = gpu.kept_off(plan, 3)

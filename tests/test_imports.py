@@ -7,7 +7,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ["llama_cpp", "torch", "mlx", "transformers", "pydivsufsort", "prompt_toolkit", "jinja2", "huggingface_hub"]
-HEAVY += ["gguf", "safetensors", "tokenizers", "ml_dtypes", "starlette", "uvicorn", "llguidance"]
+HEAVY += [
+    "gguf",
+    "safetensors",
+    "tokenizers",
+    "ml_dtypes",
+    "starlette",
+    "uvicorn",
+    "llguidance",
+    "distributed",
+    "matplotlib",
+]
 
 
 def test_importing_the_package_imports_no_engine() -> None:

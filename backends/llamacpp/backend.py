@@ -17,9 +17,11 @@ from edgespec.saved import content_of, identity_of
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
+from edgespec.weights.residency import Plan
 from edgespec.weights.ring import Streamer
 
 from . import paths
+from .apart import Apart, load_apart
 from .batch import Batch
 from .cells import TILE, Cells, Rows
 from .files import (
@@ -33,13 +35,14 @@ from .files import (
 )
 from .gpu import kept_off
 from .ids import Ids
+from .lending import lent_line, lent_options
 from .logits import LlamaLogits
 from .memory import (
     KV_OF_NARROW,
-    LLAMA_MAX_SEQ,
     MIN_NODES,
     SHARE,
     ContextSize,
+    check_options,
     choose_gpu_layers,
     is_plenty,
     keeps_experts,
@@ -85,6 +88,7 @@ class LlamaBackend:
         self.capabilities = capabilities
         self.in_order = in_order
         self.notes: list[str] = []
+        self.plan: Plan | None = None  # of what is where, if not everything is in memory
         self._watch = watch
         self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
         self.build = engine_build()
@@ -104,9 +108,10 @@ class LlamaBackend:
         self._most_cells = 0  # that were in use at once since all were free
         self._batch = Batch(llama_cpp.llama_n_batch(context))
         # States of recurrent layers may lie elsewhere after a pass that was ended: those in memory are short.
-        self._stop = Stop(context, asked=computing.get("gpu_layers") == 0 and not capabilities.paths)
+        here = computing.get("gpu_layers") == 0 or "lenders" in computing
+        self.stop = Stop(context, asked=here and not capabilities.paths)
         if watch:
-            watch.stop = self._stop
+            watch.stop = self.stop
 
     def open(self) -> Any:  # a session of either kind
         if self._ids.all_open:
@@ -163,7 +168,7 @@ class LlamaBackend:
             try:
                 return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
             finally:
-                self._stop.clear()
+                self.stop.clear()
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # All works find room before the first is taken in: a refused batch changes nothing.
@@ -202,7 +207,7 @@ class LlamaBackend:
                 self.cells.uncertain = True
             raise
         finally:
-            self._stop.clear()
+            self.stop.clear()
         if rows.padding:
             self.cells.drop_padding(sum(between))  # what stands before others stays
         for session in sessions:
@@ -247,12 +252,12 @@ class LlamaBackend:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
 
     def interrupt(self) -> None:
-        self._stop.set()
+        self.stop.set()
 
     @property
     def interrupted(self) -> bool:
         """Whether the pass under way, or the next, is to end."""
-        return self._stop.is_set
+        return self.stop.is_set
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -286,7 +291,9 @@ def load(
     exact: str | None = "off",
     share: float | None = None,
     progress: Progress = lambda done, total: None,
-) -> LlamaBackend:
+    lenders: Sequence[str] = (),
+    borrowed: Any = None,
+) -> LlamaBackend | Apart:
     """Load a GGUF file. If it does not fit into memory, its weights are streamed.
 
     Args:
@@ -316,12 +323,17 @@ def load(
         share: sessions take cells of the cache from one pool, which has one context and this part of one for each
             further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
+        lenders: addresses HOST:PORT of `edgespec lend`; layers that do not fit here go there (`apart.py`).
+        borrowed: what `lending.borrow` returned: the same, within the process of its own that `apart.py` starts.
 
     Raises:
         ModelError: the file is missing, not a GGUF, damaged, or of an architecture that cannot hold a tree.
         UsageError: an option is out of range, or the memory too little for the model.
     """
-    _check_options(context_length, budget, sessions, threads)
+    check_options(context_length, budget, sessions, threads)
+    if lenders:
+        given = {name: value for name, value in locals().items() if name not in ("path", "lenders", "progress")}
+        return load_apart(path, list(lenders), given, progress)
     memory = parse_size(memory) if isinstance(memory, str) else memory
     plenty = is_plenty(path, memory, beside)
     share = share if share is not None else 1.0 if plenty or resident else SHARE
@@ -329,19 +341,25 @@ def load(
     plan, notes = None, list[str]()
     if gpu_layers is None:
         gpu_layers = choose_gpu_layers(
-            path, size, memory=memory, beside=beside, resident=resident, gpu_memory=gpu_memory
+            path, size, memory=memory, beside=beside, resident=resident, gpu_memory=gpu_memory, borrowed=borrowed
         )
     elif gpu_memory is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
     if not plenty and not resident:
-        plan, size, notes = plan_memory(path, size, memory=memory, beside=beside, gpu_layers=gpu_layers)
+        plan, size, notes = plan_memory(
+            path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed)
+        )
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
     repack = plenty and not wide and exact == "off"  # repacked weights are copies outside the file's mapping
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    off = kept_off(plan, gpu_layers, keeps_experts(path, gpu_layers))
-    model = load_model(path, n_gpu_layers=gpu_layers, **options, **off)
+    if borrowed:
+        options |= lent_options(borrowed)
+        notes.append(lent_line(path, gpu_layers))
+    else:
+        options |= kept_off(plan, gpu_layers, keeps_experts(path, gpu_layers))
+    model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = context = None
     try:
         if is_recurrent(model) and (reason := why_not(model)):
@@ -358,7 +376,7 @@ def load(
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen):
             params.cb_eval = watch.callback
-        if streams or chosen:
+        if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
         context = llama_cpp.llama_init_from_model(model, params)
         if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
@@ -401,13 +419,14 @@ def load(
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
     computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
+    computing |= {"lenders": len(borrowed) - 1} if borrowed else {}
     backend = LlamaBackend(
         model, context, capabilities, sessions, in_order, watch, yielding, ids=ids, computing=computing
     )
     backend._files = parts(path)
     if repack and not without_amx(llama_cpp.llama_print_system_info()):
         notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
-    backend.notes = notes
+    backend.notes, backend.plan = notes, plan
     return backend
 
 
@@ -418,19 +437,9 @@ def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU")
     with specimen(path) as copy:
         backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
+        assert isinstance(backend, LlamaBackend)
         backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
         try:
             yield backend
         finally:
             backend.close()
-
-
-def _check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
-    for name, value, low, high in [
-        ("context length", context_length, 0, 2**24),
-        ("budget", budget, 1, 2**15),
-        ("sessions", sessions, 1, LLAMA_MAX_SEQ),
-        ("threads", threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")

@@ -42,7 +42,7 @@ def devices() -> list[Device]:
     """All GPUs that this llama.cpp can use."""
     if not llama_cpp.llama_supports_gpu_offload():
         return []
-    library, found = _library(), list[Device]()
+    library, found = ggml(), list[Device]()
     for i in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(i)
         kind = library.ggml_backend_dev_type(device)
@@ -55,7 +55,8 @@ def devices() -> list[Device]:
 
 
 @cache
-def _library() -> Any:
+def ggml() -> Any:
+    """What llama-cpp-python does not name of libggml."""
     library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
     for name, result, arguments in [
         ("ggml_backend_dev_count", size, []),
@@ -64,6 +65,7 @@ def _library() -> Any:
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, pointer, pointer]),
         ("ggml_backend_cpu_buffer_type", pointer, []),
+        ("ggml_backend_register", None, [pointer]),
     ]:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -102,10 +104,10 @@ def auto_layers(
     room = int(sum(device.free for device in own) * (1 - SAFETY)) - len(own) * RESERVE - buffers
     if beside <= room // 2:  # all of a small draft is worth more than a few layers: it makes many passes
         room -= beside
-    return _fitting(tensors, room, len(own))
+    return layers_that_fit(tensors, room, len(own))
 
 
-def _fitting(tensors: Sequence[Tensor], room: int, parts: int) -> int:
+def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     """How many layers, the output first, go into so many bytes, in so many parts."""
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
@@ -204,5 +206,5 @@ def kept_off(plan: Plan | None, gpu_layers: int, no_experts: bool = False) -> di
 @cache
 def overrides(*patterns: bytes) -> Any:
     """For llama.cpp: tensors whose names match one of these lie in the processor's memory."""
-    here = _library().ggml_backend_cpu_buffer_type()
+    here = ggml().ggml_backend_cpu_buffer_type()
     return (Override * (len(patterns) + 1))(*(Override(pattern, here) for pattern in patterns), Override(None, None))

@@ -1,4 +1,4 @@
-"""What a pass says."""
+"""A pass's logits, where llama.cpp keeps them."""
 
 import ctypes
 from collections.abc import Sequence

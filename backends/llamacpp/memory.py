@@ -47,6 +47,7 @@ from .files import (
     size_lines,
 )
 from .gpu import auto_layers, check_spans, devices, experts_too_large
+from .lending import choose_lent, memory_of_lenders
 from .paths import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
@@ -165,11 +166,17 @@ def suits_narrow(model: Any, size: ContextSize) -> bool:
 
 
 def plan_memory(
-    path: str, size: ContextSize, *, memory: int | None = None, beside: Sequence[str] = (), gpu_layers: int = 0
+    path: str,
+    size: ContextSize,
+    *,
+    memory: int | None = None,
+    beside: Sequence[str] = (),
+    gpu_layers: int = 0,
+    lent: bool = False,
 ) -> tuple[Plan | None, ContextSize, list[str]]:
     """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
 
-    Arguments and errors as for `load`.
+    Arguments and errors as for `load`; `lent`: it is not a GPU but lenders who have layers.
     """
     found = available_memory()
     room = memory if memory is not None else int(found * (1 - SAFETY))
@@ -178,11 +185,11 @@ def plan_memory(
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
     tensors = all_tensors(path)
     count = count_layers(tensors)
-    layers = find_layers(path, tensors)
+    layers = [] if lent and gpu_layers else find_layers(path, tensors)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" else {"on_device": on_gpu}
-    gpu["experts_here"] = keeps_experts(path, gpu_layers)
+    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
+    gpu["experts_here"] = not lent and keeps_experts(path, gpu_layers)
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -199,7 +206,7 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
         return None, sizes[best], notes
-    if sys.platform == "darwin":
+    if sys.platform == "darwin" and not lent:
         check_spans(plan, tensors, gpu_layers)
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
@@ -234,9 +241,13 @@ def keeps_experts(path: str, gpu_layers: int) -> bool:
 
 def choose_gpu_layers(
     path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool,
-    gpu_memory: int | str | None = None,
+    gpu_memory: int | str | None = None, borrowed: Any = None,
 ) -> int:  # fmt: skip
-    """How many layers a GPU gets where nobody says it; arguments and errors as for `load`."""
+    """How many layers a GPU, or a lender, gets where nobody says it; arguments and errors as for `load`."""
+    if borrowed:
+        tensors, needed = all_tensors(path), memory_needs(path, size, beside)
+        buffers = needed - private_memory() - MARGIN
+        return choose_lent(tensors, memory, needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1)
     most = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
     found = [replace(device, free=min(device.free, most or device.free)) for device in devices()]
     if not found:
@@ -384,3 +395,15 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
             raise
     except OSError as error:
         raise ModelError(f"{path}: cannot be streamed: {error}") from error
+
+
+def check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
+    """Raise UsageError: a number is out of range."""
+    for name, value, low, high in [
+        ("context length", context_length, 0, 2**24),
+        ("budget", budget, 1, 2**15),
+        ("sessions", sessions, 1, LLAMA_MAX_SEQ),
+        ("threads", threads or 1, 1, 1024),
+    ]:
+        if not low <= value <= high:
+            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")

@@ -10,7 +10,7 @@ ABORTED = 2  # what llama_decode returns then
 
 
 class Stop:
-    """A flag that any thread may set."""
+    """A flag that any thread may set, and another process where it lies in memory of both."""
 
     def __init__(self, context: Any, asked: bool) -> None:
         """
@@ -18,12 +18,17 @@ class Stop:
             context: llama.cpp's.
             asked: have llama.cpp ask, which is free on a processor, but makes Metal wait for each part of a pass.
         """
+        self._context, self._asked = context, asked
+        self.lie_in(ctypes.create_string_buffer(2))
+
+    def lie_in(self, flag: Any) -> None:
+        """Have the flag in these two bytes, an array of C's characters, as long as no pass is under way."""
         # C's strlen tells whether the flag, a string, is empty: one in Python would cost a tenth of a short pass.
-        self._flag = ctypes.create_string_buffer(2)
-        if asked:
+        self._flag = flag
+        if self._asked:
             library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
             callback = ctypes.cast(library.strlen, llama_cpp.ggml_abort_callback)
-            llama_cpp.llama_set_abort_callback(context, callback, ctypes.addressof(self._flag))
+            llama_cpp.llama_set_abort_callback(self._context, callback, ctypes.addressof(flag))
 
     def set(self) -> None:
         """End the pass under way, or the next."""
@@ -32,7 +37,7 @@ class Stop:
     @property
     def is_set(self) -> bool:
         """Whether it was set since the last `clear`."""
-        return self._flag.value != b""
+        return bool(self._flag.value)
 
     def clear(self) -> None:
         """The pass is over."""

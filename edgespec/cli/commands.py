@@ -13,7 +13,16 @@ from edgespec import __version__, remembered
 from edgespec.backend import choose_backend, load_options, load_vocab
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import EXACT_HELP, KV_TYPE_HELP, MEMORY_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS
+from edgespec.cli.lend import lend
+from edgespec.cli.options import (
+    EXACT_HELP,
+    KV_TYPE_HELP,
+    LENDER_OPTION,
+    MEMORY_HELP,
+    MODEL_OPTIONS,
+    SAMPLING_OPTIONS,
+    TARGETS_OPTIONS,
+)
 from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
@@ -70,6 +79,7 @@ Examples:
     is_flag=True,
     help=f"Neither use nor keep what earlier runs learned of pass costs; always with {remembered.OFF}=1 set.",
 )
+@TARGETS_OPTIONS
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
 @SAMPLING_OPTIONS
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")
@@ -112,6 +122,8 @@ def run(
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
     form = read_grammar(json_schema, grammar)
+    if resume and (options["targets"] or options["cluster"]):
+        raise UsageError("--resume does not go with --targets and --cluster: each copy keeps what it has read itself")
     session = SessionFile(resume) if resume else None
     _pull(model, options, yes)
     with _load(model, options) as loaded:
@@ -277,6 +289,7 @@ Examples:
 @click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
 @click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 @click.option("--exact", metavar="NAME", help=EXACT_HELP)
+@LENDER_OPTION
 @click.option(
     "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
 )
@@ -286,7 +299,8 @@ Examples:
 @click.option("--forget-costs", is_flag=True, help="Only remove what runs of any model have learned of pass costs.")
 def doctor(
     model: str, draft: str | None, backend: str | None, memory: str | None, kv_type: str | None, exact: str | None,
-    budget: int | None, ctx: int | None, models_file: str | None, as_json: bool, forget_costs: bool,
+    lenders: list[str] | None, budget: int | None, ctx: int | None, models_file: str | None, as_json: bool,
+    forget_costs: bool,
 ) -> None:  # fmt: skip
     """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
 
@@ -301,7 +315,7 @@ def doctor(
     from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
     options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
-    options |= {"context_length": ctx, "kv_type": kv_type, "exact": exact}
+    options |= {"context_length": ctx, "kv_type": kv_type, "exact": exact, "lenders": lenders}
 
     def look(say: Callable[[str], None] = lambda what: None) -> list[Any]:
         if backend:
@@ -327,6 +341,7 @@ def doctor(
 cli.add_command(models)
 cli.add_command(pull)
 cli.add_command(pair)
+cli.add_command(lend)
 
 
 @cli.command(

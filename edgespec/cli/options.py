@@ -28,6 +28,14 @@ def _gpu_layers(context: click.Context, option: click.Parameter, value: str | No
         raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
 
 
+LENDER_OPTION = click.option(
+    "--lender",
+    "lenders",
+    multiple=True,
+    metavar="HOST:PORT",
+    callback=lambda context, option, value: list(value) or None,
+    help="llamacpp: where `edgespec lend` listens; layers that do not fit here go there. Repeatable.",
+)
 GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
 GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
@@ -49,6 +57,7 @@ MODEL_OPTIONS = _options(
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
     click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
+    LENDER_OPTION,
     click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
     click.option("--exact", metavar="NAME", help=EXACT_HELP),
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
@@ -64,6 +73,10 @@ MODEL_OPTIONS = _options(
     ),
     click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
     click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
+)
+TARGETS_OPTIONS = _options(
+    click.option("--targets", type=int, metavar="N", help="Judge guesses in N processes, each with a copy of MODEL."),
+    click.option("--cluster", metavar="ADDRESS", help="The same on the workers of a Dask scheduler: tls://HOST:PORT."),
 )
 SAMPLING_OPTIONS = _options(
     click.option(

@@ -150,6 +150,7 @@ def diagnose(
     memory: str | int | None = None,
     kv_type: str | None = None,
     exact: str | None = None,
+    lenders: Sequence[str] | None = None,
     budget: int | None = None,
     context_length: int | None = None,
     models_file: str | None = None,
@@ -164,6 +165,7 @@ def diagnose(
         memory: as for `edgespec.load`.
         kv_type: as for `edgespec.load`.
         exact: as for `edgespec.load`.
+        lenders: as for `edgespec.load`.
         budget: most guessed tokens per pass.
         context_length: most tokens of text.
         models_file: a models.yaml besides the built-in one.
@@ -179,7 +181,7 @@ def diagnose(
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
     engine = backend or choose_backend(is_folder(sources[0]))
-    check_engine_options([engine], {"memory": memory, "kv_type": kv_type})
+    check_engine_options([engine], {"memory": memory, "kv_type": kv_type, "lenders": lenders})
     paths = list(map(local_path, sources))
     budget = choose_budget(budget, entry)
     context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
@@ -188,6 +190,7 @@ def diagnose(
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
     options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
+    options |= {"lenders": lenders} if lenders else {}
     tried, cannot_run = Tried(), ""
     try:
         tried = _try(engine, paths, room, exact, options, say)
@@ -250,7 +253,8 @@ def _try(
     """Load a target, and perhaps a draft, as `edgespec run` would, and make passes. Raises NoRoom."""
     path, *beside = paths
     tried, budget = Tried(), options["budget"]
-    if engine == "llamacpp":
+    planned = engine == "llamacpp" and "lenders" not in options  # else the process that borrows does it
+    if planned:
         say("memory")
         memory = import_module("edgespec.backends.llamacpp.memory")
         size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
@@ -263,10 +267,10 @@ def _try(
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"
-        if engine == "llamacpp" and tried.plan:  # experts may have been left to the page cache after all
+        if planned and tried.plan:  # experts may have been left to the page cache after all
             tried.plan = cast(Any, backend).streamer.plan
             tried.notes += [note for note in backend.notes if note.startswith("experts are left")]
-        elif engine != "llamacpp":
+        elif not planned:
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
         tried.streams = backend.capabilities.streams
         if backend.capabilities.paths:

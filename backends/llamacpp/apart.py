@@ -1,0 +1,269 @@
+"""A model in a process of its own: where a lender dies, llama.cpp ends the program that borrowed from it.
+
+Here is what stands for the model in this program; `apart_child.py` is the other end. Calls go through a socket, one at
+a time. Logits stay there until they are asked for: a walk needs a few rows of a tree's. The flag that ends a pass lies
+in memory of both.
+"""
+
+import ctypes
+import mmap
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work
+from edgespec.errors import ModelError, UsageError
+from edgespec.sampling import Float32Array, IdArray, Scores
+from edgespec.saved import content_of, identity_of
+from edgespec.tree import IntArray
+
+from .files import parts
+from .lending import check_lender, rpc
+from .vocab import load_vocab
+
+CHILD = "edgespec.backends.llamacpp.apart_child"
+SECONDS_TO_END = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change of a loaded model."""
+
+    capabilities: Capabilities
+    notes: list[str]
+    build: str
+    computing: Mapping[str, str | int | None]
+    plan: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A work, of a session by its number."""
+
+    session: int
+    token_ids: IntArray
+    parents: IntArray
+    wanted: IntArray
+    prompt: bool
+
+
+class Apart:
+    """See `edgespec.backend.Backend`; made by `load_apart`."""
+
+    name = "llamacpp"
+
+    def __init__(self, path: str, child: "Child", facts: Facts) -> None:
+        self.vocab: Vocab = load_vocab(path)
+        self._path = path
+        self.child = child
+        self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
+        self.notes: Sequence[str] = facts.notes
+        self.plan = facts.plan
+        self.wait_seconds = 0.0
+
+    def open(self) -> "ApartSession":
+        return ApartSession(self, self.child.call("open"))
+
+    def keep_to(self, exact: Exact) -> None:
+        self.capabilities = self.child.call("keep_to", exact)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        sessions = [cast(ApartSession, work.session) for work in batch]
+        works = [
+            Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt)
+            for session, work in zip(sessions, batch, strict=True)
+        ]
+        self.wait_seconds = self.child.call("forward", works)
+        return [ApartLogits(self.child, index) for index in range(len(batch))]
+
+    def interrupt(self) -> None:
+        self.child.flag.value = b"x"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*parts(self._path)))
+
+    def close(self) -> None:
+        self.child.end()
+
+
+class ApartSession:
+    """See `edgespec.backend.Session`."""
+
+    def __init__(self, backend: Apart, number: int) -> None:
+        self.number = number
+        self.token_ids: list[int] = []
+        self.owed = 0
+        self._backend = backend
+        self._closed = False
+
+    def kept(self, length: int) -> int:
+        found: int = self._backend.child.call("kept", self.number, length)
+        return found
+
+    def commit(self, path: Sequence[int]) -> None:
+        self._update("commit", list(path))
+
+    def rewind(self, length: int) -> None:
+        try:
+            self._update("rewind", length)
+        except ModelError:  # the process is gone, and the text with it; the next pass says so
+            self.token_ids, self.owed = [], 0
+
+    def fork(self) -> "ApartSession":
+        other = ApartSession(self._backend, self._backend.child.call("fork", self.number))
+        other._update("rewind", len(self.token_ids))
+        return other
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        self._backend.child.call("save", self.number, os.path.abspath(path), note)
+
+    def load(self, path: str | Path) -> Any:
+        try:
+            return self._backend.child.call("load_session", self.number, os.path.abspath(path))
+        finally:  # where it failed the session may be empty: have the process say what it holds
+            self.token_ids.clear()
+            self._update("rewind", self._backend.capabilities.context_length)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with suppress(ModelError):  # the process is gone, and the session with it
+                self._backend.child.call("close", self.number)
+        self.token_ids, self.owed = [], 0
+
+    def _update(self, name: str, argument: Any) -> None:
+        same, added, self.owed = self._backend.child.call(name, self.number, argument, len(self.token_ids))
+        del self.token_ids[same:]
+        self.token_ids += added
+
+
+class ApartLogits:
+    """See `edgespec.backend.Logits`."""
+
+    def __init__(self, child: "Child", index: int) -> None:
+        self._child, self._index = child, index
+
+    def row(self, node: int) -> Float32Array:
+        found: Float32Array = self._child.call("row", self._index, node)
+        return found
+
+    def state(self, node: int) -> Float32Array:
+        found: Float32Array = self._child.call("state", self._index, node)
+        return found
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        found: tuple[list[IdArray], list[Scores]] = self._child.call(
+            "top", self._index, np.asarray(nodes).tolist(), k, temperature, list(noise)
+        )
+        return found
+
+
+class Child:
+    """The process, and calls to it."""
+
+    def __init__(self, lenders: Sequence[str]) -> None:
+        self._lenders = lenders
+        here, there = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors}
+        with there, tempfile.TemporaryFile() as shared:
+            shared.truncate(mmap.PAGESIZE)
+            self.flag = flag_in(shared.fileno())
+            ours = [there.fileno(), shared.fileno()]
+            command = [sys.executable, "-m", CHILD, *map(str, ours)]
+            self._process = subprocess.Popen(command, pass_fds=ours, env=environment, **pipes)
+        self._connection = Connection(here.detach())
+
+    def call(self, name: str, *arguments: Any, progress: Callable[[int, int], None] = lambda done, total: None) -> Any:
+        """Have the process do something.
+
+        Raises:
+            EdgespecError, ValueError: what it raised.
+            ModelError: it is gone, as when a lender is.
+        """
+        try:
+            self._connection.send_bytes(pickle.dumps((name, arguments)))
+            while True:
+                kind, value = self._answer()
+                if kind != "progress":
+                    break
+                progress(*value)
+        except (EOFError, OSError) as error:
+            raise ModelError(self._why()) from error
+        if kind == "raised":
+            raise value
+        return value
+
+    def _answer(self) -> tuple[str, Any]:
+        """The next message. Ctrl-C waits for it, or the one after it would be taken for its answer."""
+        try:
+            found: tuple[str, Any] = pickle.loads(self._connection.recv_bytes())
+        except KeyboardInterrupt:
+            self._connection.recv_bytes()
+            raise
+        return found
+
+    def _why(self) -> str:
+        if self._errors.closed:
+            return "the model was closed"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_END)
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        said = f": {lines[-1]}" if lines else ""
+        return f"a lender ({', '.join(self._lenders)}) is gone, or the way to it; its layers went with it{said}"
+
+    def end(self) -> None:
+        """End it. Safe to call twice."""
+        self._connection.close()  # which it takes for a sign
+        try:
+            self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def flag_in(file: int) -> Any:
+    """Two bytes of memory that all have who map this file: see `Stop.lie_in`."""
+    return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
+
+
+def load_apart(
+    path: str, lenders: Sequence[str], options: Mapping[str, Any], progress: Callable[[int, int], None]
+) -> Apart:
+    """Load a model in a process of its own, with layers in lenders' memory; `options` are those of `load`.
+
+    Raises:
+        NoRpc: llama.cpp cannot do so.
+        ModelError: nobody lends there, or the model cannot be loaded.
+        UsageError: an address or an option is wrong.
+    """
+    if options.get("gpu_memory") is not None:
+        raise UsageError("gpu_memory is this machine's: with lenders say gpu_layers")
+    if lenders:
+        rpc()
+    for address in lenders:
+        check_lender(address)
+    child = Child(lenders)
+    try:
+        facts = child.call("load", path, list(lenders), dict(options), progress=progress)
+        return Apart(path, child, facts)
+    except BaseException:
+        child.end()
+        raise

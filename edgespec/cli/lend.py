@@ -1,0 +1,51 @@
+"""`edgespec lend`: this machine's memory for another one's layers."""
+
+import os
+import socket
+from importlib import import_module
+
+import click
+
+from edgespec.errors import EdgespecError, UsageError
+from edgespec.remembered import cache_folder
+from edgespec.targets.places import is_loopback
+from edgespec.weights.machine import available_memory, format_size
+
+
+@click.command(
+    epilog="""\b
+Examples, all typed on the machine that borrows:
+  ssh -L 50052:127.0.0.1:50052 studio edgespec lend
+  edgespec run big.gguf --draft small.gguf --lender 127.0.0.1:50052"""
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=50052, show_default=True, help="0 = any that is free.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Of this processor. [default: one per core]")
+@click.option("--cache", is_flag=True, help="Keep received weights on this disk: they need not be sent again.")
+@click.option("--i-know-it-is-insecure", "insecure", is_flag=True, help="Listen where other machines can reach it.")
+def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool) -> None:
+    """Lend this machine's memory and processor, or GPUs, to an `edgespec run --lender` on another machine.
+
+    llama.cpp's protocol knows no password: who reaches the port can read and crash this program, or worse. So it
+    listens to this machine alone, and ssh brings others here. One borrower at a time; Ctrl-C ends it.
+    """
+    if not is_loopback(host) and not insecure:
+        raise UsageError(
+            f"--host {host} would let every machine that reaches it in, without a password; stay at 127.0.0.1 and let "
+            f"ssh bring the other machine here: ssh -L {port}:127.0.0.1:{port} THIS edgespec lend "
+            "(or say --i-know-it-is-insecure)"
+        )
+    lending = import_module("edgespec.backends.llamacpp.lending")
+    lending.rpc()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind((host, port))
+        except OSError as error:
+            raise EdgespecError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        port = free.getsockname()[1]
+    folder = cache_folder() / "lent"
+    if cache:
+        folder.mkdir(parents=True, exist_ok=True)
+    click.echo(f"lending at {host}:{port}; {format_size(available_memory())} are free; Ctrl-C ends it")
+    lending.lend(host, port, threads or os.cpu_count() or 1, str(folder) if cache else None)

@@ -1,0 +1,51 @@
+"""A model in a process of its own, as borrowed layers need it, is a backend like any other; here nobody lends."""
+
+from functools import partial
+from pathlib import Path
+
+import contract
+import pytest
+
+from edgespec.backend import Backend
+from edgespec.errors import ModelError, UsageError
+
+pytest.importorskip("llama_cpp")
+
+CHECKS = [  # which call everything at least once; starting a process takes a second
+    contract.forks_are_independent,
+    contract.top_is_a_full_softmax,
+    contract.a_broken_work_changes_nothing,
+    contract.closed_sessions_come_back,
+    contract.a_saved_session_goes_on,
+    contract.an_interrupted_pass_leaves_the_text,
+]
+
+
+def load(model: Path, **options: int) -> Backend:
+    from edgespec.backends.llamacpp.apart import load_apart
+
+    given = {"context_length": 256, "threads": 1} | {name: value for name, value in options.items() if value}
+    return load_apart(str(model), [], given, lambda done, total: None)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(check: object, smollm2_tiny: Path) -> None:
+    check(partial(load, smollm2_tiny))  # type: ignore[operator]
+
+
+def test_a_process_that_is_gone_is_an_error_and_frees_what_it_had(smollm2_tiny: Path) -> None:
+    backend = load(smollm2_tiny)
+    session = backend.open()
+    work = contract.work(session, [5, 6], [-1, 0])
+    backend.forward([work])
+    backend.child._process.kill()  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match="is gone"):
+        backend.forward([work])
+    session.rewind(0)
+    session.close()
+    backend.close()
+
+
+def test_what_a_lender_does_not_take_is_refused(smollm2_tiny: Path) -> None:
+    with pytest.raises(UsageError, match="gpu_layers"):
+        load(smollm2_tiny, gpu_memory=1 << 30)

@@ -1,0 +1,55 @@
+"""Several targets on llama.cpp: processes with a real model write what one writes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import UsageError
+from edgespec.targets.opening import check_targets, shares
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_two_processes_write_the_text_of_one(smollm2_tiny_f32: Path, run: Run) -> None:
+    model, found = str(smollm2_tiny_f32), []
+    common = ["run", model, "Say hello.", "--json", "--ctx", "128", "-n", "16", "--seed", "3", "-t", "0.9"]
+    for options in (["--planner", "none"], ["--draft", model, "--targets", "2", "--threads", "1"]):
+        code, out, err = run(*common, *options)
+        assert code == 0, err
+        found.append(json.loads(out))
+    plain, several = found
+    assert several["tokens"] == plain["tokens"]
+    assert several["stats"]["planner"] == "dsi"
+    assert several["stats"]["backend"] == "2 x llamacpp"
+
+
+def test_no_session_is_kept_in_a_file(smollm2_tiny_f32: Path, run: Run, tmp_path: Path) -> None:
+    model = str(smollm2_tiny_f32)
+    code, _, error = run("run", model, "Hello", "--draft", model, "--targets", "2", "--resume", str(tmp_path / "x"))
+    assert code == 2
+    assert "--resume does not go with --targets" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft": None}, "--draft"),
+        ({"count": 0}, "targets is 0"),
+        ({"cluster": "tls://head:8786"}, "not both"),
+        ({"planner": "specexec"}, "auto and chain"),
+        ({"parallel": 2}, "parallel"),
+        ({"options": {"datastore": "notes.store"}}, "datastore"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict[str, object], message: str) -> None:
+    usual = {"count": 2, "cluster": None, "draft": "small.gguf", "planner": "auto", "parallel": 1, "options": {}}
+    check_targets(**usual)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message):
+        check_targets(**usual | given)  # type: ignore[arg-type]
+
+
+def test_processes_share_memory_and_threads() -> None:
+    assert shares(2, {"memory": "6G", "threads": 3}, folder=False) == {"memory": 3 << 30, "threads": 3}
+    assert shares(64, {}, folder=True) == {"threads": 1}

@@ -1,0 +1,159 @@
+"""Layers in another machine's memory: here a process of this machine, behind a socket.
+
+Needs a llama.cpp with its RPC backend, in the folder EDGESPEC_RPC_BUILD or installed; what needs none comes first.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+PROGRAM = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
+
+
+def test_it_listens_to_this_machine_alone(run: Run) -> None:
+    for host in ("0.0.0.0", "192.168.1.7", "::", "studio.local"):
+        code, _, error = run("lend", "--host", host)
+        assert code == 2
+        assert "ssh -L" in error
+        assert "--i-know-it-is-insecure" in error
+
+
+@pytest.mark.parametrize("address", ["studio", "studio:", ":50052", "studio:many", ""])
+def test_a_lender_has_a_host_and_a_port(address: str) -> None:
+    pytest.importorskip("llama_cpp")
+    from edgespec.backends.llamacpp.lending import check_lender
+
+    from edgespec.errors import UsageError
+
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        check_lender(address)
+
+
+def test_a_build_without_rpc_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, smollm2_tiny: Path) -> None:
+    from edgespec.backends.llamacpp import lending
+
+    monkeypatch.setattr(lending, "has_rpc", lambda: False)
+    for command in (["lend", "--port", "0"], ["run", str(smollm2_tiny), "Hello", "--lender", "127.0.0.1:1"]):
+        code, _, error = run(*command)
+        assert code == 1
+        assert "GGML_RPC=on" in error
+        assert error.count("\n") == 1
+
+
+def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:
+    pytest.importorskip("llama_cpp")
+    from edgespec.backends.llamacpp.lending import choose_lent
+
+    from edgespec.weights.residency import Tensor
+
+    layer, head = 1 << 20, 1 << 19
+    names = ["token_embd.weight", *(f"blk.{i}.ffn_up.weight" for i in range(10)), "output.weight"]
+    sizes = [head, *[layer] * 10, head]
+    starts = [sum(sizes[:i]) for i in range(12)]
+    tensors = [Tensor(name, 0, start, size) for name, start, size in zip(names, starts, sizes, strict=True)]
+    whole, needed, plenty = 11 << 20, 3 << 20, 1 << 30
+
+    def lent(memory: int, free: int = plenty) -> int:
+        return choose_lent(tensors, memory, needed, 0, free, 1)
+
+    assert lent(whole + needed) == 0
+    assert lent(whole + needed - 1) == 2  # llama.cpp counts the output as one
+    assert lent(whole + needed - 4 * layer) == 5
+    assert lent(whole + needed - 4 * layer, free=2 * layer) == 3  # the others are streamed
+    assert lent(needed) == -1
+    assert lent(needed, free=0) == 0
+
+
+def build() -> Path | None:
+    """A folder with a llama_cpp that has the RPC backend."""
+    spec = find_spec("llama_cpp")
+    folders = [os.environ.get("EDGESPEC_RPC_BUILD"), *(spec.submodule_search_locations or [] if spec else [])]
+    found = [Path(folder) for folder in folders if folder]
+    found = [folder if folder.name == "llama_cpp" else folder / "llama_cpp" for folder in found]
+    return next((folder.parent for folder in found if list(folder.glob("lib/*ggml-rpc*"))), None)
+
+
+BUILD = build()
+needs_rpc = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: docs/targets.md says how to build one")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(BUILD), "OMP_WAIT_POLICY": "passive"}
+
+
+@pytest.fixture
+def lender() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Where it listens, and the process."""
+    process = subprocess.Popen(
+        [*PROGRAM, "lend", "--port", "0", "--threads", "1"], env=ENVIRONMENT, text=True, stdout=subprocess.PIPE
+    )
+    assert process.stdout
+    line = process.stdout.readline()
+    assert line.startswith("lending at ")
+    for _ in range(100):  # it says so just before it is there
+        if "transport" in process.stdout.readline():
+            break
+    time.sleep(0.2)
+    yield line.split()[2].rstrip(";"), process
+    process.kill()
+    process.wait()
+
+
+def answer(model: Path, *options: str) -> dict[str, Any]:
+    command = ["run", str(model), "Say hello.", "--json", "--ctx", "128", "-n", "12", "--exact", "off", "--seed", "2"]
+    done = subprocess.run([*PROGRAM, *command, *options], env=ENVIRONMENT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout) | {"said": done.stderr}
+    return found
+
+
+@needs_rpc
+def test_texts_are_those_of_one_machine(lender: tuple[str, Any], smollm2_tiny_f32: Path) -> None:
+    options = ["--lender", lender[0], "-t", "0.8", "--gpu-layers"]
+    plain = answer(smollm2_tiny_f32, "--planner", "none", "-t", "0.8")
+    half = answer(smollm2_tiny_f32, *options, "4", "--planner", "none")
+    drafted = answer(smollm2_tiny_f32, *options, "7", "--draft", str(smollm2_tiny_f32), "--budget", "6")
+    assert plain["tokens"] == half["tokens"] == drafted["tokens"]
+    assert "the last 3 of 6 layers" in half["said"]
+    assert "the last 6 of 6 layers" in drafted["said"]
+    assert drafted["stats"]["tokens_by_source"]["draft"] > 0
+
+
+@needs_rpc
+def test_what_fits_is_not_lent(lender: tuple[str, Any], smollm2_tiny: Path) -> None:
+    assert "nothing is lent" in answer(smollm2_tiny, "--lender", lender[0])["said"]
+
+
+@needs_rpc
+def test_a_lender_that_dies_is_one_clear_error(lender: tuple[str, Any], smollm2_tiny: Path) -> None:
+    address, process = lender
+    command = ["run", str(smollm2_tiny), "Once", "--raw", "--ctx", "4096", "-n", "4000", "--exact", "off"]
+    borrower = subprocess.Popen(
+        [*PROGRAM, *command, "--lender", address, "--gpu-layers", "-1", "--planner", "none"],
+        env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert borrower.stdout
+    assert borrower.stderr
+    assert borrower.stdout.read(10)  # it writes
+    process.send_signal(signal.SIGKILL)
+    written, error = borrower.communicate(timeout=60)
+    assert borrower.returncode == 1
+    assert written
+    (line,) = [line for line in error.splitlines() if line.startswith("edgespec:")]
+    assert f"a lender ({address}) is gone" in line
+    assert "Traceback" not in error
+
+
+@needs_rpc
+def test_nobody_lends_there(smollm2_tiny: Path) -> None:
+    command = ["run", str(smollm2_tiny), "Hello", "--lender", "127.0.0.1:1"]
+    done = subprocess.run([*PROGRAM, *command], env=ENVIRONMENT, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("edgespec: nobody lends at 127.0.0.1:1")

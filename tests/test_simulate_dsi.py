@@ -1,0 +1,120 @@
+"""The closed forms of plain decoding, SI and DSI, and the program that measures the real thing."""
+
+import subprocess
+import sys
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from random import Random
+
+import pytest
+from click.testing import CliRunner
+
+from edgespec.measure.dsi import (
+    TABLE_2,
+    TOKENS,
+    dsi_round,
+    dsi_round_as_released,
+    enough,
+    expected,
+    expected_si,
+    figure_2,
+    seconds_of,
+    si_round_as_released,
+    speedups,
+)
+from edgespec.measure.dsi_wall import PROMPT, SIZE, Recorded
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "simulate-dsi"
+
+
+def rounds(random: Random, acceptance: float) -> list[int]:
+    """Right guesses between wrong ones, more than a text has."""
+    found = []
+    for _ in range(TOKENS):
+        right = 0
+        while random.random() < acceptance and right < TOKENS:
+            right += 1
+        found.append(right)
+    return found
+
+
+@pytest.mark.parametrize("round_", [dsi_round, dsi_round_as_released, si_round_as_released])
+def test_expectations_are_means(round_: object) -> None:
+    random, cost = Random(1), partial(round_, 1.0, 0.2, 3)  # type: ignore[call-overload]
+    runs = [seconds_of(rounds(random, 0.7), TOKENS, cost) for _ in range(2000)]
+    assert expected(0.7, cost) == pytest.approx(sum(runs) / len(runs), rel=0.02)
+
+
+def test_si_is_simulated_as_it_is_computed() -> None:
+    random, runs = Random(2), list[float]()
+    for _ in range(2000):
+        tokens, spent = TOKENS, 0.0
+        while tokens > 0:
+            right = 0
+            while right < 3 and random.random() < 0.7:
+                right += 1
+            tokens, spent = tokens - right - 1, spent + 3 * 0.2 + 1.0
+        runs.append(spent)
+    assert expected_si(0.7, 1.0, 0.2, 3) == pytest.approx(sum(runs) / len(runs), rel=0.02)
+
+
+def test_limits() -> None:
+    """A perfect draft hides all passes but the last; a useless one costs nothing."""
+    assert expected(1.0, partial(dsi_round, 1.0, 0.1, 1)) == pytest.approx((TOKENS - 1) * 0.1 + 1.0)
+    assert expected(0.0, partial(dsi_round, 1.0, 0.1, 1)) == pytest.approx(TOKENS)
+    assert expected_si(0.0, 1.0, 0.1, 1) == pytest.approx(TOKENS * 1.1)
+    # Proposition 1 of the paper: at most t p (N - 1) + T ((1 - p)(N - 1) + 1).
+    bound = 0.1 * 0.8 * (TOKENS - 1) + 0.2 * (TOKENS - 1) + 1
+    assert expected(0.8, partial(dsi_round, 1.0, 0.1, 1)) <= bound + 1e-9
+    assert (enough(1.0, 0.1, 1, 10), enough(1.0, 0.1, 1, 9), enough(1.0, 0.1, 2, 5)) == (True, False, True)
+
+
+def test_several_targets_are_never_slower_in_figure_2() -> None:
+    cells = list(figure_2(0.25))
+    assert len(cells) == 25
+    assert all(cell.dsi <= cell.plain + 1e-9 for cell in cells)
+    assert any(cell.si > cell.plain for cell in cells)
+
+
+def test_table_2() -> None:
+    """The closed form gains less than the paper says, its program's counting as much or more, but for one row."""
+    for row in TABLE_2:
+        closed, released = speedups(row)
+        assert 1.0 < closed < row.speedup
+        assert closed < released
+
+
+def test_recorded_guesses_know_their_rounds() -> None:
+    text = [*PROMPT, *range(2, 42)]
+    guesser, rights = Recorded(text, 0.6, seed=3), list[int]()
+    right = 0
+    for position, token in enumerate(guesser.after(text[: len(PROMPT)]), len(PROMPT)):
+        if token == text[position]:
+            right += 1
+        else:
+            assert 0 <= token < SIZE
+            rights, right = [*rights, right], 0
+    assert guesser.rounds() == [*rights, right]
+    assert len(rights) > 5
+
+
+def test_the_program_runs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'edgespec[bench]'")
+
+    script = SourceFileLoader("simulate_dsi", str(SCRIPT)).load_module()
+
+    def call(*arguments: str) -> str:
+        done = CliRunner().invoke(script.cli, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert "Starcoder" in call("table2")
+    assert "25 cells" in call("figure2", "--step", "0.25", "--png", str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    found = call("wall", "--target-ms", "5", "--shares", "0.5", "--acceptances", "0.8", "--copies", "2")
+    assert "all texts equal" in found
+    bad = subprocess.run(
+        [sys.executable, str(SCRIPT), "wall", "--by", "cows"], capture_output=True, text=True, check=False
+    )
+    assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
