@@ -196,7 +196,7 @@ class Backend(Protocol):
         """What decides every bit of a cache, weights, engine and class: where it is equal, sessions can be loaded."""
 
     def interrupt(self) -> None:
-        """From any thread: have the pass under way end early, within a layer where weights stream; else the next one."""
+        """From any thread: have the pass under way end early, within a layer where weights stream, else the next."""
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         """One pass over all works' nodes. A node sees the committed tokens, its ancestors and itself.
