@@ -1,5 +1,6 @@
 """Models with recurrent layers on llama.cpp: all architectures write what plain decoding writes, however guessed."""
 
+import json
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from test_made_up import tokenizer  # noqa: F401, a fixture
 from test_offload_llamacpp import least_memory
 
 from edgespec.backend import Work, prefill
-from edgespec.errors import UsageError
+from edgespec.errors import Interrupted, UsageError
 from edgespec.generate import Generation, generate_tokens
 from edgespec.measure.lossless import explain
 from edgespec.models.made_up import Shape, write_made_up
@@ -211,6 +212,96 @@ def test_a_pass_that_fails_leaves_texts_as_they_were(granite: Path, monkeypatch:
             assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
         assert one.token_ids == PROMPT
         assert other.token_ids == PROMPT[:9]
+
+
+def test_a_saved_session_goes_on_with_what_it_owes(granite: Path, tmp_path: Path) -> None:
+    """From its last state, to the bit; tokens behind it are read again, and so is all where nothing is before."""
+    file, nodes = tmp_path / "text.session", np.arange(3, dtype=np.int32)
+    found, text = list[np.ndarray](), list[int]()
+    for loads in (False, True):
+        with loaded(granite, sessions=2) as target:
+            session = target.open()
+            if loads:
+                assert session.load(file) == "a note"
+            else:
+                prefill(target, session, PROMPT)
+                target.forward([Work(session, nodes + 9, nodes - 1, nodes)])
+                session.commit([0, 1])  # the path ended one node further
+                text = list(session.token_ids)
+                session.save(file, "a note")
+            assert (session.token_ids, session.owed) == (text, 2)
+            logits = target.forward([Work(session, nodes + 20, np.array([-1, 0, 0], np.int32), nodes)])[0]
+            found.append(np.array([logits.row(node) for node in range(3)]))
+            session.rewind(len(PROMPT) - 1)
+            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
+            assert np.abs(row - chain_rows(target, [*PROMPT[:-1], 9])[-1]).max() < 0.1
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_prompt_goes_on_from_a_file(granite: Path, tmp_path: Path, run: Run) -> None:
+    def answer(text: str, *more: str) -> tuple[list[int], int]:
+        code, out, err = run("run", str(granite), text, "--raw", "--json", "-n", "8", "-t", "0.8", *more)
+        assert code == 0, err
+        found = json.loads(out)
+        return found["tokens"], found["stats"]["cached_tokens"]
+
+    file, text = str(tmp_path / "text.session"), "the keeper wrote down the weather every morning"
+    first, cached = answer(text, "--resume", file)
+    assert cached == 0
+    assert Path(file).exists()
+    again, cached = answer(text + " and every evening", "--resume", file)
+    assert cached > 0
+    assert (first, again) == (answer(text)[0], answer(text + " and every evening")[0])
+
+
+def test_an_interrupt_between_calls_loses_no_state(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(granite, sessions=3) as target:
+        one, other, compute, nodes = target.open(), target.open(), target.compute, np.arange(4, dtype=np.int32)
+        prefill(target, one, PROMPT)
+        prefill(target, other, PROMPT[:9])
+
+        def interrupted(rows: Any, **more: Any) -> None:
+            compute(rows, **more)
+            target.interrupt()
+
+        monkeypatch.setattr(target, "compute", interrupted)
+        with pytest.raises(Interrupted):  # paths of other lengths go in a call of their own
+            target.forward(
+                [Work(one, nodes + 9, nodes - 1, nodes), Work(other, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])]
+            )
+        monkeypatch.setattr(target, "compute", compute)
+        for session, text in ((one, PROMPT), (other, PROMPT[:9])):
+            assert (session.token_ids, session.behind) == (text, 0)
+            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
+            assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
+
+
+@streaming
+def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are read again then, for states may lie where their contents are not yet."""
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16, "sessions": 3}
+    target = load(str(made_up), memory=least_memory(made_up, **options), **options)
+    try:
+        assert target.streamer
+        one, other, entered, nodes = target.open(), target.open(), target.streamer.enter, np.arange(4, dtype=np.int32)
+        prefill(target, one, PROMPT)
+        prefill(target, other, PROMPT[:9])
+
+        def enter(layer: int) -> None:
+            entered(layer)
+            target.interrupt()
+
+        monkeypatch.setattr(target.streamer, "enter", enter)
+        with pytest.raises(Interrupted):
+            target.forward([Work(one, nodes + 9, np.array([-1, 0, 0, 1], np.int32), nodes)])
+        monkeypatch.setattr(target.streamer, "enter", entered)
+        for session, text in ((one, PROMPT), (other, PROMPT[:9])):
+            assert session.token_ids == text
+            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
+            assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
+    finally:
+        target.close()
 
 
 @streaming

@@ -78,6 +78,27 @@ def test_tokens_that_are_owed_stay_few(planner):
     assert max(seen) <= 16 + 13  # what is accepted before the limit is noticed
 
 
+def test_a_saved_session_keeps_its_states(tmp_path):
+    """What is owed, and the states before: the text goes on as it would have, and falls back as far."""
+    sampling, file = SamplingParams(temperature=1.0, seed=3), tmp_path / "text.session"
+    target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.4, 2), max_leaves=8)
+    session, planner = target.open(), SpecExecPlanner(draft, depth=5)
+    output, _ = write(target, planner, [0, 4, 8], sampling, session=session, max_tokens=40, stop_ids=frozenset())
+    planner.close()
+    assert session.owed > 0
+    session.save(file)
+    target = ReferenceBackend(MODEL, max_leaves=8, sessions=2)
+    copy = target.open()
+    copy.load(file)
+    assert (copy.token_ids, copy.owed) == (session.token_ids, session.owed)
+    assert [copy.kept(end) for end in range(43)] == [session.kept(end) for end in range(43)]
+    prompt = [0, 4, 8, *output, 5]
+    plain, _ = write(target, NonePlanner(), prompt, sampling, max_tokens=20)
+    again, stats = write(target, NonePlanner(), prompt, sampling, session=copy, max_tokens=20)
+    assert again == plain
+    assert stats.cached_tokens == len(prompt) - 2  # all of them but the last that was written
+
+
 def test_a_chat_of_five_turns_keeps_what_it_has_read():
     """Every turn starts from the state where the last prompt ended, or better; its text is that of a fresh session."""
     target, draft = ReferenceBackend(MODEL, sessions=2, max_leaves=8), ReferenceBackend(MODEL, max_leaves=8)

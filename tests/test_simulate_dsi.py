@@ -3,7 +3,8 @@
 import subprocess
 import sys
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
 from random import Random
 
@@ -102,7 +103,9 @@ def test_recorded_guesses_know_their_rounds() -> None:
 def test_the_program_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'edgespec[bench]'")
 
-    script = SourceFileLoader("simulate_dsi", str(SCRIPT)).load_module()
+    loader = SourceFileLoader("simulate_dsi", str(SCRIPT))
+    script = module_from_spec(ModuleSpec("simulate_dsi", loader))
+    loader.exec_module(script)
 
     def call(*arguments: str) -> str:
         done = CliRunner().invoke(script.cli, arguments, catch_exceptions=False)
