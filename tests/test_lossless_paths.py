@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless_reference import PLANNERS, samplings, tokens, write
 
+from edgespec.backend import Work, prefill
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.sampling import SamplingParams
@@ -80,23 +81,21 @@ def test_tokens_that_are_owed_stay_few(planner):
 
 def test_a_saved_session_keeps_its_states(tmp_path):
     """What is owed, and the states before: the text goes on as it would have, and falls back as far."""
-    sampling, file = SamplingParams(temperature=1.0, seed=3), tmp_path / "text.session"
-    target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.4, 2), max_leaves=8)
-    session, planner = target.open(), SpecExecPlanner(draft, depth=5)
-    output, _ = write(target, planner, [0, 4, 8], sampling, session=session, max_tokens=40, stop_ids=frozenset())
-    planner.close()
-    assert session.owed > 0
+    text, nodes, file = [0, 4, 8, 15, 16], np.arange(3, dtype=np.int32), tmp_path / "text.session"
+    target = ReferenceBackend(MODEL, max_leaves=8)
+    session = target.open()
+    for end in (3, 5):
+        prefill(target, session, text[:end])
+    target.forward([Work(session, nodes + 9, nodes - 1, nodes)])
+    session.commit([0, 1])  # the path ended one node further
     session.save(file)
     target = ReferenceBackend(MODEL, max_leaves=8, sessions=2)
     copy = target.open()
     copy.load(file)
-    assert (copy.token_ids, copy.owed) == (session.token_ids, session.owed)
-    assert [copy.kept(end) for end in range(43)] == [session.kept(end) for end in range(43)]
-    prompt = [0, 4, 8, *output, 5]
-    plain, _ = write(target, NonePlanner(), prompt, sampling, max_tokens=20)
-    again, stats = write(target, NonePlanner(), prompt, sampling, session=copy, max_tokens=20)
-    assert again == plain
-    assert stats.cached_tokens == len(prompt) - 2  # all of them but the last that was written
+    assert (copy.token_ids, copy.owed) == ([*text, 9, 10], 2)
+    assert [copy.kept(end) for end in range(8)] == [session.kept(end) for end in range(8)] == [0, 0, 0, 3, 3, 5, 5, 7]
+    row = target.forward([Work(copy, nodes[:1] + 5, nodes[:1] - 1, nodes[:1])])[0].row(0)
+    np.testing.assert_array_equal(row, chain_rows(target, [*text, 9, 10, 5])[-1])
 
 
 def test_a_chat_of_five_turns_keeps_what_it_has_read():
