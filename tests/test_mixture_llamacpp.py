@@ -1,7 +1,11 @@
 """Mixtures of experts larger than memory, on llama.cpp: the same numbers as from memory, to the bit."""
 
 import ctypes
+import os
+import resource
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -278,3 +282,35 @@ def test_numbers_of_a_tensor(kind: int, of: Any) -> None:
     tensor.nb[1] = 3 * data.itemsize
     found = ggml_tensor.rows_of(ctypes.addressof(tensor))
     assert found is None if of is None else np.array_equal(found, wanted)
+
+
+def test_passes_do_not_grow(from_disk):
+    """Neither memory nor its parts, threads nor open files; experts come and go all the time."""
+
+    def taken():
+        return (
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+            len(Path("/proc/self/maps").read_text().splitlines()),
+        )
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def passes(count):
+        for number in range(count):
+            session.rewind(3)
+            backend.forward([Work(session, nodes + number % 50, nodes - 1, nodes[:0])])
+
+    backend = from_disk("gpt-oss", 2)
+    session, nodes = backend.open(), np.arange(2, dtype=np.int32)
+    prefill(backend, session, [1, 2, 3])
+    passes(50)
+    before, memory, wanted = taken(), resident(), backend.mixture.memory.wanted
+    passes(300)
+    after = taken()
+    assert backend.mixture.memory.wanted > wanted + 300
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 3
+    assert resident() - memory < 4 << 20
+    session.close()
