@@ -60,7 +60,8 @@ def test_the_table_compares_with_what_is_possible() -> None:
 def test_what_mlx_lm_does_alone_can_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = SimpleNamespace(apply_chat_template=lambda messages, add_generation_prompt: [1, 2])
     fake = SimpleNamespace(
-        load=lambda folder: (None, tokenizer), stream_generate=lambda model, tokenizer, ids, max_tokens: [0] * max_tokens
+        load=lambda folder: (None, tokenizer),
+        stream_generate=lambda model, tokenizer, ids, max_tokens: [0] * max_tokens,
     )
     monkeypatch.setitem(sys.modules, "mlx_lm", fake)
     result = measure(Task("folder", backend=MLX_LM, prompts=["one", "two"], max_tokens=3))
