@@ -304,7 +304,7 @@ def load(
         threads: compute threads; default: one per core (performance cores on a Mac), fewer while other programs keep
             cores busy, where that does not change a bit of the result.
         gpu_layers: layers to keep on the GPU; -1 = all; default: as many as `gpu_memory` takes (`gpu.py`).
-        gpu_memory: bytes of each GPU's memory to use, such as "10G"; default: what is free.
+        gpu_memory: bytes of each GPU's memory that this program may take, such as "10G"; default: what is free.
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
