@@ -16,6 +16,7 @@ DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
 DEFAULT_CONTEXT = 4096
 FOR_TARGET = ("memory", "gpu_memory", "lenders")  # the draft is to fit beside it
+FOR_BOTH = ("gpu_memory",)  # … where an engine plans for both: the draft has what the target leaves of it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
 
 
@@ -93,7 +94,8 @@ def open_backends(
         beside = {"beside": paths[1:]} if together else {}
         backends.insert(0, _load_with(names[0], paths[0], common | for_target | beside))
         if draft and together:
-            backends.append(_load_with(names[1], paths[1], common | RESIDENT))
+            left = {name: options.get(name) for name in FOR_BOTH}
+            backends.append(_load_with(names[1], paths[1], common | left | RESIDENT))
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
         settle(backends[0], paths[0], exact, keep=remember, say=say)
@@ -161,4 +163,9 @@ def recall_pace(
             pace.recall(known)
     except (KeyError, TypeError, ValueError):  # written by another version: learned anew
         pass
-    return lambda: keep(about, pace.as_dict()) if pace.target.at(0) else None
+
+    def keep_it() -> None:
+        if pace.target.at(0):
+            keep(about, pace.as_dict())
+
+    return keep_it

@@ -331,7 +331,7 @@ def load(
         backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
             files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
-        gpu_layers: llamacpp: layers to keep on the GPU; -1 = all. Default: as many as its memory takes.
+        gpu_layers: llamacpp: layers to keep on the GPU; -1 = all. Default: as many as `gpu_memory` takes.
         memory: what the program may take of this machine's memory, in bytes or as "12G"; weights that do not fit are
             streamed from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
@@ -340,8 +340,9 @@ def load(
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
-        gpu_memory: torch: what to use of the GPU's memory, in bytes or as "10G"; layers that do not fit are streamed
-            from host memory. Default: what is free.
+        gpu_memory: llamacpp, torch: what to use of the GPU's memory, in bytes or as "10G", the draft included. Layers
+            that do not fit are computed by the processor with llamacpp, streamed from host memory with torch. Default:
+            what is free.
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
         parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where

@@ -49,11 +49,24 @@ def recall(about: About) -> Any:
     return found["value"] if found and found["about"] == dict(about) else None
 
 
-def remember(about: About, value: Any) -> None:
-    """Keep a value that JSON can hold; in place of what was remembered about the same."""
+def can_remember() -> bool:
+    """Whether `remember` would keep something: it is not switched off, and the folder can be written."""
+    place = folder()
+    if place is None:
+        return False
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=place, suffix=".new"):
+            return True
+    except OSError:
+        return False
+
+
+def remember(about: About, value: Any) -> bool:
+    """Keep a value that JSON can hold; in place of what was remembered about the same. Whether it is kept."""
     path = _path(about)
     if path is None:
-        return
+        return False
     text = json.dumps({"version": VERSION, "about": dict(about), "value": value})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +75,9 @@ def remember(about: About, value: Any) -> None:
         Path(file.name).replace(path)
         for old in sorted(path.parent.glob("*.json"), key=_age)[MOST_FILES:]:
             old.unlink(missing_ok=True)
+        return True
     except OSError:  # a full or read-only disk: the next run measures again
-        return
+        return False
 
 
 def everything() -> list[dict[str, Any]]:

@@ -126,7 +126,9 @@ def write_gguf(path: Path, config: Any, weights: dict[str, Array], split: int = 
     return path
 
 
-def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: int = 256, kind: str = "llama") -> Path:
+def small_llama(
+    path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: int = 256, kind: str = "llama", split: int = 0
+) -> Path:
     """A made-up Llama in float32, wide enough for llama.cpp's K types.
 
     Args:
@@ -135,6 +137,7 @@ def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: 
         idle: layers that add nothing.
         width: of a state.
         kind: another type of model, of the same weights.
+        split: as for `write_gguf`.
     """
     config = SimpleNamespace(
         model_type=kind, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, head_dim=64,
@@ -155,7 +158,7 @@ def small_llama(path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: 
     for layer in idle:
         for part in ("self_attn.o", "mlp.down"):
             weights[f"model.layers.{layer}.{part}_proj.weight"][:] = 0
-    return write_gguf(path, config, weights)
+    return write_gguf(path, config, weights, split)
 
 
 def _write_header(writer: Any, config: Any) -> None:

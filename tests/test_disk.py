@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,9 @@ def test_it_is_remembered_for_the_disk(memory: Path) -> None:
         {"threads": 4, "size": 1 << 40, "speed": 1e9},
         {"threads": 4, "size": MIB, "speed": 0},
         {"threads": "4", "size": MIB, "speed": 1e9},
+        {"threads": 4.0, "size": MIB, "speed": 1e9},
+        {"threads": 64, "size": MIB, "speed": 1e9},
+        {"threads": 4, "size": 64 * MIB, "speed": 1e9},
         {"threads": 4, "depth": 3},
         [4, MIB],
     ],
@@ -156,10 +160,32 @@ def test_the_doctor_finds_out_once(memory: Path, monkeypatch: pytest.MonkeyPatch
     assert tried > len(THREADS) * len(SIZES)
     assert doctor._read_disk(str(file)) == Reading(speed=3e9)  # now only how fast it is at present
     assert len(fake.reads) == tried
+    assert recall_reading(str(file)) == Reading(speed=3e9)  # which others are told, too
     remembered.forget()
-    monkeypatch.setenv(remembered.OFF, "1")
-    assert doctor._read_disk(str(file)) == Reading(speed=3e9)  # what cannot be kept is not worth ten seconds
+    with monkeypatch.context() as patch:
+        patch.setenv(remembered.OFF, "1")
+        assert doctor._read_disk(str(file)) == Reading(speed=3e9)  # what cannot be kept is not worth ten seconds
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no folder can be made in it
+    monkeypatch.setenv("HOME", str(file))
+    assert not remembered.can_remember()
+    assert not remember_reading(str(file), Reading(speed=3e9))
+    assert doctor._read_disk(str(file)) == Reading(speed=3e9)
     assert len(fake.reads) == tried
+
+
+def test_another_disk_of_the_same_name(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remembered.can_remember()
+    assert remember_reading(str(memory), Reading(16, MIB, 7e9))
+    assert list(remembered.folder().iterdir()) == list(remembered.folder().glob("*.json"))  # no trial is left
+    there = os.statvfs(memory)
+    other = SimpleNamespace(f_blocks=2 * there.f_blocks, f_frsize=there.f_frsize)
+    monkeypatch.setattr(os, "statvfs", lambda path: other)
+    assert recall_reading(str(memory)) == USUAL
+
+
+def test_no_speed_is_not_remembered(memory: Path) -> None:
+    assert not remember_reading(str(memory), Reading(speed=0.0))
+    assert remembered.forget() == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
@@ -176,6 +202,17 @@ def test_the_script(arguments: list[str], memory: Path) -> None:
     assert lines[5].startswith("best: ")
     assert lines[6].startswith("not remembered" if arguments else "remembered for ")
     assert (recall_reading(str(folder)) == USUAL) == bool(arguments)
+
+
+def test_the_script_where_nothing_can_be_kept(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = memory / "file"
+    file.write_bytes(b"x" * MIB)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(file))
+    done = subprocess.run([sys.executable, SCRIPT, str(file), "--seconds", "0.1"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].startswith("not remembered: ")
+    assert done.stdout.splitlines()[-1].endswith(" cannot be written")
 
 
 def test_the_script_without_a_file(memory: Path) -> None:

@@ -14,7 +14,7 @@ from edgespec.weights import direct
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer
 from edgespec.weights.residency import Tensor
-from edgespec.weights.system import READ_SIZE, memory_step, open_direct, read_unaligned
+from edgespec.weights.system import READ_SIZE, memory_step, open_direct, own_buffer, read_unaligned
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
 
@@ -213,14 +213,14 @@ def test_nothing_is_left_behind(content):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    data = np.random.default_rng(1).bytes(READ_SIZE + 100)
+    data = np.random.default_rng(1).bytes(2 * READ_SIZE + 10000)
     path = tmp_path_factory.mktemp("large") / "data"
     path.write_bytes(data)
     return path, data
 
 
 @pytest.mark.parametrize("start", [0, 1, 511, 512, 4095, 4096, 5000])
-@pytest.mark.parametrize("size", [1, 511, 4096, 10000, READ_SIZE - 5000])
+@pytest.mark.parametrize("size", [1, 511, 4096, 10000, READ_SIZE - 5000, 2 * READ_SIZE + 4999])
 @pytest.mark.parametrize("shift", [0, 1, 512])
 @pytest.mark.parametrize("step", [512, 4096])
 def test_reads_of_any_bytes(large, start, size, shift, step):
@@ -234,6 +234,7 @@ def test_reads_of_any_bytes(large, start, size, shift, step):
     finally:
         os.close(descriptor)
     assert ctypes.string_at(address, size) == data[start : start + size]
+    assert len(own_buffer()) == READ_SIZE  # no more, however much is copied
     offset = address - ctypes.addressof(buffer)
     assert set(buffer.raw[:offset]) <= {7}
     assert set(buffer.raw[offset + size : -1]) <= {7}

@@ -11,14 +11,18 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from edgespec.backends.llamacpp import backend as backend_module
 from edgespec.backends.llamacpp import gpu, memory
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.files import load_model
 from edgespec.backends.llamacpp.gpu import RESERVE, Device, auto_layers, check_spans, devices, gpu_spans, wired
 
 from edgespec.backend import Work, prefill
-from edgespec.errors import UsageError
-from edgespec.weights.residency import Plan, Tensor, make_plan
+from edgespec.errors import NoRoom, UsageError
+from edgespec.loading import open_backends
+from edgespec.models.registry import Defaults, Entry
+from edgespec.weights import experts
+from edgespec.weights.residency import MARGIN, Plan, Tensor, make_plan
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
@@ -129,8 +133,8 @@ def test_the_output_may_lie_in_front() -> None:
 
 def test_experts_stay_here() -> None:
     """A GPU with layers gets none of their experts, and those count here."""
-    experts = [Tensor(f"blk.{i}.ffn_up_exps.weight", 0, 8192 + (i + 100) * 4 * LAYER, 3 * LAYER) for i in range(10)]
-    both = [*tensors(), *experts]
+    large = [Tensor(f"blk.{i}.ffn_up_exps.weight", 0, 8192 + (i + 100) * 4 * LAYER, 3 * LAYER) for i in range(10)]
+    both = [*tensors(), *large]
     plan = make_plan(both, 20 * LAYER, 0, on_device=10, experts_here=True)
     assert plan is not None
     assert plan.cached_bytes == 30 * LAYER
@@ -156,15 +160,42 @@ def with_experts() -> list[Tensor]:
 
 
 def test_experts_that_a_gpu_cannot_hold() -> None:
-    assert not gpu.experts_too_large([], with_experts(), -1)
-    assert not gpu.experts_too_large(own(11 * LAYER), with_experts(), -1)
-    assert gpu.experts_too_large(own(9 * LAYER), with_experts(), -1)
-    assert gpu.experts_too_large(own(2 * LAYER), with_experts(), 4)  # three layers and the output
-    assert not gpu.experts_too_large(own(4 * LAYER), with_experts(), 4)
-    assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1)  # no experts
+    assert not gpu.experts_too_large([], with_experts(), -1, 0)
+    assert not gpu.experts_too_large(own(11 * LAYER), with_experts(), -1, 0)
+    assert gpu.experts_too_large(own(9 * LAYER), with_experts(), -1, 0)
+    assert gpu.experts_too_large(own(11 * LAYER), with_experts(), -1, 2 * LAYER)  # caches and buffers
+    assert gpu.experts_too_large(own(2 * LAYER), with_experts(), 4, 0)  # three layers and the output
+    assert not gpu.experts_too_large(own(4 * LAYER), with_experts(), 4, 0)
+    output = Tensor("output.weight", 0, 1 << 40, 2 * LAYER)
+    assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, 0)
+    assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, 0)  # no experts
     assert gpu.kept_off(None, -1, no_experts=True) == {
         "tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))
     }
+
+
+def test_pools_leave_room_for_libraries_also_where_memory_is_tightest() -> None:
+    mixture = with_experts()
+    layers = experts.find_experts(mixture, 4)
+    assert len(layers) == 10
+    needed, rooms = 3 * LAYER, range(0, 20 * LAYER, MIB)
+
+    def room_is_enough(room: int) -> bool:
+        try:
+            return memory._plan(mixture, room, needed, {}, layers) is not None
+        except NoRoom:
+            return False
+
+    room = next(room for room in rooms if room_is_enough(room))
+    plan = memory._plan(mixture, room, needed, {}, layers)
+    assert plan is not None
+    assert plan.slots_of_experts == 0
+    used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
+    assert used + memory.beside_pools(room) <= room
+    assert memory.beside_pools(room) > MARGIN
+    more = memory._plan(mixture, room + 5 * LAYER, needed, {}, layers)
+    assert more is not None
+    assert more.slots_of_experts > 0
 
 
 def test_a_mac_would_keep_all_experts() -> None:
@@ -225,6 +256,66 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == 0
     backend.close()
+
+
+def test_a_build_without_a_gpu_is_given_no_layers(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is computed here, so all has to fit here, or is streamed."""
+    monkeypatch.setattr(backend_module, "devices", list)
+    asked = list[int]()
+
+    def plan_memory(path: str, size: Any, *, gpu_layers: int, **rest: Any) -> Any:
+        asked.append(gpu_layers)
+        return None, size, ["a note"]
+
+    monkeypatch.setattr(backend_module, "plan_memory", plan_memory)
+    backend = load(str(smollm2_tiny), context_length=64, gpu_layers=3, memory="1G")
+    assert asked == [0]
+    assert backend.computing["gpu_layers"] == 0
+    assert backend.notes == ["this llama.cpp has no GPU, so --gpu-layers changes nothing", "a note"]
+    backend.close()
+
+
+def test_a_draft_gets_what_the_target_leaves_of_the_gpu_memory(
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Device("GPU0", False, 1 << 40)]
+    monkeypatch.setattr(memory, "devices", lambda: found)
+    entry = Entry(name="target", target=f"file:{smollm2_tiny}", defaults=Defaults())
+
+    def layers(gpu_memory: str) -> list[Any]:
+        pair = open_backends(entry, str(smollm2_tiny), None, context_length=64, budget=8, gpu_memory=gpu_memory)
+        for backend in pair:
+            backend.close()
+        return [backend.computing["gpu_layers"] for backend in pair]
+
+    assert layers("4G") == [-1, -1]
+    assert layers("1M") == [0, 0]
+    size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
+    for used, expected in ((0, -1), ((4 << 30) - MIB, 0)):
+        found[:] = [Device("GPU0", False, 1 << 40, used)]
+        chosen = memory.choose_gpu_layers(
+            str(smollm2_tiny), size, memory=None, beside=(), resident=True, gpu_memory="4G"
+        )
+        assert chosen == expected
+
+
+def test_libraries_that_are_there_already_need_no_room_again() -> None:
+    assert [Device("GPU0", False, 1, used).reserve for used in (0, RESERVE // 2, RESERVE, 1 << 40)] == [
+        RESERVE, RESERVE // 2, 0, 0,
+    ]  # fmt: skip
+
+
+def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory for its experts to be read as they are chosen."""
+    monkeypatch.setattr(memory, "devices", lambda: own(5 * LAYER))
+    monkeypatch.setattr(memory, "all_tensors", lambda path: with_experts())
+    monkeypatch.setattr(memory, "find_layers", lambda path, tensors: experts.find_experts(tensors, 4))
+    monkeypatch.setattr(memory, "private_memory", lambda: 0)
+    monkeypatch.setattr(memory, "_rehearse", lambda path, sizes: [MARGIN] * len(sizes))
+    size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
+    options: dict[str, Any] = {"beside": (), "resident": False}
+    assert memory.choose_gpu_layers("", size, memory=MIB, **options) > 1
+    assert memory.choose_gpu_layers("", size, memory=9 * LAYER, **options) == 0
 
 
 @pytest.mark.parametrize(("value", "code"), [("auto", 0), ("0", 0), ("many", 2)])

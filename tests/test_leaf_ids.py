@@ -59,7 +59,7 @@ def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(smollm2_tiny, s
     factory = llamacpp_factory(smollm2_tiny_f32 if kv_type == "f32" else smollm2_tiny, kv_type=kv_type, share=0.125)
     with loaded(factory, sessions=4, context_length=256) as backend:
         assert backend.capabilities.cells == 256 + 3 * 32
-        first, text = backend.open(), random_tokens(backend, 200, 1)
+        first, text, known = backend.open(), random_tokens(backend, 200, 1), {}
         prefill(backend, first, text)
         sessions, texts = [first], [text]
         for i in range(2):
@@ -70,17 +70,17 @@ def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(smollm2_tiny, s
             backend.cells.put_in_order(sessions)
             assert backend.cells.end <= 200 + 2 * 64 + 20
             for session, one in zip(sessions, texts, strict=True):
-                check_session(backend, session, one)
+                check_session(backend, session, one, known)
         sessions[0].rewind(100)
         backend.cells.put_in_order(sessions[::-1])
         texts[0] = text[:100]
         for session, one in zip(sessions, texts, strict=True):
-            check_session(backend, session, one)
+            check_session(backend, session, one, known)
         sessions[1].close()
         other = backend.open()
         full = random_tokens(backend, 250, 9)
         prefill(backend, other, full)  # 210 + 250 tokens, but what is shared
-        check_session(backend, sessions[2], texts[2])
+        check_session(backend, sessions[2], texts[2], known)
         size, backend.cells._size = backend.cells._size, 500  # what is for passes left out
         more = [work(sessions[0], [5] * 100, range(-1, 99), wanted=[])]
         with pytest.raises(ContextFull, match="cells is full: 496 hold texts"):
@@ -91,4 +91,4 @@ def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(smollm2_tiny, s
         backend.cells._size = size
         sessions[0].rewind(0)
         for session, one in ((other, full[:100]), (sessions[2], texts[2])):
-            check_session(backend, session, one)
+            check_session(backend, session, one, known)

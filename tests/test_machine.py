@@ -342,6 +342,13 @@ def test_odd_names_of_mount_points(tmp_path: Path) -> None:
     assert file_system("/a\tb\\c/file", mounts) == "nfs"
 
 
+def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(b"30 1 8:0 / /m\xe9 rw - nfs host rw\n31 1 8:1 / / rw - ext4 /dev/x1 rw\n")
+    assert file_system(os.fsdecode(b"/m\xe9/file"), mounts) == "nfs"
+    assert file_system("/other", mounts) == "ext4"
+
+
 def test_a_link_is_followed(tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir()

@@ -15,8 +15,9 @@ from edgespec.backends.llamacpp.memory import all_tensors, find_layers
 from gguf_files import small_llama
 
 from edgespec.backend import Work
-from edgespec.errors import EdgespecError, UsageError
+from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.models import gguf_write
+from edgespec.models.gguf_header import own_values
 from edgespec.models.made_up_mixture import Experts, write_mixture
 
 Q8_0, Q4_K_M, F16 = 7, 15, 1
@@ -101,3 +102,66 @@ def test_what_is_refused(dense: dict[str, Path], tmp_path: Path, monkeypatch: py
     with pytest.raises(EdgespecError, match="but only"):
         write_mixture(dense["Q8_0"], tmp_path / "large.gguf", Experts(4, 2), unseen)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def with_header(source: Path, out: Path, change: Any) -> Path:
+    """A copy whose header was changed in place."""
+    import gguf
+
+    out.write_bytes(source.read_bytes())
+    reader = gguf.GGUFReader(out, "r+")
+    change(reader.fields)
+    reader.data.flush()
+    return out
+
+
+def rename(key: str) -> Any:
+    """Changes a header so that a key has an unknown name."""
+
+    def change(fields: Any) -> None:
+        fields[key].parts[1][-1] = ord("x")
+
+    return change
+
+
+def test_the_file_says_how_much_of_a_head_is_rotated(dense: dict[str, Path], tmp_path: Path) -> None:
+    def half(fields: Any) -> None:
+        fields["llama.rope.dimension_count"].parts[-1][0] = 32
+
+    write_mixture(with_header(dense["Q8_0"], tmp_path / "in", half), tmp_path / "out.gguf", Experts(4, 2), unseen)
+    assert own_values(str(tmp_path / "out.gguf"))["rope.dimension_count"] == 32
+    nothing = with_header(dense["Q8_0"], tmp_path / "in", rename("llama.rope.dimension_count"))
+    write_mixture(nothing, tmp_path / "other.gguf", Experts(4, 2), unseen)
+    assert own_values(str(tmp_path / "other.gguf"))["rope.dimension_count"] == 64
+
+
+def test_a_model_in_parts(dense: dict[str, Path], tmp_path: Path) -> None:
+    small_llama(tmp_path / "parts.gguf", layers=2, split=8)
+    parts = sorted(tmp_path.glob("parts-*"))
+    assert len(parts) > 1
+    for source, name in ((parts[1], "of-parts"), (dense["llama"], "whole")):
+        write_mixture(source, tmp_path / name, Experts(4, 2), unseen)
+    assert np.array_equal(rows(tmp_path / "of-parts"), rows(tmp_path / "whole"))
+    parts[0].unlink()
+    with pytest.raises(ModelError, match="there is no such file"):
+        write_mixture(parts[1], tmp_path / "again", Experts(4, 2), unseen)
+
+
+def test_damaged_headers(dense: dict[str, Path], tmp_path: Path) -> None:
+    """One line, and no file."""
+    source = tmp_path / "in"
+    for part in (0.02, 0.5, 0.99):
+        source.write_bytes(dense["Q8_0"].read_bytes()[: int(part * dense["Q8_0"].stat().st_size)])
+        with pytest.raises(ModelError, match="is damaged or cut off") as caught:
+            write_mixture(source, tmp_path / "out", Experts(4, 2), unseen)
+        assert "\n" not in str(caught.value)
+    for key, message in (
+        ("attention.head_count", r"llama.attention.head_count is None, but must be one number"),
+        ("embedding_length", r"has no llama.embedding_length"),
+    ):
+        with_header(dense["Q8_0"], source, rename(f"llama.{key}"))
+        with pytest.raises(ModelError, match=message):
+            write_mixture(source, tmp_path / "out", Experts(4, 2), unseen)
+    assert not (tmp_path / "out").exists()
+    as_many = rename("llama.attention.head_count_kv")
+    write_mixture(with_header(dense["Q8_0"], source, as_many), tmp_path / "out", Experts(4, 2), unseen)

@@ -63,6 +63,7 @@ def from_disk(monkeypatch, mixtures):
         with monkeypatch.context() as patch:
             patch.setattr(llamacpp_memory, "most_slots", lambda layers, room: slots)
             patch.setattr(llamacpp_memory, "memory_of", lambda layers, slots: 0)
+            patch.setattr(llamacpp_memory, "beside_pools", lambda room: 0)
             backend = load(path, memory=memory, **OPTIONS, kv_type="f16")
         made.append(backend)
         assert backend._watch is not None

@@ -1,12 +1,16 @@
 """`bench-offload folders`: what it is told, and its table."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgespec.errors import UsageError
+from edgespec.measure.offload import text_summary
 from edgespec.measure.offload_folders import Folder, parse_folder, weight_bytes
 from edgespec.measure.offload_tables import folder_table
+from edgespec.measure.offload_worker import MLX_LM, Task, measure
 
 
 @pytest.fixture
@@ -50,3 +54,17 @@ def test_the_table_compares_with_what_is_possible() -> None:
     table = folder_table(report)
     for text in ("2.50 of max(compute, read)", "2.00 of max", "2.50 x plain", "it was killed: out of memory", "0.50"):
         assert text in table
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted on Linux")
+def test_what_mlx_lm_does_alone_can_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, add_generation_prompt: [1, 2])
+    fake = SimpleNamespace(
+        load=lambda folder: (None, tokenizer),
+        stream_generate=lambda model, tokenizer, ids, max_tokens: [0] * max_tokens,
+    )
+    monkeypatch.setitem(sys.modules, "mlx_lm", fake)
+    result = measure(Task("folder", backend=MLX_LM, prompts=["one", "two"], max_tokens=3))
+    found = text_summary([result | {"peak": 5, "stayed_in_cache": 0.0}])
+    assert (found["tokens"], found["passes"], found["peak"]) == (6, 6, 5)
+    assert found["user_seconds"] >= 0 <= found["system_seconds"]

@@ -1,5 +1,10 @@
 """Perplexity, against the definition."""
 
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from edgespec.backends.reference import ReferenceBackend, random_model
@@ -28,3 +33,18 @@ def test_a_text_in_two_pieces() -> None:
 def test_one_token_has_none() -> None:
     with pytest.raises(UsageError, match="at least two tokens"):
         perplexity(ReferenceBackend(random_model(3, vocab_size=12)), [1])
+
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "perplexity"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: data[:12] + bytes(20) + data[32:], lambda _: b"no"]
+)
+def test_a_damaged_text_is_one_line(damage, tmp_path: Path) -> None:
+    text = tmp_path / "text.gz"
+    text.write_bytes(damage(gzip.compress(b"".join(b"%d " % i for i in range(300)))))
+    done = subprocess.run([sys.executable, SCRIPT, text, "model"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"{text}: cannot be read: " in done.stderr

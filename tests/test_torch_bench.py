@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,20 @@ def test_the_script_on_a_processor(tmp_path):
     assert [row["nodes"] for row in disk["rows"]] == [row["nodes"] for row in memory["rows"]] == [1, 64]
     assert "No pair was given" in done.stdout
     assert list(tmp_path.iterdir()) == [figures]
+
+
+def test_what_is_left_out_when_time_is_up(tmp_path, monkeypatch, capsys):
+    loader = SourceFileLoader("bench_gpu", str(SCRIPT))
+    script = module_from_spec(spec_from_loader("bench_gpu", loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        loader.exec_module(script)
+    monkeypatch.setattr(script, "SECONDS", -1)
+    options = ["--device", "cpu", "--dtypes", "bfloat16", "--pair", "a+b", "--no-tests", "--json", f"{tmp_path}/out"]
+    monkeypatch.setattr(sys, "argv", ["bench-gpu", *options])
+    assert script.main() == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "bfloat16: not measured, time is up",
+        "bfloat16, from disk: not measured, time is up",
+        "The pair was not measured: time is up.",
+    ]

@@ -33,7 +33,7 @@ from .files import (
     parts,
     without_amx,
 )
-from .gpu import kept_off
+from .gpu import devices, kept_off
 from .ids import Ids
 from .lending import lent_line, lent_options
 from .logits import LlamaLogits
@@ -304,7 +304,7 @@ def load(
         threads: compute threads; default: one per core (performance cores on a Mac), fewer while other programs keep
             cores busy, where that does not change a bit of the result.
         gpu_layers: layers to keep on the GPU; -1 = all; default: as many as `gpu_memory` takes (`gpu.py`).
-        gpu_memory: bytes of each GPU's memory to use, such as "10G"; default: what is free.
+        gpu_memory: bytes of each GPU's memory that this program may take, such as "10G"; default: what is free.
         in_order: keep a session's cells in the order of its text, as plain decoding does, since llama.cpp's rounding
             depends on it. Committed nodes behind a gap lose their cells then, and the next pass reads them again:
             a few tokens. A draft does without.
@@ -345,10 +345,15 @@ def load(
         )
     elif gpu_memory is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
+    elif gpu_layers and not borrowed and not devices():
+        gpu_layers, notes = 0, ["this llama.cpp has no GPU, so --gpu-layers changes nothing"]
+    experts_here = not borrowed and keeps_experts(path, gpu_layers, size)
     if not plenty and not resident:
-        plan, size, notes = plan_memory(
-            path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed)
-        )
+        plan, size, more = plan_memory(
+            path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed),
+            experts_here=experts_here,
+        )  # fmt: skip
+        notes += more
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
     repack = plenty and not wide and exact == "off"  # repacked weights are copies outside the file's mapping
     options: dict[str, Any] = {"use_extra_bufts": repack}
@@ -358,7 +363,7 @@ def load(
         options |= lent_options(borrowed)
         notes.append(lent_line(path, gpu_layers))
     else:
-        options |= kept_off(plan, gpu_layers, keeps_experts(path, gpu_layers))
+        options |= kept_off(plan, gpu_layers, experts_here)
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
     watch = context = None
     try:

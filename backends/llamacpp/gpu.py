@@ -36,6 +36,15 @@ class Device:
     name: str
     shared: bool  # it computes in the host's memory
     free: int
+    used: int = 0  # by this program
+
+    @property
+    def reserve(self) -> int:
+        """What its libraries will still take."""
+        return max(0, RESERVE - self.used)
+
+
+_used_by_others: dict[str, int] = {}  # of each GPU's memory when this program first looked
 
 
 def devices() -> list[Device]:
@@ -50,7 +59,9 @@ def devices() -> list[Device]:
             free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
             library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
             name = library.ggml_backend_dev_name(device).decode()
-            found.append(Device(name, kind == SHARED or sys.platform == "darwin", free.value))
+            used = total.value - free.value
+            own = max(0, used - _used_by_others.setdefault(name, used))
+            found.append(Device(name, kind == SHARED or sys.platform == "darwin", free.value, own))
     return found
 
 
@@ -101,10 +112,15 @@ def auto_layers(
         if least is None or not least.streamed:
             return -1 if weights + beside <= room else 0
         return _beside_streamed(tensors, room, least, plan) if sys.platform == "darwin" else 0
-    room = int(sum(device.free for device in own) * (1 - SAFETY)) - len(own) * RESERVE - buffers
+    room = _room(own, buffers)
     if beside <= room // 2:  # all of a small draft is worth more than a few layers: it makes many passes
         room -= beside
     return layers_that_fit(tensors, room, len(own))
+
+
+def _room(own: Sequence[Device], buffers: int) -> int:
+    """Bytes for weights on GPUs with memory of their own."""
+    return int(sum(device.free for device in own) * (1 - SAFETY)) - sum(device.reserve for device in own) - buffers
 
 
 def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
@@ -186,12 +202,20 @@ class Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_layers: int) -> bool:
-    """Whether GPUs with memory of their own do not hold so many layers of a mixture with their experts."""
-    room = sum(device.free - RESERVE for device in found if not device.shared)
+def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_layers: int, buffers: int) -> bool:
+    """Whether GPUs with memory of their own do not hold the output and so many layers of a mixture with their experts.
+
+    Args:
+        found: the GPUs.
+        tensors: of the model.
+        gpu_layers: as for `load`, not 0.
+        buffers: bytes of its caches and of what a pass computes.
+    """
+    own = [device for device in found if not device.shared]
     first = 0 if gpu_layers < 0 else count_layers(tensors) + 1 - gpu_layers
-    layers = [tensor for tensor in tensors if layer_of(tensor) >= first]
-    return room > 0 and any(EXPERT.search(tensor.name) for tensor in layers) and sum(t.size for t in layers) > room
+    there = [tensor for tensor in tensors if layer_of(tensor) >= first or is_output(tensor)]
+    with_experts = any(EXPERT.search(tensor.name) for tensor in there)
+    return bool(own) and with_experts and sum(tensor.size for tensor in there) > _room(own, buffers)
 
 
 def kept_off(plan: Plan | None, gpu_layers: int, no_experts: bool = False) -> dict[str, Any]:

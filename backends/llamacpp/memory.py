@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.models.gguf_header import own_values
 from edgespec.paths import MOST_OWED
 from edgespec.weights.disk import USUAL, recall_reading
@@ -55,7 +55,7 @@ MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chu
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
-BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages, page tables. Pools do not shrink as page cache does
+BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages, page tables
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -173,10 +173,12 @@ def plan_memory(
     beside: Sequence[str] = (),
     gpu_layers: int = 0,
     lent: bool = False,
+    experts_here: bool = False,
 ) -> tuple[Plan | None, ContextSize, list[str]]:
     """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
 
-    Arguments and errors as for `load`; `lent`: it is not a GPU but lenders who have layers.
+    Arguments and errors as for `load`; `lent`: it is not a GPU but lenders who have layers; `experts_here`: what
+    `keeps_experts` says.
     """
     found = available_memory()
     room = memory if memory is not None else int(found * (1 - SAFETY))
@@ -189,7 +191,7 @@ def plan_memory(
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
-    gpu["experts_here"] = not lent and keeps_experts(path, gpu_layers)
+    gpu["experts_here"] = experts_here
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
@@ -233,10 +235,13 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     )
 
 
-def keeps_experts(path: str, gpu_layers: int) -> bool:
+def keeps_experts(path: str, gpu_layers: int, size: ContextSize) -> bool:
     """Whether the processor keeps all experts, since a GPU that gets so many layers cannot hold theirs."""
     found = devices() if gpu_layers else []
-    return bool(found) and experts_too_large(found, all_tensors(path), gpu_layers)
+    tensors = all_tensors(path) if found else []
+    if not any(EXPERTS.search(tensor.name) for tensor in tensors):
+        return False
+    return experts_too_large(found, tensors, gpu_layers, _buffers(path, size))
 
 
 def choose_gpu_layers(
@@ -249,7 +254,9 @@ def choose_gpu_layers(
         buffers = needed - private_memory() - MARGIN
         return choose_lent(tensors, memory, needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1)
     most = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-    found = [replace(device, free=min(device.free, most or device.free)) for device in devices()]
+    found = devices()
+    if most is not None:  # of which another model of this program may have taken a part
+        found = [replace(device, free=min(device.free, max(0, most - device.used))) for device in found]
     if not found:
         if most is None:
             return 0
@@ -258,7 +265,7 @@ def choose_gpu_layers(
         )
     tensors = all_tensors(path)
     room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
-    buffers = _rehearse(path, [size])[0] - private_memory() - MARGIN
+    buffers = _buffers(path, size)
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
     needed = private_memory() + MARGIN + buffers + beside_it
 
@@ -267,7 +274,11 @@ def choose_gpu_layers(
 
     layers = auto_layers(found, tensors, buffers, beside_it, plan)
     # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
-    return 0 if layers > 0 and find_layers(path, tensors) and plan(0) is not None else layers
+    try:
+        from_disk = layers > 0 and bool(find_layers(path, tensors)) and plan(0) is not None
+    except NoRoom:  # not without the GPU
+        from_disk = False
+    return 0 if from_disk else layers
 
 
 def _plans(
@@ -288,7 +299,8 @@ def _plan(
 
     Where a GPU has layers, and memory does not hold the experts of the others, it gets no layer's experts.
     """
-    least = memory_of(layers, 0) if layers else 0
+    beside = beside_pools(room)
+    least = memory_of(layers, 0) + beside if layers else 0
     if layers and gpu.get("on_device"):
         if make_plan(tensors, room, needed, **gpu) is None:
             return None
@@ -296,9 +308,13 @@ def _plan(
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan
-    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - MARGIN - int(room * BESIDE_POOLS)
-    slots = max(0, most_slots(layers, left))
+    slots = most_slots(layers, room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - beside)
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
+
+
+def beside_pools(room: int) -> int:
+    """Bytes of memory that are left alone where experts have pools, which do not shrink as page cache does."""
+    return MARGIN + int(room * BESIDE_POOLS)
 
 
 def _bytes_read(plan: Plan | None) -> int:
@@ -327,6 +343,11 @@ def _weights_and_buffers(path: str, size: ContextSize) -> int:
     weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
     before = private_memory() + MARGIN
     return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before  # a draft has room for each text
+
+
+def _buffers(path: str, size: ContextSize) -> int:
+    """Bytes of a model's caches and of what a pass computes."""
+    return _rehearse(path, [size])[0] - private_memory() - MARGIN
 
 
 def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:

@@ -11,7 +11,7 @@ from importlib import import_module
 from math import log2
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +30,7 @@ from edgespec.exact import check_choice, line, settle, tokens
 from edgespec.loading import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.paths import note
-from edgespec.remembered import everything, identity
-from edgespec.remembered import folder as remembered_in
+from edgespec.remembered import can_remember, everything, identity
 from edgespec.weights.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -226,10 +225,14 @@ def _read_disk(file: str) -> Reading:
     Raises ModelError, UsageError.
     """
     known = recall_reading(file)
-    if not known.speed and remembered_in():
-        remember_reading(file, found := find_reading(file)[0])
+    if not known.speed and can_remember():
+        found = find_reading(file)[0]
+        remember_reading(file, found)
         return found
-    return replace(known, speed=disk_bandwidth(file, threads=known.threads, size=known.size))
+    found = replace(known, speed=disk_bandwidth(file, threads=known.threads, size=known.size))
+    if known.speed:  # how fast it is now
+        remember_reading(file, found)
+    return found
 
 
 def _weight_files(path: str) -> dict[str, int]:
@@ -259,7 +262,10 @@ def _try(
         memory = import_module("edgespec.backends.llamacpp.memory")
         size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
         on_gpu = memory.choose_gpu_layers(path, size, memory=room, beside=beside, resident=False)
-        tried.plan, _, tried.notes = memory.plan_memory(path, size, memory=room, beside=beside, gpu_layers=on_gpu)
+        tried.plan, _, tried.notes = memory.plan_memory(
+            path, size, memory=room, beside=beside, gpu_layers=on_gpu,
+            experts_here=memory.keeps_experts(path, on_gpu, size),
+        )  # fmt: skip
     say("passes")
     streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
     with closing(_load(engine, path, options | streaming)) as backend:
@@ -267,8 +273,9 @@ def _try(
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"
-        if planned and tried.plan:  # experts may have been left to the page cache after all
-            tried.plan = cast(Any, backend).streamer.plan
+        streamer = getattr(backend, "streamer", None)
+        if planned and tried.plan and streamer:  # experts may have been left to the page cache after all
+            tried.plan = streamer.plan
             tried.notes += [note for note in backend.notes if note.startswith("experts are left")]
         elif not planned:
             tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)

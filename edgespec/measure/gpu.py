@@ -246,6 +246,8 @@ def measure(
     costs = known.costs if known else layer_costs(shape, dtype, device, sizes, vocab, copies, options)
     small = random_model(shape | ONE, dtype, device)
     layer, cache = block_bytes(small.model.layers[0]), cache_bytes(small, device, sizes)
+    del small
+    _free(device)
     layers, host = fitting_layers(shape, layer, host_bytes), None
     if known and disk:
         there = int(shutil.disk_usage(disk).free * HOST_SHARE // layer)

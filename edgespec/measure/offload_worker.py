@@ -109,9 +109,7 @@ def _measure_texts(task: Task) -> dict[str, Any]:
             for prompt in task.prompts:
                 result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
                 runs.append({**result.stats.as_dict(), "token_ids": result.token_ids})
-            user, system = (now - then for now, then in zip(processor_seconds(), before, strict=True))
-        figures = {"bytes": bytes_read() - read, "user_seconds": user, "system_seconds": system}
-        return {"runs": runs, **figures, **_plan_of(backends[0])}
+        return {"runs": runs, **_used(read, before), **_plan_of(backends[0])}
     finally:
         close_all(backends)
 
@@ -155,7 +153,7 @@ def _measure_mlx_lm(task: Task) -> dict[str, Any]:
     from mlx_lm import load, stream_generate
 
     model, tokenizer = load(task.target)[:2]
-    read, runs = bytes_read(), []
+    read, before, runs = bytes_read(), processor_seconds(), []
     for prompt in task.prompts:
         token_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
         started, count = perf_counter(), 0
@@ -163,7 +161,13 @@ def _measure_mlx_lm(task: Task) -> dict[str, Any]:
             count += 1
         seconds = perf_counter() - started
         runs.append({"tokens": count, "passes": count, "seconds": seconds, "target_seconds": seconds})
-    return {"runs": runs, "bytes": bytes_read() - read}
+    return {"runs": runs, **_used(read, before)}
+
+
+def _used(read: int, before: tuple[float, float]) -> dict[str, float]:
+    """Bytes read and seconds computed since `bytes_read` and `processor_seconds` said this."""
+    user, system = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+    return {"bytes": bytes_read() - read, "user_seconds": user, "system_seconds": system}
 
 
 def bytes_read() -> int:

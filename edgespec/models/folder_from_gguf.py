@@ -118,6 +118,7 @@ class Gguf:
 
     path: Path  # the first part
     metadata: dict[str, Any]
+    fields: dict[str, Any]  # the same as gguf.ReaderField, with their types
     tensors: list[Any]  # gguf.ReaderTensor, mapped into memory
 
 
@@ -140,7 +141,8 @@ def read_gguf(path: Path) -> Gguf:
             readers.append(GGUFReader(part))
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
             raise ModelError(f"{part}: is damaged or cut off, or a newer kind of GGUF ({error})") from error
-    metadata = {key: field.contents() for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
+    fields = {key: field for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
+    metadata = {key: field.contents() for key, field in fields.items()}
     expected = metadata.get("split.count", 0)
     if expected > len(parts):
         raise ModelError(
@@ -148,7 +150,7 @@ def read_gguf(path: Path) -> Gguf:
             f"NAME-00001-of-{expected:05}.gguf and so on"
         )
     tensors = [tensor for reader in readers for tensor in reader.tensors]
-    return Gguf(parts[0], metadata, tensors)
+    return Gguf(parts[0], metadata, fields, tensors)
 
 
 def _parts(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import MissingPackage, ModelError, UsageError
-from edgespec.models.gguf_model import check_magic
+from edgespec.models.folder_from_gguf import read_gguf
 from edgespec.models.gguf_write import appearing, check_out, check_space
 
 Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
@@ -70,7 +70,7 @@ def write_mixture(
     """Make a mixture, of architecture llama as Mixtral, of a dense model. It appears only when it is complete.
 
     Args:
-        source: a GGUF of architecture qwen2 or llama.
+        source: a GGUF of architecture qwen2 or llama; of a split one, any part.
         out: must not exist yet.
         experts: how many.
         progress: called with (bytes written, bytes in all) of the weights.
@@ -81,7 +81,7 @@ def write_mixture(
 
     Raises:
         UsageError: `out` exists, or there is no such mixture.
-        ModelError: `source` is no dense model of these kinds, or of types that cannot be scaled.
+        ModelError: `source` is damaged, no dense model of these kinds, or of types that cannot be scaled.
         EdgespecError: the disk has not so much room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
@@ -91,13 +91,13 @@ def write_mixture(
         raise MissingPackage("gguf", "convert", "writing a GGUF") from error
     experts.check()
     check_out(out)
-    check_magic(str(source))
-    reader = gguf.GGUFReader(source)
-    values = {name: field.contents() for name, field in reader.fields.items()}
+    found = read_gguf(source)
+    values = found.metadata
     kind = values.get("general.architecture")
     if kind not in KINDS or values.get(f"{kind}.expert_count"):
         raise ModelError(f"{source}: is no dense model of architecture {' or '.join(KINDS)}")
-    planned = _plan(source, reader.tensors, values, experts, np.random.default_rng(seed))
+    own = _own_values(source, values, experts)
+    planned = _plan(source, found.tensors, values, experts, np.random.default_rng(seed))
     if not any("_exps." in one.name for one in planned):
         raise ModelError(f"{source}: has no feed forward that could be cut")
     inner = next(one.shape[1] for one in planned if "ffn_up_exps" in one.name)
@@ -105,7 +105,7 @@ def write_mixture(
     check_space(out, total)
     with appearing(out) as beside:
         writer = gguf.GGUFWriter(beside, "llama")
-        _write_values(writer, reader.fields, values, experts, inner)
+        _write_values(writer, found.fields, values, own | {"feed_forward_length": inner})
         for one in planned:
             writer.add_tensor_info(one.name, one.shape, np.dtype(np.uint8), one.size, raw_dtype=one.type)
         writer.write_header_to_file()
@@ -126,7 +126,7 @@ def _plan(
     import gguf
 
     kind, planned = values["general.architecture"], list[_Planned]()
-    heads = {"attn_q": values[f"{kind}.attention.head_count"], "attn_k": values[f"{kind}.attention.head_count_kv"]}
+    heads = {part: _heads(source, values, part) for part in ("attn_q", "attn_k")}
     units = {  # weights of a block of what comes down, which is cut along its rows
         tensor.name.split(".")[1]: gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
         for tensor in tensors
@@ -142,7 +142,9 @@ def _plan(
             continue
         if part == "ffn_up" and experts.parts > 1 and tensor.tensor_type.name not in SCALES:
             raise ModelError(f"{source}: {tensor.name} is {tensor.tensor_type.name}, but must be {' or '.join(SCALES)}")
-        unit = units[tensor.name.split(".")[1]]
+        unit = units.get(tensor.name.split(".")[1])
+        if unit is None:
+            raise ModelError(f"{source}: {tensor.name} has no ffn_down beside it")
         inner = int(tensor.shape[0] if part == "ffn_down" else tensor.shape[1])
         width = -(-inner // (unit * experts.parts)) * unit
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
@@ -191,22 +193,40 @@ def _multiply(rows: Bytes, kind: str, size: int, by: int) -> None:
         blocks[:, at : at + 2] = scales.view(np.uint8)
 
 
-def _write_values(writer: Any, fields: Any, values: dict[str, Any], experts: Experts, inner: int) -> None:
+def _heads(source: Path, values: dict[str, Any], part: str) -> int:
+    """Of queries or keys; without a word on the latter there are as many. Raises ModelError."""
+    key = f"{values['general.architecture']}.attention.head_count"
+    count = values.get(f"{key}_kv", values.get(key)) if part == "attn_k" else values.get(key)
+    if not isinstance(count, int) or count < 1:
+        raise ModelError(f"{source}: {key} is {count!r}, but must be one number for all layers")
+    return count
+
+
+def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[str, int]:
+    """What the mixture's header says anew. Raises ModelError."""
+    kind = values["general.architecture"]
+    missing = [key for key in (f"{kind}.embedding_length", "tokenizer.ggml.tokens") if key not in values]
+    if missing:
+        raise ModelError(f"{source}: has no {missing[0]}")
+    head = values.get(f"{kind}.attention.key_length")
+    head = head or values[f"{kind}.embedding_length"] // _heads(source, values, "attn_q")
+    return {
+        "expert_count": experts.count,
+        "expert_used_count": experts.used,
+        "rope.dimension_count": values.get(f"{kind}.rope.dimension_count") or head,
+        "vocab_size": len(values["tokenizer.ggml.tokens"]),
+    }
+
+
+def _write_values(writer: Any, fields: dict[str, Any], values: dict[str, Any], own: dict[str, int]) -> None:
     import gguf
 
     kind = values["general.architecture"]
-    own = {
-        "feed_forward_length": inner,
-        "expert_count": experts.count,
-        "expert_used_count": experts.used,
-        "rope.dimension_count": values[f"{kind}.embedding_length"] // values[f"{kind}.attention.head_count"],
-        "vocab_size": len(values["tokenizer.ggml.tokens"]),
-    }
     for key, value in own.items():
         writer.add_uint32(f"llama.{key}", value)
     for name, field in fields.items():
         short = name.removeprefix(f"{kind}.")
-        if name.startswith("GGUF.") or name == "general.architecture" or short in own:
+        if name.startswith("split.") or name == "general.architecture" or short in own:
             continue
         key = name if short == name else f"llama.{short}"
         if field.types[0] == gguf.GGUFValueType.ARRAY:

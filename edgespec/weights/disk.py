@@ -1,5 +1,6 @@
 """How a disk is read fastest: how many reads at once, of how many bytes. Found once, and remembered for that disk."""
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -14,7 +15,7 @@ SECONDS = 10.0  # to find out
 FINALISTS, ROUNDS = 3, 3
 BETTER = 1.05  # the usual reads are left alone unless others are that much quicker
 MEASURE = 0.3  # seconds that a disk is measured before it is streamed from
-MOST_THREADS, LARGEST = 64, 64 << 20  # what is believed of a file
+MOST_THREADS, LARGEST = max(THREADS), max(SIZES)  # what is believed of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,16 @@ def recall_reading(path: str) -> Reading:
     """How the disk that a file lies on is read best, as far as that is known; else as usual."""
     try:
         found = Reading(**remembered.recall(_about(path)) or {})
+        whole = type(found.threads) is type(found.size) is int
         believed = 1 <= found.threads <= MOST_THREADS and BLOCK <= found.size <= LARGEST and found.size % BLOCK == 0
     except (OSError, TypeError):  # it is another version's
         return USUAL
-    return found if believed and found.speed > 0 else USUAL
+    return found if whole and believed and found.speed > 0 else USUAL
 
 
-def remember_reading(path: str, reading: Reading) -> None:
-    """From now on the disk that a file lies on is read so."""
-    remembered.remember(_about(path), asdict(reading))
+def remember_reading(path: str, reading: Reading) -> bool:
+    """From now on the disk that a file lies on is read so; False: that could not be kept. Raises OSError."""
+    return reading.speed > 0 and remembered.remember(_about(path), asdict(reading))
 
 
 def disk_speed(path: str) -> float:
@@ -88,4 +90,9 @@ def disk_speed(path: str) -> float:
 
 
 def _about(path: str) -> dict[str, str]:
-    return {"kind": "disk", "machine": remembered.machine(), "disk": disk_name(path)}
+    size = 0
+    if hasattr(os, "statvfs"):  # disks that come and go may have one name
+        found = os.statvfs(path)
+        size = found.f_blocks * found.f_frsize
+    # Two digits of it: where file systems share a disk, what others take changes the size of each.
+    return {"kind": "disk", "machine": remembered.machine(), "disk": disk_name(path), "size": f"{size:.1e}"}

@@ -174,7 +174,7 @@ def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
     """Where the file system of a file is mounted, its type and its device."""
     found = ("", "", "")
     try:
-        lines = mounts.read_text().splitlines()
+        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return found
     real = os.path.realpath(path)
@@ -190,7 +190,7 @@ def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
 def disk_bandwidth(
     path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
 ) -> float:
-    """Bytes per second of direct reads of a file, read as `ring.py` reads, going through it from its middle.
+    """Bytes per second of direct reads of a file, read as `ring.py` reads, going round through it.
 
     Where direct reads do not work, the page cache is dropped first, as far as the system does that.
 

@@ -46,10 +46,10 @@ def read_buffer(size: int = READ_SIZE) -> memoryview:
     return memoryview(whole)[start : start + size]
 
 
-def own_buffer(size: int = READ_SIZE) -> memoryview:
-    """This thread's `read_buffer`, of so many bytes or more."""
-    if not hasattr(_own, "buffer") or len(_own.buffer) < size:
-        _own.buffer = read_buffer(max(size, READ_SIZE))
+def own_buffer() -> memoryview:
+    """This thread's `read_buffer`."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = read_buffer()
     buffer: memoryview = _own.buffer
     return buffer
 
@@ -86,28 +86,27 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: i
     """As `read_fully`, of any bytes, for a file open for direct reads.
 
     Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where blocks would not lie at
-    multiples of `step` in memory, all of it is read elsewhere first, and copied.
+    multiples of `step` in memory, all of it is read elsewhere first, READ_SIZE at a time, and copied.
     """
-    low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
-    inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
-    copied = inner >= end or (address + inner - start) % step
-    buffer = own_buffer(high - low if copied else 2 * BLOCK)
-    if copied:
-        done = os.preadv(descriptor, [buffer[: high - low]], low)
-        copies = [(0, start, min(stop, low + done))]
-    else:
-        head, tail = buffer[: inner - low], buffer[BLOCK : BLOCK + high - end]
-        middle = (ctypes.c_char * (end - inner)).from_address(address + inner - start)
-        done = os.preadv(descriptor, [part for part in (head, middle, tail) if len(part)], low)
-        copies = [(0, start, min(inner, low + done)), (BLOCK, end, min(stop, low + done))]
-    if low + done <= start:
-        raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
-    for at, first, last in copies:
-        if first < last:
-            found = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at + first % BLOCK
-            ctypes.memmove(address + first - start, found, last - first)  # while other threads run Python
-    if low + done < stop:
-        read_unaligned(descriptor, address + low + done - start, low + done, stop, step)
+    buffer = own_buffer()
+    while start < stop:
+        low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
+        inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
+        if inner >= end or (address + inner - start) % step:
+            done = os.preadv(descriptor, [buffer[: min(high - low, READ_SIZE)]], low)
+            copies = [(0, start, min(stop, low + done))]
+        else:
+            head, tail = buffer[: inner - low], buffer[BLOCK : BLOCK + high - end]
+            middle = (ctypes.c_char * (end - inner)).from_address(address + inner - start)
+            done = os.preadv(descriptor, [part for part in (head, middle, tail) if len(part)], low)
+            copies = [(0, start, min(inner, low + done)), (BLOCK, end, min(stop, low + done))]
+        if low + done <= start:
+            raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
+        for at, first, last in copies:
+            if first < last:
+                found = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at + first % BLOCK
+                ctypes.memmove(address + first - start, found, last - first)  # while other threads run Python
+        start, address = low + done, address + low + done - start
 
 
 def touch(descriptor: int, start: int, stop: int) -> None:
