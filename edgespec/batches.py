@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from time import perf_counter
 
-from edgespec.backend import Capabilities, Work
+from edgespec.backend import Capabilities, Work, most_nodes
 from edgespec.cost import PassCost, split
 from edgespec.generate import Generation
 from edgespec.pieces import TILE, PromptPieces
@@ -14,11 +14,37 @@ from edgespec.tree import DraftTree, best_nodes
 TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 
 Batch = list[tuple[Slot, Work]]
+Failed = list[tuple[Slot, Exception]]  # slots whose trees could not be planned
+
+
+def prompts_ride_along(limits: Capabilities) -> bool:
+    """Whether parts of prompts and trees may share a pass."""
+    exact = limits.exact
+    return exact is None or (exact.prompts == exact.trees and not exact.blocks)
+
+
+def plan(
+    writing: Sequence[Slot],
+    reader: Slot | None,
+    slots: Sequence[Slot],
+    limits: Capabilities,
+    cost: PassCost | None,
+    pieces: PromptPieces,
+) -> tuple[Batch, Failed]:
+    """Trees of those who have waited longest, and then the next part of a prompt."""
+    part = reader.generation if reader else None
+    room = most_nodes(limits, 0) - (min(TILE, part.unread, most_nodes(limits, 0) // 2) if part else 0)
+    batch, failed = plan_trees(writing, limits, room, cost, alone=reader is None)
+    if reader and part:
+        gone = [slot for slot, _ in failed]
+        others = any(slot.generation and not slot.generation.unread for slot in slots if slot not in gone)
+        batch.append((reader, plan_part(part, limits, batch, pieces if others else None)))
+    return batch, failed
 
 
 def plan_trees(
     writing: Sequence[Slot], limits: Capabilities, room: int, cost: PassCost | None, *, alone: bool
-) -> tuple[Batch, list[tuple[Slot, Exception]]]:
+) -> tuple[Batch, Failed]:
     """Trees of those who have waited longest, as many as so many rows hold, and in them their best nodes.
 
     Returns:

@@ -14,7 +14,7 @@ A `Generation` is one text being written. Whoever runs it makes the passes, so t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -188,7 +188,7 @@ class Generation:
         ended = bool(known) and known[-1] in self._stop_ids
         if ended or len(known) >= min(most, room) or not isinstance(self._planner, Foresees):
             return False
-        context = self._context([*self.token_ids, *known], room - len(known))
+        context = replace(self._context([*self.token_ids, *known], room - len(known)), foreseen=len(known))
         new = self._planner.foresee(context, min(most, room) - len(known), seconds)
         end = next((i + 1 for i, token in enumerate(new) if token in self._stop_ids), len(new))
         known += new[:end]

@@ -157,6 +157,13 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
+    def add_pass(self, seconds: float, works: int, nodes: int) -> None:
+        """One more."""
+        self.passes += 1
+        self.pass_seconds += seconds
+        self.works += works
+        self.nodes += nodes
+
 
 def chunks_of(round_: Round, text: TextStream, stats: GenerationStats) -> list[Chunk]:
     """A round's tokens as text, up to a stop string."""

@@ -32,6 +32,7 @@ from edgespec.targets.opening import check_targets, open_targets
 from edgespec.text import Message, TextStream, render_chat, user_messages
 
 MOST_PARALLEL = 32  # texts at once
+CHARACTERS = 16  # of a token, at most, where many stand in a row: by this a prediction is cut before it is split
 
 Prompt = str | Sequence[Message]
 
@@ -118,7 +119,7 @@ class Model:
             stop: strings that end the text; not part of it.
             grammar: what the text must look like: of `edgespec.json_schema`, `regex` or `lark`.
             prediction: what the text may be in large parts, such as a file that is to be edited: the planners auto and
-                sssd guess from it. It changes no text.
+                sssd guess from it. It changes no text. What is longer than the context is cut off.
             stats: filled in while it runs.
             progress: called with (prompt tokens read, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
@@ -200,7 +201,9 @@ class Model:
         """What texts of one prompt may be guessed from besides themselves; None: nothing."""
         if not prediction and texts == 1:
             return None
-        return Family(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False))
+        most = self.target.capabilities.context_length  # no text is longer: the rest would foretell nothing
+        prediction = prediction[: most * CHARACTERS]
+        return Family(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False)[:most])
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar made ready for this model; the first takes half a second.

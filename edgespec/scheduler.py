@@ -25,8 +25,8 @@ from time import perf_counter
 from typing import Any
 
 import edgespec.slots as slots
-from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, most_nodes
-from edgespec.batches import Batch, plan_part, plan_trees
+from edgespec.backend import Backend, Logits, Work, check_room, common_prefix
+from edgespec.batches import Batch, plan, prompts_ride_along
 from edgespec.cost import PassCost
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.generate import Generation
@@ -45,14 +45,13 @@ from edgespec.jobs import (
     chunks_of,
 )
 from edgespec.lengths import Lengths
-from edgespec.pieces import TILE, PromptPieces
+from edgespec.pieces import PromptPieces
 from edgespec.planners import Planner
-from edgespec.saved import has
 from edgespec.shelf import Shelf
 from edgespec.slots import Slot
 from edgespec.stats import GenerationStats
 from edgespec.text import TextStream
-from edgespec.turns import by_turn, in_the_way, wanted
+from edgespec.turns import asked, by_turn, held, wanted
 
 MOST_AGAIN = 3  # times that a prompt is read once more
 AHEAD = 0.5  # of a pass's time, spent on looking ahead where a request wants it
@@ -122,7 +121,7 @@ class Scheduler:
         check_room(self.target, len(request.prompt_ids))
         text = TextStream(self.target.vocab, request.stop, request.shown)
         job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
-        job.when_cancelled = self._passing.look
+        job.when_cancelled = self._was_cancelled
         job.hold = hold
         with self._wake:
             if self._closing:
@@ -138,6 +137,11 @@ class Scheduler:
                 job.hold = None
             self._wake.notify()
         return job.hold is None
+
+    def _was_cancelled(self) -> None:
+        self._passing.look()
+        with self._wake:  # what is only prepared may be all there is
+            self._wake.notify()
 
     def start(self) -> None:
         """From now on a thread makes the passes."""
@@ -157,13 +161,7 @@ class Scheduler:
             self.thread.join()
             atexit.unregister(self.close)
         with self.turn:
-            for job in [*self._inbox, *self._waiting]:
-                self._tell(job, Ended(Closed("the model was closed")))
-            self._inbox.clear()
-            self._waiting.clear()
-            for slot in self._slots:
-                if slot.job:
-                    self._end(slot, Closed("the model was closed"))
+            self._end_all(Closed("the model was closed"))
             while self.shelf and slots.save_one(self._slots, self.shelf):
                 pass
             for slot in self._slots:
@@ -174,32 +172,29 @@ class Scheduler:
     def save(self, path: str | Path, note: Any = None) -> None:
         """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
         with self.turn:
-            last = max(self._slots, key=lambda slot: slot.used).session
-            if not has(path, last.token_ids, note):
-                last.save(path, note)
+            slots.save_latest(self._slots, path, note)
 
     def load(self, path: str | Path) -> Any:
         """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull."""
         with self.turn:
-            slot = min((slot for slot in self._slots if slot.job is None), key=lambda slot: slot.used)
-            return slot.session.load(path)
+            return slots.load(self._slots, path)
 
     def forget(self) -> None:
         """Idle sessions drop their texts, so that the next prompts are read from their beginning: for measuring."""
         with self.turn:
             for slot in self._slots:
                 if slot.job is None:
-                    slot.session.rewind(0)
+                    slots.empty(slot, self._slots)
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot yet."""
-        return len(self._inbox) + len(self._waiting)
+        """Requests that have no slot yet, but for what is only prepared."""
+        return sum(job.hold is None for job in [*self._inbox, *self._waiting])
 
     @property
     def active(self) -> int:
-        """Texts that are being read or written."""
-        return sum(slot.job is not None for slot in self._slots)
+        """Texts that are being read or written, but for what is only prepared."""
+        return len(asked(self._slots))
 
     @property
     def kept_tokens(self) -> int:
@@ -215,11 +210,14 @@ class Scheduler:
                     if not slots.save_one(self._slots, self.shelf):
                         break
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self.waiting or wanted(self._slots))
+                self._wake.wait_for(lambda: self._closing or self._inbox or self._waiting or wanted(self._slots))
                 if self._closing:
                     return
             with self.turn:
-                self.step()
+                try:
+                    self.step()
+                except Exception as error:  # nobody else would tell those who wait
+                    self._end_all(error)
 
     def step(self) -> None:
         """One round, if there is anything to do."""
@@ -236,7 +234,7 @@ class Scheduler:
         active = sorted(wanted(self._slots), key=lambda slot: slot.used)
         reading = [slot for slot in active if slot.generation and slot.generation.unread]
         writing = [slot for slot in active if slot not in reading]
-        together = self._prompts_ride_along()
+        together = prompts_ride_along(self.target.capabilities)
         if reading and (together or not writing or not self._read_last):
             self._pass(writing if together else [], reading[0])
         elif writing:
@@ -248,41 +246,42 @@ class Scheduler:
         """Look ahead for who wants to know, for a part of the time that a pass takes."""
         if not (slot.job and slot.generation and slot.job.request.foresee):
             return
-        if slot.generation.foresee(AHEAD * self._pieces.tree_seconds, MOST_AHEAD):
-            self._tell(slot.job, Foresaw(slot.generation.foreseen.copy(), slot.job.request.shown))
-
-    def _prompts_ride_along(self) -> bool:
-        """Whether parts of prompts and trees may share a pass."""
-        exact = self.target.capabilities.exact
-        return exact is None or (exact.prompts == exact.trees and not exact.blocks)
+        try:
+            if slot.generation.foresee(AHEAD * self._pieces.tree_seconds, MOST_AHEAD):
+                self._tell(slot.job, Foresaw(slot.generation.foreseen.copy(), slot.job.request.shown))
+        except Exception as error:  # this text's alone
+            self._fail(slot, error)
 
     def _admit(self) -> None:
         """Give the first of the waiting that need not wait longer a slot."""
-        with self._wake:
-            slot = in_the_way(self._slots) if self._waiting else None
-            if slot and slot.job:
-                slot.job.cancel()
-        if slot:
-            self._end(slot, Cancelled("it gave way to another"))
+        if self._waiting and all(slot.job for slot in self._slots):
+            self._call_off_held()
         idle = [slot for slot in self._slots if slot.job is None]
-        reading = [slot.generation for slot in self._slots if slot.generation and slot.generation.unread]
+        reading = [slot.generation for slot in wanted(self._slots) if slot.generation and slot.generation.unread]
         for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():
             prompt = job.request.prompt_ids
-            source = max(self._slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
-            shared = common_prefix(source.session.token_ids, prompt)
+            source, shared = slots.best_source(self._slots, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
             on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
-            common = shared - shared % TILE if source.job and shared >= slots.WORTH_SHARING else 0
-            if not slots.has_room(self.target.capabilities, self._slots, job.request, common):
-                return
+            while not slots.has_room(self.target.capabilities, self._slots, job.request, source, shared):
+                if (job.hold is not None and self.active) or not self._call_off_held():
+                    return
             if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
-                slot = slots.slot_for(source, shared, idle)
-                if self.shelf:
-                    slots.use_shelf(self.shelf, slot, self._slots, prompt, shared)
+                slot = slots.slot_for(source, shared, [slot for slot in self._slots if slot.job is None])
+                slots.prepare(slot, source, shared, prompt, self._slots, self.shelf)
                 self._begin(job, slot)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
+
+    def _call_off_held(self) -> bool:
+        """One text that is only prepared gives way; False: there is none."""
+        with self._wake:  # nobody asks for it meanwhile
+            if (slot := held(self._slots)) and slot.job:
+                slot.job.cancel()
+        if slot:
+            self._end(slot, Cancelled("it gave way to another"))
+        return slot is not None
 
     def _begin(self, job: Job, slot: Slot) -> None:
         request, self._served = job.request, self._served + 1
@@ -307,10 +306,13 @@ class Scheduler:
     def _pass(self, writing: list[Slot], reader: Slot | None) -> None:
         """One forward for texts that are written, as many as it has room for, and for the next part of a prompt."""
         try:
-            batch = self._plan(writing, reader)
+            batch, failed = plan(writing, reader, self._slots, self.target.capabilities, self._cost, self._pieces)
+            for slot, error in failed:  # that text's alone
+                self._end(slot, error)
             started = perf_counter()
             logits = self._forward(batch) if batch else []
-            self._learn(batch, perf_counter() - started)
+            if logits:  # else it was refused, or ended before its time
+                self._learn(batch, perf_counter() - started)
             for (slot, work), found in zip(batch, logits, strict=False):
                 if work.prompt:
                     self._was_read(slot, work)
@@ -320,19 +322,6 @@ class Scheduler:
             for slot in self._slots:
                 slot.session.rewind(len(slot.session.token_ids))
             raise
-
-    def _plan(self, writing: list[Slot], reader: Slot | None) -> Batch:
-        """Trees of those who have waited longest, and then the next part of a prompt."""
-        limits = self.target.capabilities
-        part = reader.generation if reader else None
-        room = most_nodes(limits, 0) - (min(TILE, part.unread, most_nodes(limits, 0) // 2) if part else 0)
-        batch, failed = plan_trees(writing, limits, room, self._cost, alone=reader is None)
-        for slot, error in failed:  # that text's alone
-            self._end(slot, error)
-        if reader and part:
-            others = any(slot.generation and not slot.generation.unread for slot in self._slots)
-            batch.append((reader, plan_part(part, limits, batch, self._pieces if others else None)))
-        return batch
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
@@ -345,8 +334,7 @@ class Scheduler:
             pass
         except Exception as error:  # nobody knows what is left of their texts in the cache
             for slot, _ in batch:
-                self._end(slot, error)
-                slot.session.rewind(0)
+                self._fail(slot, error)
         for slot, _ in batch:
             if slot.generation:
                 slot.generation.give_up()
@@ -356,7 +344,7 @@ class Scheduler:
         """The cache is full, or has to be put in order."""
         *_, (slot, work) = batch
         if work.prompt and slot.again < MOST_AGAIN and slot.session.token_ids:
-            slot.session.rewind(0)  # perhaps it was only put in order, and the prompt cannot go on where it stands now
+            slots.empty(slot, self._slots)  # perhaps it was only put in order, and no prompt can go on where it stands
             slot.again += 1
         else:
             self._give_way([slot for slot, _ in batch], error)
@@ -364,7 +352,8 @@ class Scheduler:
     def _give_way(self, active: list[Slot], error: ContextFull | None) -> None:
         """Forget a text that nobody writes, else end the youngest, or have it wait if nothing is written of it."""
         if idle := slots.oldest_idle(self._slots):
-            slots.forget(idle, self.shelf)
+            slots.forget(idle, self._slots, self.shelf)
+        if idle or self._call_off_held():
             return
         slot = max(active, key=lambda slot: slot.used)
         job = slot.job
@@ -379,15 +368,11 @@ class Scheduler:
             self._waiting.insert(0, job)
 
     def _learn(self, batch: Batch, seconds: float) -> None:
-        counts, nodes = self.counts, sum(len(work.token_ids) for _, work in batch)
-        trees = [work for _, work in batch if not work.prompt]
-        counts.passes += 1
-        counts.pass_seconds += seconds
-        counts.works += len(batch)
-        counts.nodes += sum(len(work.token_ids) - 1 for work in trees)
+        nodes, trees = sum(len(work.token_ids) for _, work in batch), [work for _, work in batch if not work.prompt]
+        self.counts.add_pass(seconds, len(batch), sum(len(work.token_ids) - 1 for work in trees))
         self._read_last = len(trees) < len(batch)
         for number, (slot, _) in enumerate(batch):
-            slot.passed = counts.passes + number
+            slot.passed = self.counts.passes + number
         self._pieces.add(nodes, seconds, prompt=self._read_last)
         if self._read_last:
             return
@@ -410,8 +395,7 @@ class Scheduler:
             round_ = slot.generation.take(logits, alone=alone)
             chunks = chunks_of(round_, job.text, job.stats)
         except Exception as error:  # this text's alone
-            self._end(slot, error)
-            slot.session.rewind(0)
+            self._fail(slot, error)
             return
         for chunk in chunks:
             self.counts.tokens[chunk.source.name.lower()] += 1
@@ -428,8 +412,25 @@ class Scheduler:
         if job:
             self._finish(job, error)
 
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """The same, and nobody knows what is left of its text."""
+        self._end(slot, error)
+        slots.empty(slot, self._slots)
+
+    def _end_all(self, error: Exception) -> None:
+        for slot in self._slots:
+            if slot.job:
+                self._end(slot, error)
+        for job in [*self._inbox, *self._waiting]:
+            self._finish(job, error)
+        self._inbox.clear()
+        self._waiting.clear()
+
     def _finish(self, job: Job, error: Exception | None) -> None:
         if error is not None:
+            with self._wake:
+                if job.hold is not None:
+                    job.cancel()  # nobody shall ask for it now
             job.stats.finish_reason = "interrupted"
         elif self._lengths:
             self._lengths.learn(job.request.prompt_ids, job.stats.tokens)

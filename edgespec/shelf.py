@@ -71,9 +71,9 @@ class Shelf:
         text = list(session.token_ids)
         if session.kept(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
             return False
-        about = json.dumps([dict(self._backend.identity), text], sort_keys=True)
-        path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
         try:
+            about = json.dumps([dict(self._backend.identity), text], sort_keys=True)
+            path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
             session.save(path)
         except SessionFileError as error:
             self._say(str(error))

@@ -6,11 +6,15 @@ to texts that come; with a `Shelf` they are saved first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from edgespec.backend import Capabilities, Session, common_prefix
 from edgespec.generate import Generation
 from edgespec.jobs import Job, Request
+from edgespec.pieces import TILE
 from edgespec.planners import Planner
+from edgespec.saved import has
 from edgespec.shelf import Shelf
 
 WORTH_SHARING = 64  # tokens by which another session's text must be the better start, to be forked
@@ -33,18 +37,63 @@ class Slot:
     looked_at: bool = False  # whether its text, since it is idle, was considered for the shelf
 
 
-def slot_for(source: Slot, shared: int, idle: list[Slot]) -> Slot:
+def best_source(slots: Sequence[Slot], prompt: Sequence[int]) -> tuple[Slot, int]:
+    """The slot whose text shares most leading tokens with a prompt, and how many."""
+    source = max(slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
+    return source, common_prefix(source.session.token_ids, prompt)
+
+
+def slot_for(source: Slot, shared: int, idle: Sequence[Slot]) -> Slot:
     """The idle slot for a prompt that begins with so many of the source's tokens."""
     empty = [slot for slot in idle if not slot.session.token_ids]
     held = len(source.session.token_ids)
     if source.job is None and 2 * shared >= held and (held < shared + WORTH_SHARING or not empty):
         return source
-    slot = min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
-    if slot is not source and shared >= WORTH_SHARING:
+    return min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
+
+
+def prepare(
+    slot: Slot, source: Slot, shared: int, prompt: Sequence[int], slots: Sequence[Slot], shelf: Shelf | None
+) -> None:
+    """Have the slot's session start from the best that there is: its own text, the source's, or one on the shelf.
+
+    What it loses by that is saved first.
+    """
+    forks = slot is not source and shared >= WORTH_SHARING
+    held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
+    if shelf and slot.session.kept(len(held)) - (0 if forks else common) >= shelf.least:
+        shelf.put(slot.session)
+    pass_on(slot, slots, 0 if forks else slot.session.kept(common))
+    if forks:
         slot.session.close()
         slot.session = source.session.fork()
         slot.source, slot.forked = source, shared
-    return slot
+    path, on_disk = shelf.best(prompt) if shelf else (None, 0)
+    if shelf and path and on_disk >= shared + shelf.least:
+        pass_on(slot, slots, 0)
+        slot.source = None
+        while not shelf.load(path, slot.session) and (other := oldest_idle(slots)):
+            forget(other, slots, shelf)
+
+
+def pass_on(slot: Slot, slots: Sequence[Slot], kept: int) -> None:
+    """Before all but so many of the slot's tokens go: who shares more of their cells counts them from now on."""
+    heirs = [other for other in slots if other.source is slot and other.forked]
+    heir = max(heirs, key=lambda other: other.forked, default=None)
+    if heir is None or heir.forked <= kept:
+        return
+    for other in heirs:
+        other.source = heir
+    heir.source, slot.source = slot.source, heir
+    slot.forked, forked = min(heir.forked, kept), slot.forked
+    heir.forked = min(heir.forked, forked) if heir.source else 0
+
+
+def empty(slot: Slot, slots: Sequence[Slot]) -> None:
+    """The slot loses its text."""
+    pass_on(slot, slots, 0)
+    slot.source, slot.forked = None, 0
+    slot.session.rewind(0)
 
 
 def taken(slot: Slot) -> int:
@@ -54,10 +103,11 @@ def taken(slot: Slot) -> int:
     return len(text) - shared + shared % WORTH_SHARING
 
 
-def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request, shared: int) -> bool:
-    """Whether the pool has cells for a text, besides those that are being read or written, which have so many of it."""
+def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request, source: Slot, shared: int) -> bool:
+    """Whether the pool has cells for a text that begins as the source's, besides those that are read or written."""
     active = [_reserved(limits, slot) for slot in slots if slot.job]
-    return limits.cells is None or not active or sum(active) + _needed(limits, request) - shared <= limits.cells
+    common = shared - shared % TILE if source.job and shared >= WORTH_SHARING else 0
+    return limits.cells is None or not active or sum(active) + _needed(limits, request) - common <= limits.cells
 
 
 def make_room(limits: Capabilities, slots: Sequence[Slot], shelf: Shelf | None) -> None:
@@ -65,7 +115,7 @@ def make_room(limits: Capabilities, slots: Sequence[Slot], shelf: Shelf | None) 
     while limits.cells is not None and sum(_reserved(limits, slot) for slot in slots) > limits.cells:
         if (slot := oldest_idle(slots)) is None:
             return
-        forget(slot, shelf)
+        forget(slot, slots, shelf)
 
 
 def is_overfull(limits: Capabilities, slots: Sequence[Slot]) -> bool:
@@ -79,23 +129,11 @@ def oldest_idle(slots: Sequence[Slot]) -> Slot | None:
     return min(idle, key=lambda slot: slot.used, default=None)
 
 
-def use_shelf(shelf: Shelf, slot: Slot, slots: Sequence[Slot], prompt: Sequence[int], shared: int) -> None:
-    """Save what the slot will lose, and load what the shelf has of a prompt, if it is more than what is shared."""
-    text = slot.session.token_ids
-    if slot.session.kept(len(text)) - common_prefix(text, prompt) >= shelf.least:
-        shelf.put(slot.session)
-    path, on_disk = shelf.best(prompt)
-    if path and on_disk >= shared + shelf.least:
-        slot.source = None
-        while not shelf.load(path, slot.session) and (other := oldest_idle(slots)):
-            forget(other, shelf)
-
-
-def forget(slot: Slot, shelf: Shelf | None) -> None:
+def forget(slot: Slot, slots: Sequence[Slot], shelf: Shelf | None) -> None:
     """An idle slot loses its text, which is saved first."""
     if shelf:
         shelf.put(slot.session)
-    slot.session.rewind(0)
+    empty(slot, slots)
 
 
 def save_one(slots: Sequence[Slot], shelf: Shelf) -> bool:
@@ -106,6 +144,21 @@ def save_one(slots: Sequence[Slot], shelf: Shelf) -> bool:
             shelf.put(slot.session)
             return True
     return False
+
+
+def save_latest(slots: Sequence[Slot], path: str | Path, note: Any) -> None:
+    """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
+    last = max(slots, key=lambda slot: slot.used).session
+    if not has(path, last.token_ids, note):
+        last.save(path, note)
+
+
+def load(slots: Sequence[Slot], path: str | Path) -> Any:
+    """Have an idle slot start from what was saved; the note. Raises SessionFileError, ContextFull."""
+    slot = min((slot for slot in slots if slot.job is None), key=lambda slot: slot.used)
+    pass_on(slot, slots, 0)
+    slot.source = None
+    return slot.session.load(path)
 
 
 def _needed(limits: Capabilities, request: Request) -> int:

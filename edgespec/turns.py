@@ -39,18 +39,20 @@ def by_turn(waiting: Sequence[Job], places: int, lengths: Lengths | None, counts
 
 def wanted(places: Sequence[P]) -> list[P]:
     """Those whose text goes on now; what is only prepared does so while there is nothing else."""
-    asked = [place for place in places if place.job and place.job.hold is None]
-    return asked or [place for place in places if place.job and place.generation and _to_prepare(place)]
+    return asked(places) or [place for place in places if place.job and place.generation and _to_prepare(place)]
+
+
+def asked(places: Sequence[P]) -> list[P]:
+    """Those whose text somebody waits for."""
+    return [place for place in places if place.job and place.job.hold is None]
+
+
+def held(places: Sequence[P]) -> P | None:
+    """One whose text is only prepared."""
+    return next((place for place in places if place.job and place.job.hold is not None), None)
 
 
 def _to_prepare(place: Place) -> bool:
     assert place.job
     assert place.generation
     return place.job.cancelled or bool(place.generation.unread) or not place.job.waits
-
-
-def in_the_way(places: Sequence[P]) -> P | None:
-    """One whose text is only prepared, where all places are taken."""
-    if all(place.job for place in places):
-        return next((place for place in places if place.job and place.job.hold is not None), None)
-    return None

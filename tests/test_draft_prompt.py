@@ -8,6 +8,7 @@ from edgespec.backends.reference import ReferenceBackend, random_model
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 
 from test_server import served, stream
+from test_server_tools import TEMPLATE
 
 from edgespec.jobs import Cancelled, Ended, Request, Wrote
 from edgespec.planners.sssd import SssdPlanner
@@ -94,6 +95,68 @@ def test_another_request_starts_from_what_was_read(client):
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=8)
     assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def test_the_tools_of_a_prompt_are_read_with_it(client):
+    """They stand before the messages, so what is read without them is of no use."""
+    client.model.target.vocab.chat_template = TEMPLATE
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
+    told = client.put(PATH, json=body(TYPED[:100], **tools)).json()
+    assert told["tokens"] > client.put(PATH, json=body(TYPED[:100])).json()["tokens"] + 30
+    client.put(PATH, json=body(TYPED[:100], **tools))
+    settled(client.model.scheduler, 1)
+    answer = client.post("/v1/chat/completions", json=body(**tools)).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= told["tokens"] - 1
+
+
+def test_a_prediction_is_taken_over_as_well(client):
+    asked = body(prediction={"type": "content", "content": "As blue as the sea. " * 4})
+    client.put(PATH, json=asked | {"pause": True})
+    settled(client.model.scheduler, 1)
+    before = sum(client.model.scheduler.counts.tokens.values())
+    assert before >= PREPARED
+    client.post("/v1/chat/completions", json=asked)
+    assert sum(client.model.scheduler.counts.tokens.values()) == 30
+    client.put(PATH, json=asked | {"pause": True})
+    settled(client.model.scheduler, 1)
+    before = sum(client.model.scheduler.counts.tokens.values())
+    other = asked | {"prediction": {"type": "content", "content": "As green as the grass."}}
+    client.post("/v1/chat/completions", json=other)
+    assert sum(client.model.scheduler.counts.tokens.values()) == before + 30
+
+
+def drafts_of(client):
+    return client.app._app._app.state.service.drafts._latest
+
+
+def test_a_request_drops_the_drafts_on_the_way_to_it(client):
+    client.put(PATH, json=body(TYPED[:60], id="here"))
+    client.put(PATH, json=body("Something else", id="there"))
+    until(lambda: client.get("/health").json()["waiting"] == 0)
+    held = drafts_of(client)["here"]
+    client.post("/v1/chat/completions", json=body(seed=8))
+    assert held.job.cancelled
+    assert list(drafts_of(client)) == ["there"]
+    assert client.get("/health").json()["active"] == 0
+
+
+def test_a_draft_that_nobody_tells_of_again_is_dropped(monkeypatch):
+    monkeypatch.setattr("edgespec.server.drafts.KEPT_SECONDS", 0.2)
+    with served() as client:
+        client.put(PATH, json=body(pause=True))
+        held = drafts_of(client)[""]
+        until(lambda: held.job.cancelled)
+        until(lambda: not any(slot.job for slot in client.model.scheduler._slots))
+        answer = client.post("/v1/chat/completions", json=body()).json()
+        expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
+        assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def test_drafts_that_wait_refuse_nobody():
+    with served(slots=1, service={"most_waiting": 0}) as client:
+        for number in range(6):
+            assert client.put(PATH, json=body(f"{number} is a number", id=str(number))).status_code == 200
+        assert client.post("/v1/chat/completions", json=body()).status_code == 200
 
 
 def test_what_is_prepared_gives_way():

@@ -15,6 +15,7 @@ from test_server_tools import TEMPLATE, TOOLS
 from edgespec.jobs import Ended, Foresaw, Request, Wrote
 from edgespec.model import Model
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
@@ -140,3 +141,51 @@ def test_proposals_are_confirmed_or_withdrawn(client):
             assert written["id"] != told[0]["id"]
     quiet = [json.loads(data) for data in stream(client, "/v1/chat/completions", body)[:-1]]
     assert all(part["choices"] for part in quiet)  # without being asked for
+
+
+class Counting(ReferenceBackend):
+    """Counts the tokens that it reads."""
+
+    read = 0
+
+    def forward(self, batch):
+        self.read += sum(len(work.token_ids) for work in batch)
+        return super().forward(batch)
+
+
+def test_a_draft_that_was_left_alone_reads_each_token_once():
+    """It catches up by and by, and keeps what it has read of what is certain."""
+    target = ReferenceBackend(BASE, sessions=1, context_length=600)
+    draft = Counting(BASE, sessions=1, context_length=600)
+
+    class Left(NonePlanner):
+        """Looks ahead with a draft, and guesses nothing."""
+
+        def __init__(self):
+            self.inner = SpecExecPlanner(draft, depth=4)
+
+        def begin(self, prompt_ids):
+            self.inner.begin(prompt_ids, read=False)
+
+        def foresee(self, context, count, seconds):
+            before = draft.read
+            found = self.inner.foresee(context, min(count, 3), 60.0)
+            asked.append((draft.read - before, len(found)))
+            return found
+
+        def close(self):
+            self.inner.close()
+
+    asked, events = [], []
+    scheduler = Scheduler(target, [Left()], budget=6)
+    prompt = [3 + i % 40 for i in range(300)]
+    scheduler.submit(Request(prompt, SamplingParams(), 40, foresee=True), events.append)
+    while not isinstance(events[-1] if events else None, Ended):
+        scheduler.step()
+    scheduler.close()
+    first = next(i for i, (_, found) in enumerate(asked) if found)
+    assert [found for _, found in asked[:first]] == [0] * first
+    assert sum(read for read, _ in asked[: first + 1]) <= 300 + first + 3
+    assert max(read for read, _ in asked) <= CATCH_UP + 3
+    assert max(read for read, _ in asked[first + 1 :]) <= MOST_AHEAD
+    assert any(isinstance(event, Foresaw) for event in events)

@@ -4,7 +4,7 @@ import pytest
 from edgespec.backends.reference import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
-from edgespec.model import Model
+from edgespec.model import CHARACTERS, Model
 from edgespec.planners.ngrams import LONGEST_INPUT, Family
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PacedPlanner, new_pace
@@ -44,6 +44,27 @@ def test_a_family_knows_the_prediction_and_the_siblings_but_not_oneself():
     assert [index.text[-2] for _, index in family.beside(first)] == [3, prompt[-1]]
     length, places = predicted.matches_of(prompt[-LONGEST_INPUT:], 5)[0]
     assert (length, [predicted.text[place] for place in places]) == (LONGEST_INPUT, [1])  # the answer's beginning
+
+
+def test_a_prediction_is_no_longer_than_the_context(plain):
+    """Neither is more of it split into tokens than could be so many."""
+    split, vocab = [], plain.target.vocab
+    encode = vocab.encode
+
+    def counted(text, **options):
+        split.append(len(text))
+        return encode(text, **options)
+
+    vocab.encode = counted
+    try:
+        family = plain.family([1, 2, 3], "many words " * 100_000)
+    finally:
+        vocab.encode = encode
+    assert family.prediction == 300
+    assert max(split) <= 300 * CHARACTERS
+    assert family == plain.family([1, 2, 3], "many words " * 200)
+    assert family != plain.family([1, 2, 3], "other words " * 200)
+    assert family != plain.family([1, 2, 4], "many words " * 200)
 
 
 @pytest.mark.parametrize("kind", ["sssd", "auto", "none"])

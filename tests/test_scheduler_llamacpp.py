@@ -60,7 +60,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
                     if cache and i % 2:
                         for slot in scheduler._slots:
                             if slot.job is None:
-                                forget(slot, shelf)
+                                forget(slot, scheduler._slots, shelf)
                     if cache and i % 3 == 2:
                         target.cells.put_in_order([slot.session for slot in scheduler._slots])
                     if not cache:

@@ -397,6 +397,27 @@ class TestErrors:
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
         assert client.get("/v1/chat/completions").status_code == 405
 
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("chat/completions", HELLO | {"tool_choice": {"function": "x"}}),
+            ("chat/completions", HELLO | {"tool_choice": {"function": ["x"]}, "tools": [{"type": "function"}]}),
+            ("responses", {"input": [{"type": "reasoning", "content": 5}, HELLO["messages"][0]]}),
+            (
+                "responses",
+                {
+                    "input": [
+                        {"role": "assistant", "content": "a", "tool_calls": "x"},
+                        {"type": "function_call", "name": "f", "arguments": "{}"},
+                    ]
+                },
+            ),
+        ],
+    )
+    def test_odd_bodies_are_refused(self, client, path, body):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400, answer.text
+
     def test_a_body_that_does_not_come(self, monkeypatch):
         monkeypatch.setattr(texts, "BODY_SECONDS", 0.05)
 

@@ -244,6 +244,9 @@ def test_a_schema_holds_behind_a_thought():
             (json_schema(SCHEMA), '{"a":1}', '{"b":1}'),
             (regex("[0-9]+/[0-9]"), "12/3", "12-3"),
             (lark('start: word "!"\nword: /[a-z]+/'), "abc!", "ABC"),
+            (lark('start: answer free?\nanswer: /[a-z]+/\nfree: thought\nthought: "!"'), "abc!", "ABC"),
+            (lark('start: "(" start ")" | "start" // as long as start wants\n | /start[.]/'), "((start))", "((stop"),
+            (lark("start[lazy]: /(start|stop)\\/!/"), "start/!", "halt!"),
         ]:
             for inside, before in [(True, 'so {"b":\n</think>\n'), (False, "<think>so</think>"), (False, "")]:
                 assert fits(grammar, inside, before + good)

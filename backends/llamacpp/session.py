@@ -328,7 +328,7 @@ class LlamaSession:
         if self._backend.in_order:
             self._backend.make_room(held + 2 * TILE)
         gap = -cells.end % TILE
-        if self._in_tiles and gap <= held:  # no cell in front of the text may be free: its first tokens fill them
+        if self._in_tiles and 0 < gap <= held:  # no cell in front of the text may be free: its first tokens fill them
             load_sequence(self._backend.context, path, self.ids[0], saved.token_ids[:held])
             llama_cpp.llama_memory_seq_rm(self._memory, self.ids[0], gap, -1)
             cells.waste(self.ids[:1], 0)

@@ -25,6 +25,7 @@ class Context:
     head: int | None = None  # tokens that each path of the target's pass begins with (`paths.py`); None: no paths
     texts: int = 1  # that have trees at once, and share what backends hold of leaves
     beside: Beside = ()  # other texts that may foretell this one
+    foreseen: int = 0  # how many of the tokens are not committed, where a planner looks ahead
 
 
 @runtime_checkable
@@ -65,4 +66,7 @@ class Foresees(Protocol):
     """A planner that can look further ahead than a tree."""
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The likeliest next tokens, at most `count`, and those that `seconds` are enough for, but at least one."""
+        """The likeliest next tokens, at most `count`, and those that `seconds` are enough for, but at least one.
+
+        None, where first a part of the text had to be read.
+        """

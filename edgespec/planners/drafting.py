@@ -17,6 +17,7 @@ NOT_EVALUATED = -2  # … when the draft has not read it
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
+CATCH_UP = 64  # tokens of the text that are read at once, before looking ahead, where the draft was not asked for long
 
 
 class Drafter:
@@ -79,13 +80,12 @@ class Drafter:
         self._cost.add(nodes, seconds, len(self._session.token_ids))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is read within it is forgotten."""
-        held = len(self._session.token_ids)
+    def aside(self, length: int) -> Iterator[None]:
+        """What is read within it is forgotten, but for the text's first tokens, so many."""
         try:
             yield
         finally:
-            self._session.rewind(min(held, len(self._session.token_ids)))
+            self._session.rewind(self._session.kept(min(length, len(self._session.token_ids))))
             self.evaluated = 0
 
     def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
@@ -207,12 +207,19 @@ class DraftPlanner:
         return self._drafter.behind(token_ids)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The likeliest next tokens, one draft pass each; fewer where so many seconds are over. Between rounds only."""
+        """The likeliest next tokens, one draft pass each; fewer where so many seconds are over.
+
+        None where it has to catch up first. Between rounds only.
+        """
         tokens, until = list[int](), perf_counter() + seconds
+        certain = len(context.token_ids) - context.foreseen
+        if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
+            self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
+            return tokens
         guess, room = Guess(context, self.tau, self.coupling), min(count, self._drafter.room(context))
         if room <= 0:
             return tokens
-        with self._drafter.aside():
+        with self._drafter.aside(certain - 1):
             logits, node = self._drafter.read(context.token_ids)
             above = COMMITTED
             while True:

@@ -80,6 +80,14 @@ class Family:
         self._written = list[NgramIndex]()
         self.prediction = len(prediction)  # tokens
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the same was foretold before anything was written."""
+        return isinstance(other, Family) and self._foretold == other._foretold
+
+    @property
+    def _foretold(self) -> tuple[list[int], list[list[int]]]:
+        return self._head, [index.text for _, index in self._predicted]
+
     def _index(self, tokens: Sequence[int]) -> NgramIndex:
         index = NgramIndex(LONGEST_INPUT)
         index.extend([*self._head, *tokens])

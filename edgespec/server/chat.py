@@ -140,7 +140,10 @@ def tools_of(vocab: Vocab, tools: Sequence[Any] | None, choice: Any) -> Tools | 
     given = [tool.get("function") for tool in tools or () if isinstance(tool, dict) and tool.get("type") == "function"]
     functions = [function if isinstance(function, dict) else {} for function in given]
     if isinstance(choice, dict):
-        return choose_tools(vocab, functions, "auto", str((choice.get("function") or {}).get("name")))
+        function = choice.get("function")
+        if not isinstance(function, dict):
+            raise Refused(400, f"tool_choice.function is {function!r}, but must be an object", param="tool_choice")
+        return choose_tools(vocab, functions, "auto", str(function.get("name")))
     return choose_tools(vocab, functions, choice or "auto", None)
 
 
@@ -198,7 +201,7 @@ async def requests_of(service: Service, body: ChatBody) -> tuple[list[Request], 
     look = Look(vocab, ids, tools)
     grammar = await compiled(service, look.grammar(form))
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    requests = requests_for(
+    requests = await requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=limit, stop=body.stop, choices=body.n,
         log_probs=most if body.logprobs else None, plain=body.edgespec.plain, grammar=grammar,
         prediction=plain_text((body.prediction or {}).get("content"), "prediction.content"),
@@ -237,7 +240,7 @@ async def completions(http: HttpRequest) -> Response:
     if len(prompts) > 16:
         raise Refused(400, f"there are {len(prompts)} prompts, but at most 16 may be given at once", param="prompt")
     ids = [await asyncio.to_thread(_encode, vocab, prompt) for prompt in prompts]
-    requests = requests_for(
+    requests = await requests_for(
         service, ids, sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop, choices=body.n,
         log_probs=body.logprobs, plain=body.edgespec.plain, grammar=grammar,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from edgespec.scheduler import Scheduler
 from edgespec.stats import GenerationStats
 
 MOST_DRAFTS = 8  # clients that type at once
+KEPT_SECONDS = 60.0  # for which a draft is held after it was last told of
 
 
 class Prepared:
@@ -26,14 +27,30 @@ class Prepared:
         self._kept = list[Event]()
         self._reader: Callable[[Event], None] = self._kept.append
         self.job = scheduler.submit(request, self._emit, self.stats, hold)
+        self._end: asyncio.TimerHandle | None = None
+        self.keep()
+
+    def keep(self) -> None:
+        """It was told of again."""
+        if self._end:
+            self._end.cancel()
+        self._end = self._loop.call_later(KEPT_SECONDS, self.job.cancel)
+
+    def drop(self) -> None:
+        """Nobody will ask for it; the session keeps its text."""
+        if self._end:
+            self._end.cancel()
+        self.job.cancel()
 
     def _emit(self, event: Event) -> None:  # in the scheduler's thread
         self._loop.call_soon_threadsafe(lambda: self._reader(event))
 
     def adopt(self, reader: Callable[[Event], None]) -> bool:
-        """From now on it is somebody's: told of what was written, and of what comes. False: it has given way."""
+        """From now on it is somebody's: told of what was written, and of what comes. False: it gave way, or failed."""
         if not self._scheduler.go_on(self.job):
             return False
+        if self._end:
+            self._end.cancel()
         self._reader = reader
         for event in self._kept:
             reader(event)
@@ -51,18 +68,28 @@ class Drafts:
         known = self._latest.get(name)
         if known and known.request == request and not known.job.cancelled:
             self._latest.move_to_end(name)
+            known.keep()
             return
         if known:
-            known.job.cancel()
+            known.drop()
         self._latest[name] = Prepared(scheduler, request, hold)
         self._latest.move_to_end(name)
         while len(self._latest) > MOST_DRAFTS:
-            self._latest.popitem(last=False)[1].job.cancel()
+            self._latest.popitem(last=False)[1].drop()
 
     def take(self, request: Request, reader: Callable[[Event], None]) -> Prepared | None:
-        """What was prepared for this very request, if it is still there; it is nobody else's any more."""
+        """What was prepared for this very request, if it is still there; it is nobody else's any more.
+
+        Drafts that this request begins with, but for the last token, were on the way to it: they are dropped.
+        """
         for name, prepared in self._latest.items():
             if prepared.request == request:
                 del self._latest[name]
                 return prepared if prepared.adopt(reader) else None
+        ids = request.prompt_ids
+        for name, prepared in list(self._latest.items()):
+            typed = prepared.request.prompt_ids[:-1]
+            if typed == ids[: len(typed)]:
+                del self._latest[name]
+                prepared.drop()
         return None

@@ -138,6 +138,9 @@ FORMS = (
     HERMES,
     Form("<|python_tag|>", ("<|python_tag|>", '{"name":'), "", as_object),
 )  # fmt: skip
+ANSWER, THOUGHT, FREE = "edgespec_answer", "edgespec_thought", "edgespec_free"  # rules that no user's grammar has
+# In a Lark grammar: a string, a comment or a regular expression; or, as group 1, the rule `start`.
+LARK_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|\b(start)\b')
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
@@ -176,11 +179,11 @@ def after_thought(grammar: Grammar, thinking: tuple[str, str], inside: bool) -> 
         inside: the prompt has opened the thinking already.
     """
     if grammar.kind == "json_schema":
-        answer = f"answer: %json {grammar.text}"
+        answer = f"{ANSWER}: %json {grammar.text}"
     elif grammar.kind == "regex":
-        answer = "answer: /" + re.sub(r"(?<!\\)/", r"\\/", grammar.text) + "/"
+        answer = f"{ANSWER}: /" + re.sub(r"(?<!\\)/", r"\\/", grammar.text) + "/"
     else:
-        answer = re.sub(r"(?m)^start(?=\s*:)", "answer", grammar.text)
+        answer = LARK_START.sub(lambda found: ANSWER if found[1] else found[0], grammar.text)
     close = re.escape(thinking[1]).replace("/", r"\/")
-    start = "thought answer" if inside else f"({json.dumps(thinking[0])} thought)? answer"
-    return lark(f"start: {start}\nthought: free /\\s{{0,2}}/\nfree[lazy]: /(.|\\n)*{close}/\n{answer}")
+    start = f"{THOUGHT} {ANSWER}" if inside else f"({json.dumps(thinking[0])} {THOUGHT})? {ANSWER}"
+    return lark(f"start: {start}\n{THOUGHT}: {FREE} /\\s{{0,2}}/\n{FREE}[lazy]: /(.|\\n)*{close}/\n{answer}")

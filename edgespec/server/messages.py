@@ -147,7 +147,7 @@ async def messages(http: HttpRequest) -> Response:
     ids = await prompt_ids(service, body, tools)
     look = Look(service.model.target.vocab, ids, tools)
     grammar = await compiled(service, look.grammar(tools.required if tools else None))
-    requests = requests_for(
+    requests = await requests_for(
         service, [ids], sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop_sequences,
         grammar=grammar, shown=look.shown,
     )  # fmt: skip

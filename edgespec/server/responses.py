@@ -60,15 +60,19 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
             thought = "" if is_answer else thought
         elif kind == "function_call":
             call = {"function": {"name": item.get("name"), "arguments": item.get("arguments")}}
-            if found and found[-1].get("tool_calls"):  # called at once
-                found[-1]["tool_calls"].append(call)
+            before = found[-1].get("tool_calls") if found else None
+            if isinstance(before, list) and before:  # called at once
+                found[-1] = {**found[-1], "tool_calls": [*before, call]}
             else:
                 found.append({"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": thought})
                 thought = ""
         elif kind == "function_call_output":
             found.append({"role": "tool", "content": item.get("output")})
         elif kind == "reasoning":
-            thought = "".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, dict))
+            parts = item.get("content") or ()
+            if not isinstance(parts, list | tuple):
+                raise Refused(400, f"input.{i}.content is {parts!r}, but must be a list", param="input")
+            thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         else:
             raise Refused(400, f"input.{i}: items of type {kind!r} cannot be read here", param="input")
     return found
@@ -100,7 +104,7 @@ async def responses(http: HttpRequest) -> Response:
     look = Look(vocab, ids, tools)
     grammar = await compiled(service, look.grammar(wanted))
     sampling = sampling_of(body, service.defaults)
-    requests = requests_for(
+    requests = await requests_for(
         service, [ids], sampling, max_tokens=body.max_output_tokens, stop=None, grammar=grammar, shown=look.shown
     )
     texts, names = Texts(service, requests, look), (new_id("resp_"), new_id("msg_"))

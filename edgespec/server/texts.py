@@ -143,7 +143,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def requests_for(
+async def requests_for(
     service: Service,
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
@@ -172,6 +172,11 @@ def requests_for(
     if max_tokens is not None and max_tokens < 1:
         raise Refused(400, f"max_tokens is {max_tokens}, but must be at least 1", param="max_tokens")
     TextStream(service.model.target.vocab, stops)
+    if service.stopping:
+        raise Refused(503, "the server is stopping")
+    waiting, wanted = service.model.scheduler.waiting, choices * len(prompt_ids)
+    if waiting + wanted > service.most_waiting + len(service.model.planners):
+        raise Refused(429, f"{waiting} requests are waiting already: come again in a moment")
     found = list[Request]()
     for ids in prompt_ids:
         if not ids:
@@ -179,7 +184,9 @@ def requests_for(
         check_room(service.model.target, len(ids))
         most = min(max_tokens or limit, limit - len(ids))
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
-        family = service.model.family(ids, prediction, choices)
+        family = service.model.family(ids, "", choices)
+        if prediction:  # it may be long: beside the loop
+            family = await asyncio.to_thread(service.model.family, ids, prediction, choices)
         found += [
             Request(
                 list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family,
@@ -187,11 +194,6 @@ def requests_for(
             )
             for seed in seeds
         ]  # fmt: skip
-    if service.stopping:
-        raise Refused(503, "the server is stopping")
-    waiting = service.model.scheduler.waiting
-    if waiting + len(found) > service.most_waiting + len(service.model.planners):
-        raise Refused(429, f"{waiting} requests are waiting already: come again in a moment")
     return found
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from edgespec.backend import common_prefix
-from edgespec.server.chat import ChatBody, prompt_of, requests_of
+from edgespec.server.chat import ChatBody, prompt_of, requests_of, tools_of
 from edgespec.server.texts import Service, read_body
 
 PREPARED = 16  # tokens of an answer that is begun at a pause
@@ -46,9 +46,10 @@ async def draft_prompt(http: HttpRequest) -> Response:
         return JSONResponse(told | {"tokens": len(requests[0].prompt_ids), "seed": requests[0].sampling.seed})
     last = body.messages[-1] if body.messages else {}
     if isinstance(last.get("content"), str):
+        tools = tools_of(service.model.target.vocab, body.tools, body.tool_choice)
         further = [{**last, "content": last["content"] + more} for more in ("", *TYPED_NEXT)]
         versions = [
-            await prompt_of(service, body.model_copy(update={"messages": [*body.messages[:-1], one]}))
+            await prompt_of(service, body.model_copy(update={"messages": [*body.messages[:-1], one]}), tools)
             for one in further
         ]
         ids = stable_prefix(versions)

@@ -44,7 +44,11 @@ const TYPING = 150, PAUSE = 700;  // ms after a key: the prompt is read so far; 
 /** Tell the server what is being typed, one request at a time, so that Enter finds the answer's beginning. */
 async function tellDraft(pause) {
   const text = $("prompt").value.trim();
-  if (!text || state.running || state.telling) return;
+  if (!text || state.running) return;
+  if (state.telling) {
+    state.paused ||= pause;  // told as soon as the server has answered
+    return;
+  }
   state.telling = true;
   try {
     await fetch("edgespec/draft-prompt", {
@@ -55,11 +59,16 @@ async function tellDraft(pause) {
   } finally {
     state.telling = false;
   }
+  if (state.paused) {
+    state.paused = false;
+    tellDraft(true);
+  }
 }
 
 function typed() {
   clearTimeout(state.typing);
   clearTimeout(state.pausing);
+  state.paused = false;
   state.typing = setTimeout(() => tellDraft(false), TYPING);
   state.pausing = setTimeout(() => tellDraft(true), PAUSE);
 }
