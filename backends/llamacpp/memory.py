@@ -31,6 +31,7 @@ from edgespec.weights.machine import (
 from edgespec.weights.pin import Progress
 from edgespec.weights.residency import EXPERTS, MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
 from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
+from edgespec.weights.system import HUGE
 
 from .cells import EXTRA_IDS, TILE
 from .files import (
@@ -55,7 +56,7 @@ MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chu
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
-BESIDE_POOLS = 1 / 64  # of memory, and a MARGIN: libraries' pages, page tables
+BESIDE_POOLS = 1 / 32  # of memory, and a MARGIN: libraries' pages, page tables
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
 
 
@@ -308,7 +309,9 @@ def _plan(
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan
-    slots = most_slots(layers, room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - beside)
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - beside
+    # Linux caches files in pages of up to 2 MiB, and keeps one as long as a part of it is locked.
+    slots = max(0, most_slots(layers, left - HUGE * len(plan.pinned)))
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
 
 
