@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
 from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
 from edgespec.paths import CHEAP, MOST_OWED, States, paths_of, step_from
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.sampling import Float32Array
 from edgespec.saved import identity_of, look, read, write
 from edgespec.tree import depths, is_leaf, path_to
 
+from .interrupts import interruptible
 from .reference_model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
+from .row_logits import RowLogits
 
 __all__ = ["Model", "ReferenceBackend", "ReferenceVocab", "load", "load_vocab", "perturbed", "random_model"]
 
@@ -71,24 +73,6 @@ class ReferenceVocab:
 
     def token_text(self, token_id: int) -> str:
         return SPECIAL[token_id] if token_id < len(SPECIAL) else self.token_bytes(token_id).decode("latin-1")
-
-
-class ReferenceLogits:
-    """See `edgespec.backend.Logits`."""
-
-    def __init__(self, rows: dict[int, Float32Array]) -> None:
-        self._rows = rows  # node -> [V]
-
-    def row(self, node: int) -> Float32Array:
-        return self._rows[node].copy()
-
-    def state(self, node: int) -> Float32Array:
-        return np.zeros(0, np.float32)
-
-    def top(
-        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-    ) -> tuple[list[IdArray], list[Scores]]:
-        return top_of_rows([self._rows[node] for node in nodes], k, temperature, noise)
 
 
 class ReferenceSession:
@@ -137,7 +121,7 @@ class ReferenceSession:
             self._parents.append(parent)
             if node in wanted:
                 rows[node] = (output @ state).astype(np.float32)
-        return ReferenceLogits(rows)
+        return RowLogits(rows)
 
     @property
     def owed(self) -> int:
@@ -225,7 +209,7 @@ class RecurrentSession(ReferenceSession):
             self._bring_on(step)
         model = self._backend.model
         output = model.embedding if model.unembedding is None else model.unembedding
-        return ReferenceLogits({node: (output @ found[node]).astype(np.float32) for node in work.wanted.tolist()})
+        return RowLogits({node: (output @ found[node]).astype(np.float32) for node in work.wanted.tolist()})
 
     def _evaluate(self, token: int, seen: NDArray[np.int64], cell: int, state: Array) -> tuple[Array, Array]:
         if self._backend.interrupted.is_set():
@@ -339,14 +323,8 @@ class ReferenceBackend:
         for work, session in zip(batch, sessions, strict=True):
             session.check(work)
         self._check_room(batch)
-        try:
+        with interruptible(sessions, self.interrupted):
             return [session.add(work) for work, session in zip(batch, sessions, strict=True)]
-        except Interrupted:
-            for session in sessions:
-                session.rewind(len(session.token_ids))
-            raise
-        finally:
-            self.interrupted.clear()
 
     def _check_room(self, batch: Sequence[Work]) -> None:
         """Refuse what goes beyond the limits that all sessions have together."""

@@ -13,10 +13,8 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from edgespec import asking
 from edgespec.backend import Exact, ShapeClass
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
-from edgespec.generate import generate_tokens
 from edgespec.jobs import Request, Wrote
-from edgespec.measure.dsi_wall import SIZE, Recorded, open_places
-from edgespec.planners.none import NonePlanner
+from edgespec.measure.dsi_wall import SIZE, Recorded, open_places, plain_text
 from edgespec.sampling import SamplingParams
 from edgespec.stats import GenerationStats
 from edgespec.targets.coordinator import Targets
@@ -30,12 +28,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 def plain(sampling: SamplingParams, prompt: Sequence[int] = PROMPT, count: int = 40, model: int = 1) -> list[int]:
     """What plain decoding writes."""
-    target = SlowSpec(model=model).open()
-    rounds = generate_tokens(
-        target, target.open(), NonePlanner(), prompt, sampling,
-        max_tokens=count, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
-    )  # fmt: skip
-    return [token for round_ in rounds for token in round_.tokens]
+    return plain_text(SlowSpec(model=model).open(), prompt, sampling, count)
 
 
 @contextmanager

@@ -4,17 +4,16 @@ Needs a llama.cpp with its RPC backend, in the folder EDGESPEC_RPC_BUILD or inst
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rpc_build import BUILD, ENVIRONMENT
 
 Run = Callable[..., tuple[int, str, str]]
 PROGRAM = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
@@ -74,18 +73,7 @@ def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:
     assert lent(needed, free=0) == 0
 
 
-def build() -> Path | None:
-    """A folder with a llama_cpp that has the RPC backend."""
-    spec = find_spec("llama_cpp")
-    folders = [os.environ.get("EDGESPEC_RPC_BUILD"), *(spec.submodule_search_locations or [] if spec else [])]
-    found = [Path(folder) for folder in folders if folder]
-    found = [folder if folder.name == "llama_cpp" else folder / "llama_cpp" for folder in found]
-    return next((folder.parent for folder in found if list(folder.glob("lib/*ggml-rpc*"))), None)
-
-
-BUILD = build()
 needs_rpc = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: docs/targets.md says how to build one")
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(BUILD), "OMP_WAIT_POLICY": "passive"}
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ The device computes on the same processor with the same kernels, so nothing may 
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +17,18 @@ pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
 
 from conftest import quantised
 from gguf_files import small_llama
+from rpc_build import BUILD, ENVIRONMENT
 
 PROGRAM = Path(__file__).parent / "second_device.py"
 LAYERS, F16, MIB = 24, 1, 1 << 20
 RESERVE = 512 * MIB
 
 
-def build() -> Path | None:
-    """A folder with a llama_cpp that has the RPC backend."""
-    spec = find_spec("llama_cpp")
-    folders = [os.environ.get("EDGESPEC_RPC_BUILD"), *(spec.submodule_search_locations or [] if spec else [])]
-    found = [Path(folder) for folder in folders if folder]
-    found = [folder if folder.name == "llama_cpp" else folder / "llama_cpp" for folder in found]
-    return next((folder.parent for folder in found if list(folder.glob("lib/*ggml-rpc*"))), None)
-
-
-BUILD = build()
 pytestmark = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: CONTRIBUTING.md says how to build one")
 
 
 def command(*arguments: str) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(BUILD), "OMP_WAIT_POLICY": "passive"}
-    return {"args": [sys.executable, str(PROGRAM), *arguments], "env": environment, "text": True}
+    return {"args": [sys.executable, str(PROGRAM), *arguments], "env": ENVIRONMENT, "text": True}
 
 
 @pytest.fixture(scope="module")

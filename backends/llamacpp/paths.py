@@ -25,10 +25,11 @@ import numpy as np
 from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.paths import MOST_OWED, Path, States, paths_of, step_from
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.sampling import Float32Array
 from edgespec.saved import Loaded, read, write
 from edgespec.tree import depths, is_leaf
 
+from ..row_logits import RowLogits
 from .cells import TILE, Rows
 from .files import llama_cpp, metadata
 from .state_files import load_sequence, save_sequence
@@ -85,24 +86,6 @@ def reads_weights(limits: Capabilities) -> bool:
 def most_owed(limits: Capabilities) -> int:
     """Tokens, from which on those that are owed get a pass of their own."""
     return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
-
-
-class PathLogits:
-    """See `edgespec.backend.Logits`: copies, since a pass may take several calls of llama.cpp."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Float32Array] = {}  # node -> [V]
-
-    def row(self, node: int) -> Float32Array:
-        return self.rows[node].copy()
-
-    def state(self, node: int) -> Float32Array:
-        return np.zeros(0, np.float32)
-
-    def top(
-        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-    ) -> tuple[list[IdArray], list[Scores]]:
-        return top_of_rows([self.rows[node] for node in nodes], k, temperature, noise)
 
 
 class Between(Interrupted):
@@ -387,15 +370,15 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
         most_rows = min(most_rows, TILE - 1)  # from there on attention adds up tiles: other rounding than of one row
-    found = [PathLogits() for _ in batch]
+    found = [RowLogits() for _ in batch]  # copies: a pass may take several calls of llama.cpp
     try:
         for session in sessions:
             while session.behind > most_owed(backend.capabilities):
                 lane = session.owed_lane(most_rows)
-                _compute(backend, [(lane, PathLogits())], len(lane.tokens), prompt=False)
+                _compute(backend, [(lane, RowLogits())], len(lane.tokens), prompt=False)
                 session.read_owed()
         lanes = [session.begin(work, most_rows) for session, work in zip(sessions, batch, strict=True)]
-        together: dict[object, list[tuple[Lane, PathLogits]]] = {}
+        together: dict[object, list[tuple[Lane, RowLogits]]] = {}
         for work, session, mine, logits in zip(batch, sessions, lanes, found, strict=True):
             every = [*mine, session.step] if session.step else mine
             rows = max(len(lane.tokens) for lane in every)
@@ -419,7 +402,7 @@ def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logit
     return list(found)
 
 
-def _compute(backend: Owner, lanes: Sequence[tuple[Lane, PathLogits]], length: int, *, prompt: bool) -> None:
+def _compute(backend: Owner, lanes: Sequence[tuple[Lane, RowLogits]], length: int, *, prompt: bool) -> None:
     """One rectangle: the lanes' tokens, each filled up to a length. Raises Between."""
     if backend.interrupted:
         raise Between("the pass was interrupted")

@@ -39,6 +39,7 @@ from edgespec.weights.residency import Plan
 from edgespec.weights.ring import measure_disk, supported
 
 from ..hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
+from ..interrupts import interruptible
 from .loading import check_files, find_windows, load_weights
 from .memory import MIN_NODES, Layout, PassSize, beside_bytes, parameter_bytes, plan_memory, set_memory_limits
 from .session import MlxSession
@@ -190,17 +191,11 @@ class MlxBackend:
         # All works are checked before the first is taken in: a refused batch changes nothing.
         for work, session in zip(batch, sessions, strict=True):
             session.check(work)
-        try:
+        with interruptible(sessions, self._interrupted):
             if self._interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
             rows = self._compute(sessions, batch)
             mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
-        except Interrupted:
-            for session in sessions:
-                session.rewind(len(session.token_ids))
-            raise
-        finally:
-            self._interrupted.clear()
         for work, session in zip(batch, sessions, strict=True):
             session.add(work)
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]

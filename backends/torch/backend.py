@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_wanted, check_batch, shape_of
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.saved import content_of, identity_of
 from edgespec.weights.disk import disk_speed
@@ -33,6 +33,7 @@ from edgespec.weights.machine import available_memory, format_size, parse_size, 
 from edgespec.weights.residency import MARGIN, SAFETY
 
 from ..hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
+from ..interrupts import interruptible
 from .attention import Part, Tree, build_mask, run
 from .loading import (
     NF4,
@@ -177,14 +178,8 @@ class TorchBackend:
             wanted += also_wanted(wanted, len(tokens), shape.least)
         with torch.inference_mode(), _out_of_memory("a pass"):
             tree = Tree(tuple(parts), self._windows, self.interrupted)
-            try:
+            with interruptible(sessions, self.interrupted):
                 logits = run(self._model, tokens, positions, wanted, tree, self._device)
-            except Interrupted:
-                for session in sessions:
-                    session.rewind(len(session.token_ids))
-                raise
-            finally:
-                self.interrupted.clear()
         found = list[Logits]()
         for session, work, placement in zip(sessions, batch, placements, strict=True):
             session.keep(work, placement)

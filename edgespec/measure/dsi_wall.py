@@ -129,11 +129,10 @@ class Measured:
     closed: float  # form, of the same guesses
 
 
-def plain_text(sampling: SamplingParams, tokens: int = TOKENS, seconds: float = 0.0) -> list[int]:
-    """What plain decoding writes after PROMPT, in passes of so many seconds."""
-    target = SleepingSpec(seconds).open()
+def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
+    """What plain decoding writes after a prompt."""
     rounds = generate_tokens(
-        target, target.open(), NonePlanner(), PROMPT, sampling,
+        target, target.open(), NonePlanner(), prompt, sampling,
         max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
     )  # fmt: skip
     return [token for round_ in rounds for token in round_.tokens]
@@ -190,7 +189,7 @@ def measure(
         EdgespecError: the text is not that of plain decoding.
     """
     sampling, spec = SamplingParams(temperature=1.0, seed=seed), SleepingSpec(target)
-    text = plain_text(sampling)
+    text = plain_text(SleepingSpec().open(), PROMPT, sampling, TOKENS)
     guesser = Recorded([*PROMPT, *text], acceptance, draft, seed)
     described: list[Described] = [f.result() for f in [p.executor.submit(describe, spec) for p in places]]
     vocab = SleepingSpec().open().vocab
