@@ -235,6 +235,26 @@ def test_padding_reads_nothing(from_disk, mixtures):
     assert memory.wanted - before <= 2 * (LAYERS - 1) + 4  # of the last layer both rows are computed for the output
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, monkeypatch):
+    there, streamed, found, left = load(str(mixtures[kind]), kv_type="f16", **OPTIONS), from_disk(kind, 2), [], []
+    memset = llamacpp_mixture.ctypes.memset
+    monkeypatch.setattr(llamacpp_mixture.ctypes, "memset", lambda *given: left.append(given[2]) or memset(*given))
+    for backend in (there, streamed):
+        settle(backend, str(mixtures[kind]), "narrow", keep=False)
+        assert backend.capabilities.exact.trees.least == 2
+        session = backend.open()
+        prefill(backend, session, [1, 2, 3])
+        for token in (9, 5, 7):
+            work = Work(session, np.array([token], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
+            found.append(backend.forward([work])[0].row(0))
+            session.commit([0])
+    there.close()
+    assert left
+    for row, right in zip(found[3:], found[:3], strict=True):
+        assert np.array_equal(row, right)
+
+
 def test_too_little_memory_says_how_much_is_needed(mixtures):
     with pytest.raises(UsageError, match=r"needs at least .* for the experts of one layer"):
         load(str(mixtures["mixtral"]), memory=1 << 20, **OPTIONS)

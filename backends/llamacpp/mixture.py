@@ -5,6 +5,8 @@ other. Before a layer's experts are computed, `data` of its tensors is set to th
 numbers of the chosen experts to those of their slots. Both are undone, or written anew, in every pass; a pass in which
 that is missed finds the experts in the mapped file: slow, never wrong.
 
+Rows of padding choose nothing: the tensor of the numbers is shortened, and what would be computed of them is 0.
+
 The nodes of a layer, by their names in llama-graph.cpp:
 
     ffn_moe_topk            the chosen experts [used, rows], the first columns of a sorted matrix
@@ -107,6 +109,7 @@ class Mixture:
         self._first: set[bytes] = set()  # those of them that come first in their layer
         self._before: set[bytes] = set()  # the nodes before users: a pass stops behind them
         self._told: list[Layer] = []  # where llama.cpp finds slots
+        self._numbers: tuple[int, int] = (0, 0)  # the tensor of the chosen experts, and its rows without padding
         self._chosen = -1  # number of the layer whose experts are known
         self._used: list[int] = []  # its weights whose nodes have come
         self._nearly_all = False  # of its experts are wanted
@@ -206,8 +209,19 @@ class Mixture:
                     self._layers[number].tell_experts()
                     self._chosen = -1
             if number == self._chosen:
+                self._leave_padding(tensor if reported else 0)
                 self._go_on(weight, reported)
         return name in self._before
+
+    def _leave_padding(self, node: int) -> None:
+        """Of this node, which comes next, no row of padding is computed; 0: all are."""
+        address, rows = self._numbers
+        if not address:
+            return
+        GgmlTensor.from_address(address).ne[1] = rows if node else self._rows
+        if node:  # nothing else needs its memory any more
+            found = GgmlTensor.from_address(node)
+            ctypes.memset(found.data + rows * found.nb[2], 0, (self._rows - rows) * found.nb[2])
 
     def _go_on(self, weight: int, reported: bool) -> None:
         """This weight of the layer comes next; those before, if that is reported, are done with."""
@@ -233,6 +247,8 @@ class Mixture:
             return
         slots = self.memory.want(number, experts, count=not self._prompt)
         chosen[...] = slots[chosen]
+        if self._padding and len(chosen) == self._rows and not self._prompt:
+            self._numbers = numbers, self._rows - self._padding
         layer = self._layers[number]
         layer.tell_slots(experts, slots[experts].tolist())
         self._told.append(layer)
@@ -254,7 +270,8 @@ class Mixture:
     def _forget_slots(self) -> None:
         for layer in self._told:
             layer.tell_experts()
-        self._told = []
+        self._leave_padding(0)
+        self._told, self._numbers = [], (0, 0)
 
     def finish(self) -> None:
         """The pass is over, or was given up."""
