@@ -32,6 +32,11 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
     return budget
 
 
+def choose_context(context_length: int | None, entry: Entry) -> int:
+    """The context asked for, else the model's, else the program's."""
+    return context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
+
+
 def open_backends(
     entry: Entry,
     draft: str | None,
@@ -77,7 +82,7 @@ def open_backends(
     paths = [local_path(source, say=say) for source in sources]
     common = {name: value for name, value in options.items() if value is not None and name not in FOR_TARGET}
     common |= {
-        "context_length": context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT,
+        "context_length": choose_context(context_length, entry),
         "budget": budget,
         "wide": wide,
         "sessions": sessions,

@@ -17,7 +17,7 @@ from edgespec.backend import Backend, check_room
 from edgespec.errors import UsageError
 from edgespec.grammar import Compiled, Compiler, Grammar
 from edgespec.jobs import Chunk, Ended, Event, Reading, Request, Wrote
-from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, close_all, open_backends, recall_pace
+from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, open_backends, recall_pace
 from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
 from edgespec.planners import Planner
@@ -378,8 +378,10 @@ def load(
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory, "lenders": lenders,
     }  # fmt: skip
     if targets is not None or cluster is not None:
-        check_targets(targets, cluster, draft, planner, parallel, planner_options | {"datastore": datastore})
-        given = engine | {"context_length": context_length, "budget": budget, "exact": exact, "remember": remember}
+        refused = {"datastore": datastore, "lenders": lenders or None}
+        check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
+        given = engine | {"budget": budget, "exact": exact, "remember": remember}
+        given["context_length"] = choose_context(context_length, entry)
         remote, writer = open_targets(
             target, entry, draft or "", models_file, count=targets, cluster=cluster, budget=budget, say=say,
             options={name: value for name, value in given.items() if value is not None}, **planner_options,

@@ -70,14 +70,24 @@ def remember(about: About, value: Any) -> bool:
     text = json.dumps({"version": VERSION, "about": dict(about), "value": value})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        write_whole(path, text)
         for old in sorted(path.parent.glob("*.json"), key=_age)[MOST_FILES:]:
             old.unlink(missing_ok=True)
         return True
     except OSError:  # a full or read-only disk: the next run measures again
         return False
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that nobody ever finds half of it, and nothing is left if it fails. Raises OSError."""
+    with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+        new = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def everything() -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ IdArray = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
 MOST_LIFT = 27.0  # from the least to the most noise: gumbel of 32 bits lies between -3.2 and 22.9; and some rounding
+MOST_BIAS = 1e30  # beyond it float32 has infinity
 _BLOCKS = 64  # rows of the block-maximum trick in top_ids
 _CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep
 
@@ -62,8 +63,8 @@ class SamplingParams:
             if not good:
                 raise UsageError(f"{name} is {getattr(self, name)}, but must be {right}")
         for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias) or bias == math.inf:
-                raise UsageError(f"logit_bias {token}={bias}: needs a token id from 0 and a number below infinity")
+            if not 0 <= token < 2**31 or not bias < MOST_BIAS:
+                raise UsageError(f"logit_bias {token}={bias}: needs a token id from 0 and a number below {MOST_BIAS:g}")
 
 
 class Noise:

@@ -180,11 +180,12 @@ class Scheduler:
             return slots.load(self._slots, path)
 
     def forget(self) -> None:
-        """Idle sessions drop their texts, so that the next prompts are read from their beginning: for measuring."""
+        """Idle sessions and drafts drop their texts, so that the next prompts are read from their beginning."""
         with self.turn:
             for slot in self._slots:
                 if slot.job is None:
                     slots.empty(slot, self._slots)
+                    slot.planner.begin([0])
 
     @property
     def waiting(self) -> int:
@@ -205,18 +206,19 @@ class Scheduler:
 
     def _run(self) -> None:
         while True:
-            while self.shelf and not (self._closing or self.waiting or self.active):
+            try:
+                while self.shelf and not (self._closing or self.waiting or self.active):
+                    with self.turn:
+                        if not slots.save_one(self._slots, self.shelf):
+                            break
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closing or self._inbox or self._waiting or wanted(self._slots))
+                    if self._closing:
+                        return
                 with self.turn:
-                    if not slots.save_one(self._slots, self.shelf):
-                        break
-            with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._inbox or self._waiting or wanted(self._slots))
-                if self._closing:
-                    return
-            with self.turn:
-                try:
                     self.step()
-                except Exception as error:  # nobody else would tell those who wait
+            except Exception as error:  # nobody else would tell those who wait
+                with self.turn:
                     self._end_all(error)
 
     def step(self) -> None:
@@ -269,8 +271,7 @@ class Scheduler:
             if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
                 slot = slots.slot_for(source, shared, [slot for slot in self._slots if slot.job is None])
-                slots.prepare(slot, source, shared, prompt, self._slots, self.shelf)
-                self._begin(job, slot)
+                self._begin(job, slot, source, shared)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
 
@@ -283,10 +284,11 @@ class Scheduler:
             self._end(slot, Cancelled("it gave way to another"))
         return slot is not None
 
-    def _begin(self, job: Job, slot: Slot) -> None:
+    def _begin(self, job: Job, slot: Slot, source: Slot, shared: int) -> None:
         request, self._served = job.request, self._served + 1
         slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
         try:
+            slots.prepare(slot, source, shared, request.prompt_ids, self._slots, self.shelf)
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import time
 
 from edgespec.backend import Backend, Session, common_prefix
-from edgespec.errors import ContextFull, SessionFileError
+from edgespec.errors import ContextFull, EdgespecError, SessionFileError
 from edgespec.saved import difference, look
 
 WORTH_SAVING = 256  # tokens that no file has
@@ -69,13 +69,13 @@ class Shelf:
     def put(self, session: Session) -> bool:
         """Save what the session holds, if that is worth it; whether it was. Files that it begins with go."""
         text = list(session.token_ids)
-        if session.kept(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
-            return False
         try:
+            if session.kept(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
+                return False
             about = json.dumps([dict(self._backend.identity), text], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
             session.save(path)
-        except SessionFileError as error:
+        except EdgespecError as error:  # such as the model's process being gone
             self._say(str(error))
             return False
         for other, held in list(self._texts.items()):
@@ -95,6 +95,8 @@ class Shelf:
             self._drop(path)
         except ContextFull:
             return False
+        except EdgespecError as error:
+            self._say(str(error))
         except OSError:  # its time could not be set
             pass
         return True

@@ -140,3 +140,5 @@ def chat_text(
         return template.render(dict(more or {}) | known | ({"tools": tools} if tools else {}))
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # it goes through what it was told as it comes
+        raise UsageError(f"the model's chat template cannot show these messages: {error}") from error

@@ -1,6 +1,7 @@
 """A model in a process of its own, as borrowed layers need it, is a backend like any other; here nobody lends."""
 
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import contract
@@ -43,6 +44,24 @@ def test_a_process_that_is_gone_is_an_error_and_frees_what_it_had(smollm2_tiny: 
         backend.forward([work])
     session.rewind(0)
     session.close()
+    backend.close()
+
+
+def test_ctrl_c_before_an_answer_does_not_shift_the_next(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load(smollm2_tiny)
+    session = backend.open()
+    poll, pressed = Connection.poll, [True]
+
+    def ctrl_c(connection: Connection, seconds: float | None) -> bool:
+        if pressed and pressed.pop():
+            raise KeyboardInterrupt
+        return poll(connection, seconds)
+
+    monkeypatch.setattr(Connection, "poll", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        session.kept(0)
+    logits = backend.forward([contract.work(session, [5, 6], [-1, 0])])[0]
+    assert logits.row(1).shape == (backend.vocab.size,)
     backend.close()
 
 

@@ -33,15 +33,20 @@ def test_texts_in_company_equal_those_alone_and_a_stopped_check_goes_on(smollm2_
 
 
 def test_a_text_that_differs_is_counted(tmp_path: Path) -> None:
-    plain = Written("none", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
-    other = Written("sssd", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])
+    plain = Written("none", "m", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
+    other = Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])
     assert equal_texts([plain, other]) == {("sssd", 0.0, 1.0): (0, 1)}
 
 
+def test_texts_of_other_targets_and_lengths_are_not_compared() -> None:
+    plain = Written("none", "m, 12 tokens", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
+    assert equal_texts([plain, Written("sssd", "m, 24 tokens", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])]) == {}
+
+
 def test_texts_of_different_classes_are_not_compared() -> None:
-    plain = Written("none", "a", 0.0, 1.0, "wide", 3, [1, 2, 3])
+    plain = Written("none", "m", "a", 0.0, 1.0, "wide", 3, [1, 2, 3])
     with pytest.raises(UsageError, match="--exact"):
-        equal_texts([plain, Written("sssd", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3])])
+        equal_texts([plain, Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3])])
 
 
 @pytest.mark.parametrize("content", ["prose\n", json.dumps({"planner": "none"}) + "\n"])

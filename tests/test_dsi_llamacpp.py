@@ -14,7 +14,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 def test_two_processes_write_the_text_of_one(smollm2_tiny_f32: Path, run: Run) -> None:
     model, found = str(smollm2_tiny_f32), []
-    common = ["run", model, "Say hello.", "--json", "--ctx", "128", "-n", "16", "--seed", "3", "-t", "0.9"]
+    common = ["run", model, "Say hello.", "--json", "-n", "16", "--seed", "3", "-t", "0.9"]
     for options in (["--planner", "none"], ["--draft", model, "--targets", "2", "--threads", "1"]):
         code, out, err = run(*common, *options)
         assert code == 0, err
@@ -41,6 +41,7 @@ def test_no_session_is_kept_in_a_file(smollm2_tiny_f32: Path, run: Run, tmp_path
         ({"planner": "specexec"}, "auto and chain"),
         ({"parallel": 2}, "parallel"),
         ({"options": {"datastore": "notes.store"}}, "datastore"),
+        ({"options": {"lenders": ["127.0.0.1:50052"]}}, "lenders"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: dict[str, object], message: str) -> None:

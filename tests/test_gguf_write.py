@@ -25,7 +25,7 @@ from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageErro
 from edgespec.models import gguf_write
 from edgespec.models.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
 from edgespec.models.folder_from_gguf import read_gguf
-from edgespec.models.gguf_write import PURPOSES, Recipe, merge, parse_layers, quantise
+from edgespec.models.gguf_write import PURPOSES, Recipe, appearing, merge, parse_layers, quantise
 
 CONVERT = Path(__file__).parent.parent / "scripts" / "convert"
 
@@ -229,6 +229,13 @@ def test_what_is_stopped_leaves_nothing(smollm2: Path, tmp_path: Path, number: s
     while list(tmp_path.iterdir()):  # its child sees that it has gone
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_brackets_in_a_name_are_no_pattern(tmp_path: Path) -> None:
+    with appearing(tmp_path / "model [Q4].gguf") as partial:
+        partial.write_bytes(b"x")
+        partial.with_name(f"{partial.name}.floats.gguf").write_bytes(b"y")
+    assert [file.name for file in tmp_path.iterdir()] == ["model [Q4].gguf"]
 
 
 @pytest.mark.parametrize(("text", "layers"), [("14-16", (14, 15, 16)), ("3,7,10-11", (3, 7, 10, 11)), ("5", (5,))])

@@ -338,12 +338,13 @@ FOLDER = {"config.json": b"{}", "model.safetensors": CONTENT, "consolidated.safe
 
 def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None:
     fake.files = {f"owner/folder/{name}": content for name, content in FOLDER.items()}
+    fake.files["owner/folder/additional_chat_templates/tools.jinja"] = b"{{ messages }}"  # in front of the others
     tokenizer_only = Path(local_path("hf:owner/folder", weights=False))
-    assert {file.name for file in tokenizer_only.iterdir()} == {"config.json"}
+    assert {file.name for file in tokenizer_only.iterdir()} == {"config.json", "additional_chat_templates"}
     with pytest.raises(ModelError, match="is not fetched yet"):
         local_path("hf:owner/folder", fetch=False)
     folder = Path(local_path(find_model("owner/folder").target))
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == {
         name: FOLDER[name] for name in ("config.json", "model.safetensors")
     }
     assert local_path("hf:owner/folder", fetch=False) == str(folder)
@@ -416,6 +417,7 @@ def test_what_is_not_as_models_yaml_says_is_refused(
         (["pull"], 2, "Missing argument"),
         (["pull", "no-such-name"], 2, "there is no model 'no-such-name'"),
         (["pull", "./model.gguf"], 2, "there is nothing to fetch"),
+        (["pull", "smollm2-135m"], 2, "comes in a Python package"),
         (["pull", "hf:owner/other/model.gguf"], 1, "neither a folder here nor a repository on the hub"),
         (["pull", "owner/repo:Q3_K_M"], 1, "has no GGUF file of the type Q3_K_M"),
         (["run", SOURCE, "hi"], 1, "0.00 GB are not here yet; say --yes, or fetch them first: edgespec pull"),

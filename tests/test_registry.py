@@ -64,6 +64,10 @@ def test_a_path_needs_no_entry() -> None:
     assert local_path(find_model("some/model.gguf").target) == "some/model.gguf"
 
 
+def test_a_user_that_is_not_there_is_a_file_that_is_not_there() -> None:
+    assert find_model("~nobody-here/model.gguf").target == "file:~nobody-here/model.gguf"
+
+
 def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "weights_package"
     package.mkdir()

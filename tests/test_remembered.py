@@ -67,6 +67,15 @@ def test_where_nothing_can_be_written_nothing_is_remembered(place: Path) -> None
     assert remembered.everything() == []
 
 
+def test_what_cannot_be_written_whole_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert not remembered.remember({"kind": "passes"}, 1)
+    assert list(place.rglob("*.new")) == []
+
+
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(remembered.OFF, "1")

@@ -138,6 +138,16 @@ def pages_of(tensor: Tensor) -> range:
     return range(tensor.start // PAGE, (tensor.start + tensor.size - 1) // PAGE + 1)
 
 
+@pytest.mark.parametrize("own_output", [False, True])
+def test_an_output_that_stays_here_counts(own_output: bool) -> None:
+    tensors = [*model(4, embedding=8 * MIB), *([Tensor("output.weight", 0, 1 << 30, 8 * MIB)] if own_output else [])]
+    here = sum(t.size for t in tensors if layer_of(t) < 2)
+    assert make_plan(tensors, here, 0, on_device=2, output_here=True, page=PAGE) is None
+    plan = make_plan(tensors, here - PAGE, 0, on_device=2, output_here=True, page=PAGE)
+    assert plan is not None
+    assert sum(extent.size for extent in plan.looked_up) < 9 * MIB * own_output  # else the embedding is the output
+
+
 @settings(deadline=None, max_examples=150)
 @given(models(), st.floats(0, 1.1), st.integers(0, MIB), st.integers(0, 3))
 def test_every_page_has_one_place_and_all_fit(tensors: list[Tensor], share: float, needed: int, on_device: int) -> None:

@@ -8,7 +8,8 @@ import sys
 from contextlib import aclosing, suppress
 from functools import cache
 from itertools import pairwise, product
-from threading import Thread
+from threading import Event, Thread
+from time import sleep
 
 import numpy as np
 import pytest
@@ -327,6 +328,51 @@ def test_an_error_of_one_text_ends_only_that():
     again = Reader(scheduler, 0, max_tokens=1)
     run(scheduler)
     again.check()
+    scheduler.close()
+
+
+def test_a_session_that_cannot_be_had_ends_one_text():
+    target = backend(sessions=2)
+    scheduler = Scheduler(target, planners("none", 2), budget=4)
+    scheduler.shelf = Gone()
+    lost = Reader(scheduler, 1)
+    run(scheduler)
+    assert str(lost.ended.error) == "the model is gone"
+    scheduler.shelf = None
+    whole = Reader(scheduler, 2)
+    run(scheduler)
+    whole.check()
+    scheduler.close()
+
+
+class Gone:
+    """A shelf that fails at every touch but the first look."""
+
+    least = 0
+
+    def best(self, prompt):
+        return "a file", len(prompt)
+
+    def load(self, path, session):
+        raise ModelError("the model is gone")
+
+    def put(self, session):
+        raise ModelError("the model is gone")
+
+
+def test_what_fails_between_texts_does_not_end_the_thread():
+    target = backend(sessions=2)
+    scheduler = Scheduler(target, planners("none", 2), budget=4)
+    slot = scheduler._slots[0]
+    prefill(target, slot.session, [1, 2, 3])
+    scheduler.shelf = Gone()
+    scheduler.start()
+    while not slot.looked_at:
+        sleep(0.01)
+    scheduler.shelf = None
+    done = Event()
+    scheduler.submit(Request([1, 2], SamplingParams(), 3), lambda event: isinstance(event, Ended) and done.set())
+    assert done.wait(60)
     scheduler.close()
 
 

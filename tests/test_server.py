@@ -16,6 +16,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from edgespec.jobs import Request as Wanted
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
@@ -403,6 +404,10 @@ class TestErrors:
             ("chat/completions", HELLO | {"tool_choice": {"function": "x"}}),
             ("chat/completions", HELLO | {"tool_choice": {"function": ["x"]}, "tools": [{"type": "function"}]}),
             ("responses", {"input": [{"type": "reasoning", "content": 5}, HELLO["messages"][0]]}),
+            ("responses", {"input": "a", "text": {"format": "json_object"}}),
+            ("completions", {"prompt": []}),
+            ("completions", {"prompt": "a", "logit_bias": {"99999999999999999999": 1}}),
+            ("completions", {"prompt": "a", "logit_bias": {"5": 1e300}}),
             (
                 "responses",
                 {
@@ -432,10 +437,22 @@ class TestErrors:
 
     def test_too_many_at_once(self):
         with served(slots=1, service={"most_waiting": 1}) as client:
-            answer = client.post("/v1/completions", json={"prompt": "a", "n": 3})
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"]
+            client.model.scheduler.turn.acquire()  # nothing is written meanwhile
+            try:
+                held = client.model.scheduler.submit(Wanted([1, 2], SamplingParams(), 3), lambda event: None)
+                answer = client.post("/v1/completions", json={"prompt": "a", "n": 2})
+                assert answer.status_code == 429
+                assert answer.headers["retry-after"]
+            finally:
+                held.cancel()
+                client.model.scheduler.turn.release()
             assert client.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 200
+
+    def test_more_than_ever_fit_need_not_come_again(self):
+        with served(slots=1, service={"most_waiting": 1}) as client:
+            answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+            assert answer.status_code == 400
+            assert "at most 2" in answer.json()["error"]["message"]
 
     def test_a_server_that_stops_refuses(self):
         with served(service={"stopping": True}) as client:
@@ -499,7 +516,7 @@ class TestGuard:
             assert client.get("/v1/models", headers=sent).status_code == status
             answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 1}, headers=sent)
             assert answer.status_code == status
-            assert "access-control-allow-origin" not in answer.headers
+            assert answer.headers.get("access-control-allow-origin") in (None, "https://chat.example")
             if status != 200:
                 assert answer.json()["error"]["message"]
 
@@ -571,6 +588,26 @@ def test_models_and_metrics():
         assert lines['edgespec_texts_total{ended="length"}'] == "2"
         assert int(lines['edgespec_prompt_tokens_total{cached="true"}']) > 0
         assert lines["edgespec_active"] == "0"
+
+
+def test_paths_that_are_made_up_count_as_one():
+    with served() as client:
+        for path in ('/v1/models/x"', "/v1/models/y", "/nothing"):
+            client.get(path)
+        client.post("/static/z")
+        counted = [line for line in client.get("/metrics").text.splitlines() if "requests_total{" in line]
+        assert {line.partition(",")[0] for line in counted} == {'edgespec_requests_total{path="other"'}
+
+
+def test_pages_of_an_allowed_origin_get_in():
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    with served(keys=["right"], origins=["https://chat.example"]) as client:
+        good = client.options("/v1/chat/completions", headers=asked | {"origin": "https://chat.example"})
+        assert good.status_code == 200
+        assert good.headers["access-control-allow-origin"] == "https://chat.example"
+        bad = client.options("/v1/chat/completions", headers=asked | {"origin": "https://evil.example"})
+        assert bad.status_code == 400
+        assert "access-control-allow-origin" not in bad.headers
 
 
 def test_silence_is_filled_with_pings():

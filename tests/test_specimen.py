@@ -52,6 +52,12 @@ def test_no_room(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_memory_is_no_place_for_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "file_system", lambda place: "tmpfs")
+    with pytest.raises(ModelError, match="no disk has room for"), specimen(str(smollm2)):
+        pass
+
+
 def test_a_copy_that_cannot_be_made(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", lambda *arguments: ctypes.c_int(1).value)
     with pytest.raises(ModelError, match="no specimen of it can be made"), specimen(str(smollm2)):

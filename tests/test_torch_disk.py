@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from contract import chain_rows, work
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import disk as disk_module
 from edgespec.backends.torch.backend import load
-from edgespec.backends.torch.disk import FOLDER, STAGING, Staging
+from edgespec.backends.torch.disk import FOLDER, STAGING, Pack, Staging
 from edgespec.backends.torch.loading import WORKSPACE, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import save, tiny_model, torch
@@ -225,6 +226,30 @@ def test_a_pack_for_which_there_is_no_room(tmp_path, tiers, monkeypatch):
 
 class Usage:
     free = 0
+
+
+def test_two_programs_write_one_pack(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    blocks = [torch.full((4,), value, dtype=torch.uint8) for value in (1, 2)]
+    one = Pack(tmp_path, "nf4", [0, 1], [4, 4])
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with Pack(tmp_path, "nf4", [0, 1], [4, 4]) as other:
+        other.add(0, blocks[0])
+        with one:
+            places = [one.add(number, block) for number, block in enumerate(blocks)]
+        other.add(1, blocks[1])
+    content = Path(places[0].path).read_bytes()
+    assert [content[place.start : place.start + 4] for place in places] == [b"\1" * 4, b"\2" * 4]
+    assert len(list((tmp_path / FOLDER).rglob("*"))) == 2  # a folder, and the file
+
+
+def test_only_the_last_pack_stays(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for layers in ([0, 1], [1]):
+        with Pack(tmp_path, "nf4", layers, [4] * len(layers)) as pack:
+            for layer in layers:
+                pack.add(layer, torch.zeros(4, dtype=torch.uint8))
+    assert len(list((tmp_path / FOLDER).glob("*/layers.bin"))) == 1
 
 
 def test_a_pack_that_breaks_off(tmp_path, tiers, monkeypatch):

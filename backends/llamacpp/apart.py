@@ -34,6 +34,7 @@ from .vocab import load_vocab
 
 CHILD = "edgespec.backends.llamacpp.apart_child"
 SECONDS_TO_END = 10
+SECONDS_TO_BORROW = 20  # the start of the program is in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ class Child:
 
     def __init__(self, lenders: Sequence[str]) -> None:
         self._lenders = lenders
+        self._calls = 0
         here, there = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
@@ -189,34 +191,49 @@ class Child:
             self._process = subprocess.Popen(command, pass_fds=ours, env=environment, **pipes)
         self._connection = Connection(here.detach())
 
-    def call(self, name: str, *arguments: Any, progress: Callable[[int, int], None] = lambda done, total: None) -> Any:
+    def call(
+        self,
+        name: str,
+        *arguments: Any,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        seconds: float | None = None,
+    ) -> Any:
         """Have the process do something.
+
+        Args:
+            name: of a method of `apart_child.Host`.
+            arguments: for it.
+            progress: told what the method tells.
+            seconds: to wait for anything; None: for ever.
 
         Raises:
             EdgespecError, ValueError: what it raised.
-            ModelError: it is gone, as when a lender is.
+            ModelError: it is gone, as when a lender is, or says nothing.
         """
+        self._calls += 1
         try:
-            self._connection.send_bytes(pickle.dumps((name, arguments)))
+            self._connection.send_bytes(pickle.dumps((self._calls, name, arguments)))
             while True:
-                kind, value = self._answer()
-                if kind != "progress":
+                if not self._connection.poll(seconds):
+                    raise ModelError(f"no answer from {', '.join(self._lenders)}: a lender lends to one at a time")
+                number, kind, value = pickle.loads(self._message())
+                if number == self._calls and kind != "progress":  # else Ctrl-C came before an answer
                     break
-                progress(*value)
+                if number == self._calls:
+                    progress(*value)
         except (EOFError, OSError) as error:
             raise ModelError(self._why()) from error
         if kind == "raised":
             raise value
         return value
 
-    def _answer(self) -> tuple[str, Any]:
-        """The next message. Ctrl-C waits for it, or the one after it would be taken for its answer."""
+    def _message(self) -> bytes:
+        """The next message, which has begun to come."""
         try:
-            found: tuple[str, Any] = pickle.loads(self._connection.recv_bytes())
-        except KeyboardInterrupt:
-            self._connection.recv_bytes()
+            return self._connection.recv_bytes()
+        except KeyboardInterrupt:  # nobody knows where the next one begins
+            self._connection.close()
             raise
-        return found
 
     def _why(self) -> str:
         if self._errors.closed:
@@ -228,11 +245,11 @@ class Child:
         said = f": {lines[-1]}" if lines else ""
         return f"a lender ({', '.join(self._lenders)}) is gone, or the way to it; its layers went with it{said}"
 
-    def end(self) -> None:
-        """End it. Safe to call twice."""
+    def end(self, seconds: float = SECONDS_TO_END) -> None:
+        """End it; it has so long to do so itself. Safe to call twice."""
         self._connection.close()  # which it takes for a sign
         try:
-            self._process.wait(SECONDS_TO_END)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -262,8 +279,9 @@ def load_apart(
         check_lender(address)
     child = Child(lenders)
     try:
-        facts = child.call("load", path, list(lenders), dict(options), progress=progress)
+        child.call("borrow", list(lenders), seconds=SECONDS_TO_BORROW if lenders else None)
+        facts = child.call("load", path, dict(options), progress=progress)
         return Apart(path, child, facts)
     except BaseException:
-        child.end()
+        child.end(0)  # it may be waiting for a lender
         raise

@@ -22,11 +22,14 @@ class Host:
         self._sessions: dict[int, Any] = {}
         self._last = 0
 
-    def load(self, path: str, lenders: list[str], options: dict[str, Any]) -> Facts:
-        self._borrowed = borrow(lenders)  # llama.cpp keeps only its address
-        options |= {"borrowed": self._borrowed, "progress": lambda *counts: self._send(("progress", counts))}
+    def borrow(self, lenders: list[str]) -> None:
+        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp keeps only the latter's address
+
+    def load(self, path: str, options: dict[str, Any]) -> Facts:
+        options |= {"borrowed": self._borrowed, "progress": lambda *counts: self._send("progress", counts)}
         model = load(path, **options)
         assert isinstance(model, LlamaBackend)
+        model.computing = {**model.computing, "lenders": self._lenders}  # what agrees to the bit is theirs, too
         self._model = model
         model.stop.lie_in(self._flag)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
@@ -96,19 +99,21 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asked
     connection = Connection(int(sys.argv[1]))
 
-    def send(message: Any) -> None:
-        connection.send_bytes(pickle.dumps(message))
+    number = 0
+
+    def send(kind: str, value: Any) -> None:
+        connection.send_bytes(pickle.dumps((number, kind, value)))
 
     host = Host(send, flag_in(int(sys.argv[2])))
     while True:
         try:
-            name, arguments = pickle.loads(connection.recv_bytes())
+            number, name, arguments = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # llama.cpp would want to free what a lender that is gone has
         try:
-            send(("done", getattr(host, name)(*arguments)))
+            send("done", getattr(host, name)(*arguments))
         except Exception as error:
-            send(("raised", error))
+            send("raised", error)
 
 
 if __name__ == "__main__":

@@ -438,8 +438,8 @@ def load(
 @contextmanager
 def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
     """A small model that computes as the one at `path`, loaded with the same options does; freed at the end."""
-    if options.get("gpu_layers") not in (0, -1):
-        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU")
+    if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
+        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
     with specimen(path) as copy:
         backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
         assert isinstance(backend, LlamaBackend)

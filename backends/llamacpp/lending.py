@@ -88,7 +88,7 @@ def check_lender(address: str) -> None:
         raise UsageError(f"--lender is {address!r}, but must be HOST:PORT, where `edgespec lend` listens")
     try:
         socket.create_connection((host, int(port)), SECONDS_TO_ANSWER).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ModelError(
             f"nobody lends at {address} ({error}); start `edgespec lend` there, with ssh -L in front of it"
         ) from error
@@ -143,7 +143,7 @@ def choose_lent(tensors: Sequence[Tensor], memory: int | None, needed: int, buff
     count = max(map(layer_of, tensors)) + 1
     for lent in range(count + 1 if most < 0 else most):
         with suppress(NoRoom):
-            if make_plan(tensors, room, needed, on_device=lent) is None:
+            if make_plan(tensors, room, needed, on_device=lent, output_here=True) is None:
                 return lent + 1 if lent else 0
     return most if most < 0 else max(0, most)
 

@@ -192,7 +192,7 @@ def plan_memory(
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
-    gpu["experts_here"] = experts_here
+    gpu |= {"experts_here": experts_here, "output_here": lent}
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)

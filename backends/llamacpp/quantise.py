@@ -142,7 +142,7 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
     notes = (llama_cpp.llama_model_kv_override * (len(job["notes"]) + 1))()
     for note, (key, text) in zip(notes, job["notes"].items(), strict=False):
         note.tag, note.key = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, key.encode()
-        note.value.val_str = text.encode()[:127]
+        note.value.val_str = text.encode()[:127].decode("utf-8", "ignore").encode()  # whole characters
     params.kv_overrides = notes
     keep.append(notes)
     return params

@@ -279,7 +279,7 @@ class LlamaSession:
         self._backend.give_back(self.ids[1:])
         del self.ids[1:]
         self._edge, self.aligned = end, aligned
-        if not self.aligned:
+        if self._in_tiles and not self.aligned:
             self._read = 0
 
     def fork(self) -> "LlamaSession":

@@ -13,12 +13,13 @@ from shutil import disk_usage
 from tempfile import TemporaryDirectory, gettempdir
 
 from edgespec.errors import ModelError
-from edgespec.weights.machine import format_size
+from edgespec.weights.machine import file_system, format_size
 from edgespec.weights.residency import Tensor, count_layers, layer_of
 
 from .files import keep_log, last_log, llama_cpp, parts, read_tensors
 
 LEAST_LAYERS = 2
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems: what lies there is in no plan
 HEADROOM = 1 << 28  # bytes of the disk that are left alone
 
 
@@ -37,13 +38,14 @@ def kinds(tensors: list[Tensor]) -> list[int]:
 
 
 def _place(needed: int) -> str:
-    """A folder for so many bytes: the system's for such files, unless it is too small, as one in memory may be.
+    """A folder for so many bytes: the system's for such files, unless it is too small, or in memory.
 
     Raises:
         ModelError: there is none.
     """
     for place in (gettempdir(), str(Path.home())):
-        if os.path.isdir(place) and disk_usage(place).free > needed + HEADROOM:
+        usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
+        if usable and disk_usage(place).free > needed + HEADROOM:
             return place
     raise ModelError(f"no disk has room for {format_size(needed)}")
 

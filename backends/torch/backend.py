@@ -14,12 +14,14 @@ GPU's memory are streamed through it: `offload.py`; larger than the host's as we
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
 from typing import Any, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -112,6 +114,13 @@ def top_on_device(
         [row[:count].astype(np.int64) for row, count in zip(ids.view(np.int32), counts, strict=True)],
         [row[:count].astype(np.float64) for row, count in zip(values, counts, strict=True)],
     )
+
+
+_mapped: "WeakSet[TorchBackend]" = WeakSet()  # models whose weights, on a processor, are pages of their files
+
+
+def _bytes_of_weights(backend: "TorchBackend") -> int:
+    return sum(os.path.getsize(file) for file in backend._files)
 
 
 class TorchBackend:
@@ -208,6 +217,7 @@ class TorchBackend:
             self.streamer.close()
         self._model = self.streamer = None
         self._free = []
+        _mapped.discard(self)
 
 
 def load(
@@ -259,7 +269,7 @@ def load(
         folder, most = check_folder(path), room or int(available_memory() * (1 - SAFETY))
         check_folder_fits(folder, dtype, most)
         model = load_model(folder, dtype)
-        needed, host = private_memory() + MARGIN, None
+        needed, host = private_memory() + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
         if place.type == "cuda" or copies:
             host = Host(folder, most, needed, apart=True)
         elif place.type == "cpu":
@@ -271,6 +281,10 @@ def load(
             form=nf4_form(place) if dtype == NF4 else PLAIN,
         )  # fmt: skip
     backend._files = weight_files(path)
+    if dtype == NF4:
+        backend.computing["dtype"] = NF4
+    elif place.type == "cpu" and dtype is None and backend.streamer is None:
+        _mapped.add(backend)
     return backend
 
 

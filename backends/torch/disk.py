@@ -11,6 +11,7 @@ Else (4 bits, scattered tensors) it is written once, as it is copied, to a pack 
 
 import hashlib
 import json
+import os
 import queue
 import shutil
 import threading
@@ -220,7 +221,10 @@ def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
 
 
 class Pack:
-    """Blocks of layers in one file, written once: each begins at a huge page. Use within `with`."""
+    """Blocks of layers in one file: each begins at a huge page. Use within `with`.
+
+    Written once, and again where other layers are asked for.
+    """
 
     def __init__(self, folder: Path, form: str, layers: Sequence[int], sizes: Sequence[int]) -> None:
         """
@@ -234,7 +238,7 @@ class Pack:
         about = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         key = hashlib.sha256(json.dumps([LAYOUT, form, about, list(layers), list(sizes)]).encode()).hexdigest()[:16]
         self._path = folder / FOLDER / key / "layers.bin"
-        self._part = self._path.with_suffix(".part")
+        self._part = self._path.with_name(f"layers.{os.getpid()}.part")  # others may be writing the same
         starts, end = list[int](), 0
         for size in sizes:
             starts.append(end)
@@ -274,9 +278,15 @@ class Pack:
         return place
 
     def __exit__(self, kind: object, error: object, at: object) -> None:
-        if self._places and not self._written and kind is None:
-            self._part.rename(self._path)
-        self._part.unlink(missing_ok=True)
+        try:
+            if self._places and not self._written and kind is None:
+                self._part.rename(self._path)
+                for old in self._path.parents[1].iterdir():  # with other memory other layers were asked for
+                    if old != self._path.parent:
+                        shutil.rmtree(old, ignore_errors=True)
+            self._part.unlink(missing_ok=True)
+        except OSError as failed:
+            raise ModelError(f"{self._path}: cannot be written: {failed.strerror}") from failed
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:

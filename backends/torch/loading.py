@@ -225,7 +225,11 @@ def place_layers(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
     )  # fmt: skip
-    pack = Pack(host.folder, form.name, to_pack, [sizes[i] for i in to_pack]) if host and to_pack else nullcontext()
+    pack = (
+        Pack(host.folder, f"{form.name} {model.dtype}", to_pack, [sizes[i] for i in to_pack])
+        if host and to_pack
+        else nullcontext()
+    )
     with pack as opened:
         for i in steps:
             form.make(layers[i])

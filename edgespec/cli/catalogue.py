@@ -99,7 +99,10 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     for name, entry in zip(names, entries, strict=True):
         if entry.target.startswith("file:"):
             raise UsageError(f"{name}: is a path on this machine; there is nothing to fetch")
-    listings = ask(sources_of(entries, draft), entries)
+    sources = sources_of(entries, draft)
+    if not sources:
+        raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")
+    listings = ask(sources, entries)
     for file, size, here in hub.sizes_by_file(listings):
         click.echo(f"{size / 1e9:8.2f} GB  {'is here ' if here else 'to fetch'}  {file}")
     hub.check_space(list(listings.values()))

@@ -131,6 +131,8 @@ def run(
             click.echo(click.style(note, dim=True), err=True)
         earlier = session.load(loaded) if session else None
         loaded.scheduler.start()  # passes in a thread of their own, so that Ctrl-C ends them early
+        if system and earlier and text is None:
+            raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
         system = system or loaded.system
         answer_options = {"max_tokens": max_tokens, "stop": stop, "grammar": form, **sampling}
         if text is None:

@@ -29,6 +29,10 @@ def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool)
     llama.cpp's protocol knows no password: who reaches the port can read and crash this program, or worse. So it
     listens to this machine alone, and ssh brings others here. One borrower at a time; Ctrl-C ends it.
     """
+    try:
+        host = socket.gethostbyname(host)  # llama.cpp takes numbers, and IPv4 only
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host is {host!r}, but must be an IPv4 address of this machine, as 127.0.0.1") from error
     if not is_loopback(host) and not insecure:
         raise UsageError(
             f"--host {host} would let every machine that reaches it in, without a password; stay at 127.0.0.1 and let "
@@ -37,7 +41,7 @@ def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool)
         )
     lending = import_module("edgespec.backends.llamacpp.lending")
     lending.rpc()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+    with socket.socket(socket.AF_INET) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((host, port))
@@ -45,7 +49,10 @@ def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool)
             raise EdgespecError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
         port = free.getsockname()[1]
     folder = cache_folder() / "lent"
-    if cache:
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if cache:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EdgespecError(f"{folder}: cannot be made: {error.strerror or error}") from error
     click.echo(f"lending at {host}:{port}; {format_size(available_memory())} are free; Ctrl-C ends it")
     lending.lend(host, port, threads or os.cpu_count() or 1, str(folder) if cache else None)

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread, Timer
 from types import FrameType
@@ -15,6 +14,7 @@ from edgespec.errors import MissingPackage, UsageError
 from edgespec.model import Model
 from edgespec.remembered import cache_folder
 from edgespec.shelf import Shelf
+from edgespec.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"  # in the environment
 
@@ -63,17 +63,10 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot listen on {host} port {port}: {why}") from error
     return listening
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach it."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:

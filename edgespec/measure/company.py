@@ -11,9 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, Self
+from zlib import crc32
 
 from edgespec.errors import UsageError
 from edgespec.model import Model, load
+from edgespec.models.registry import find_model, local_path
+from edgespec.remembered import identity
 from edgespec.sampling import SamplingParams
 from edgespec.text import user_messages
 
@@ -25,6 +28,7 @@ class Written:
     """One text: who guessed, what was asked, how it was sampled, in which class of passes, and what came out."""
 
     planner: str
+    about: str  # the target, and how many tokens at most
     prompt: str
     temperature: float
     top_p: float
@@ -33,9 +37,9 @@ class Written:
     token_ids: list[int]
 
     @property
-    def key(self) -> tuple[str, float, float]:
-        """What texts that must be equal have in common."""
-        return self.prompt, self.temperature, self.top_p
+    def key(self) -> tuple[str, str, float, float]:
+        """What texts that must be equal have in common; the seed belongs to the prompt."""
+        return self.about, self.prompt, self.temperature, self.top_p
 
     @classmethod
     def read(cls, path: Path) -> list[Self]:
@@ -67,7 +71,7 @@ def write_texts(
 ) -> list[Written]:
     """Write what is not in the file at `path` yet: plainly, each alone; then by each planner, `parallel` at once.
 
-    Prompt i is sampled with seed i. `plain_in_company` lets plain texts share passes, too, which is quicker where
+    The seed follows from the prompt. `plain_in_company` lets plain texts share passes, too, which is quicker where
     weights are streamed. `done` is called after every text; `options` go to `edgespec.load`.
 
     Returns:
@@ -77,15 +81,16 @@ def write_texts(
         EdgespecError: from loading; UsageError: the file holds other texts.
     """
     kept = Written.read(path)
+    about = f"{identity(local_path(find_model(target).target))}, {max_tokens} tokens"
     # A text that was cut short by a stop is written again.
     path.write_text("".join(json.dumps(asdict(text)) + "\n" for text in kept))
     for planner in dict.fromkeys([ALONE, *planners]):
         there = {text.key for text in kept if text.planner == planner}
         wanted = [
-            (i, prompt, params)
-            for i, prompt in enumerate(prompts)
+            (prompt, params)
+            for prompt in prompts
             for params in samplings
-            if (prompt, params.temperature, params.top_p) not in there
+            if (about, prompt, params.temperature, params.top_p) not in there
         ]
         for _ in there:
             done()
@@ -93,7 +98,7 @@ def write_texts(
             continue
         at_once = 1 if planner == ALONE and not plain_in_company else parallel
         with load(target, planner=planner, parallel=at_once, say=say, **options) as model, path.open("a") as file:
-            for text in _texts(model, planner, wanted, max_tokens, at_once):
+            for text in _texts(model, planner, about, wanted, max_tokens, at_once):
                 file.write(json.dumps(asdict(text)) + "\n")
                 file.flush()
                 kept.append(text)
@@ -102,18 +107,18 @@ def write_texts(
 
 
 def _texts(
-    model: Model, planner: str, wanted: Sequence[tuple[int, str, SamplingParams]], max_tokens: int, at_once: int
+    model: Model, planner: str, about: str, wanted: Sequence[tuple[str, SamplingParams]], max_tokens: int, at_once: int
 ) -> Iterator[Written]:
     shapes = model.target.capabilities.exact
     stopped = Event()
 
-    def write(i: int, prompt: str, params: SamplingParams) -> Written | None:
+    def write(prompt: str, params: SamplingParams) -> Written | None:
         if stopped.is_set():
             return None
-        sampling = {"temperature": params.temperature, "top_p": params.top_p, "seed": i}
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "seed": crc32(prompt.encode())}
         result = model.generate(user_messages(prompt, model.system), max_tokens=max_tokens, **sampling)
         return Written(
-            planner, prompt, params.temperature, params.top_p, shapes.name if shapes else "",
+            planner, about, prompt, params.temperature, params.top_p, shapes.name if shapes else "",
             result.stats.passes, result.token_ids,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ from edgespec.backend import (
 )
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.exact import check_choice, line, settle, tokens
-from edgespec.loading import DEFAULT_CONTEXT, RESIDENT, check_engine_options, choose_budget
+from edgespec.loading import RESIDENT, check_engine_options, choose_budget, choose_context
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.paths import note
 from edgespec.remembered import can_remember, everything, identity
@@ -183,7 +183,7 @@ def diagnose(
     check_engine_options([engine], {"memory": memory, "kv_type": kv_type, "lenders": lenders})
     paths = list(map(local_path, sources))
     budget = choose_budget(budget, entry)
-    context_length = context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
+    context_length = choose_context(context_length, entry)
     room = parse_size(memory) if isinstance(memory, str) else memory
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -285,8 +285,9 @@ def _try(
         nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
         between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
         tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))
+    at_home = {name: value for name, value in options.items() if name != "lenders"}
     for other in beside:
-        with closing(_load(engine, other, options | RESIDENT)) as backend:
+        with closing(_load(engine, other, at_home | RESIDENT)) as backend:
             tried.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
     return tried
 

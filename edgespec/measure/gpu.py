@@ -324,8 +324,9 @@ def pair_speeds(
         for name, budget in [("none", 1), *(("specexec", budget) for budget in budgets)]:
             if found and perf_counter() > deadline:
                 break
-            model = Model(backends[0], make_planner(name, backends), budget=budget, sampling=SamplingParams())
-            results = [model.generate(user_messages(prompt, None), max_tokens=max_tokens).stats for prompt in prompts]
+            planner = make_planner(name, backends)
+            with Model(backends[0], planner, budget=budget, sampling=SamplingParams()) as model:
+                results = [model.generate(user_messages(text, None), max_tokens=max_tokens).stats for text in prompts]
             seconds = sum(stats.seconds for stats in results)
             found[name if name == "none" else f"specexec {budget}"] = sum(stats.tokens for stats in results) / seconds
     finally:

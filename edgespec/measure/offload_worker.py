@@ -156,9 +156,10 @@ def _measure_mlx_lm(task: Task) -> dict[str, Any]:
     read, before, runs = bytes_read(), processor_seconds(), []
     for prompt in task.prompts:
         token_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        started, count = perf_counter(), 0
+        count, started = -1, 0.0
         for _ in stream_generate(model, tokenizer, token_ids, max_tokens=task.max_tokens):
             count += 1
+            started = started or perf_counter()  # the prompt does not count
         seconds = perf_counter() - started
         runs.append({"tokens": count, "passes": count, "seconds": seconds, "target_seconds": seconds})
     return {"runs": runs, **_used(read, before)}

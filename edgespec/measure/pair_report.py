@@ -142,11 +142,11 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
         added = "".join(f"{indent}{line}\n" for line in block.splitlines())
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-            file.write(text + ("" if text.endswith("\n") else "\n") + added)
-        new = Path(file.name)
+            new = Path(file.name)
     except OSError as error:
         raise EdgespecError(f"{path}: cannot be written: {error.strerror or error}") from error
     try:
+        new.write_text(text + ("" if text.endswith("\n") else "\n") + added, "utf-8")
         try:
             names = [one.name for one in read_models(new)]
         except RegistryError as error:

@@ -61,7 +61,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
         UsageError: names the file and the line.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # only there: JSON strings may hold other ends of lines
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

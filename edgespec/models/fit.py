@@ -64,7 +64,7 @@ def _size(entry: Entry, source: str | None) -> tuple[int, bool]:
         return 0, True
     try:
         path = Path(local_path(source, fetch=False))
-        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else _parts(path)
+        files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else _parts(path)
         return sum(file.stat().st_size for file in files), True
     except (EdgespecError, OSError):  # not here, or not installed
         facts = entry.files.get(source)

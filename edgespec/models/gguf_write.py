@@ -3,6 +3,7 @@
 Whatever is refused is refused before anything is written; a file appears under its name only when it is complete.
 """
 
+import glob
 import json
 import os
 import re
@@ -246,7 +247,7 @@ def appearing(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
-        for left in partial.parent.glob(f"{partial.name}*"):
+        for left in partial.parent.glob(f"{glob.escape(partial.name)}*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 

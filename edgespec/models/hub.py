@@ -277,7 +277,7 @@ def fetch(
         for file in listing.files:  # links; by the revision that was asked for, so that the cache remembers it
             path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
         if source.is_folder:
-            return str(listing.files[0].path.parent)
+            return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
         return str(path if len(listing.files) == 1 else Path(path).with_name(Path(listing.files[0].name).name))
 
 

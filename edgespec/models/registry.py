@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,7 @@ def _line(node: Any, loc: tuple[int | str, ...]) -> int:
 def _absolute(source: str, models_file: Path) -> str:
     if not source.startswith("file:"):
         return source
-    return f"file:{models_file.absolute().parent / Path(source.removeprefix('file:')).expanduser()}"
+    return f"file:{models_file.absolute().parent / os.path.expanduser(source.removeprefix('file:'))}"
 
 
 def all_models(models_file: str | None = None) -> list[Entry]:
@@ -139,7 +140,7 @@ def all_models(models_file: str | None = None) -> list[Entry]:
         RegistryError: one of the files is broken, or the one given is missing.
     """
     paths = [Path(models_file)] if models_file else []
-    paths += [path for path in (OWN.expanduser(),) if path.exists()]
+    paths += [path for path in (Path(os.path.expanduser(OWN)),) if path.exists()]
     found = dict[str, Entry]()
     for path in [*paths, BUILT_IN]:
         for entry in read_models(path):
@@ -159,11 +160,11 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    is_path = model.endswith(".gguf") or Path(model).expanduser().exists()
+    is_path = model.endswith(".gguf") or os.path.exists(os.path.expanduser(model))
     if HUB_NAME.fullmatch(model) and not is_path:  # OWNER/REPOSITORY:Q4_K_M as llama.cpp takes it, too
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
-        return Entry(name=model, target=f"file:{Path(model).expanduser()}")
+        return Entry(name=model, target=f"file:{os.path.expanduser(model)}")
     near = difflib.get_close_matches(model, entries, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(entries)}"
     raise UsageError(f"there is no model {model!r}; {hint} A path must end in .gguf or contain a slash.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
@@ -55,22 +56,26 @@ def make_app(
         lifespan=_lifespan,
     )
     app.state.service = service
-    return Guard(Counting(app, service), keys=keys, hosts=hosts, origins=origins)
+    guarded = Guard(Counting(app, service), keys=keys, hosts=hosts, origins=origins)
+    if not origins:
+        return guarded
+    return CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
 
 
 class Counting:
-    """Counts answers by path and status."""
+    """Counts answers by path and status; paths that anybody may make up count as one."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: Starlette, service: Service) -> None:
         self._app = app
         self._service = service
+        self._paths = {route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = scope["path"] if message["status"] != 404 else "other"
+                known = scope["path"] if scope["path"] in self._paths else "other"
                 self._service.answered[known, message["status"]] += 1
             await send(message)
 

@@ -237,8 +237,8 @@ async def completions(http: HttpRequest) -> Response:
     vocab = service.model.target.vocab
     given = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    if len(prompts) > 16:
-        raise Refused(400, f"there are {len(prompts)} prompts, but at most 16 may be given at once", param="prompt")
+    if not 1 <= len(prompts) <= 16:
+        raise Refused(400, f"there are {len(prompts)} prompts, but from 1 to 16 may be given at once", param="prompt")
     ids = [await asyncio.to_thread(_encode, vocab, prompt) for prompt in prompts]
     requests = await requests_for(
         service, ids, sampling_of(body, service.defaults), max_tokens=body.max_tokens, stop=body.stop, choices=body.n,

@@ -97,6 +97,8 @@ async def responses(http: HttpRequest) -> Response:
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
     tools, form = tools_of(service, body), (body.text or {}).get("format")
+    if form is not None and not isinstance(form, dict):
+        raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
     wanted = one_form(tools, grammar_of(form, body.edgespec, "text.format"))
     shown, vocab = tools.functions if tools else None, service.model.target.vocab
     more = template_options((body.reasoning or {}).get("effort"))

@@ -174,9 +174,12 @@ async def requests_for(
     TextStream(service.model.target.vocab, stops)
     if service.stopping:
         raise Refused(503, "the server is stopping")
-    waiting, wanted = service.model.scheduler.waiting, choices * len(prompt_ids)
-    if waiting + wanted > service.most_waiting + len(service.model.planners):
-        raise Refused(429, f"{waiting} requests are waiting already: come again in a moment")
+    scheduler, wanted = service.model.scheduler, choices * len(prompt_ids)
+    room = service.most_waiting + len(service.model.planners)
+    if wanted > room:
+        raise Refused(400, f"{wanted} texts are asked for at once, but at most {room} may be")
+    if scheduler.waiting + scheduler.active + wanted > room:
+        raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
     found = list[Request]()
     for ids in prompt_ids:
         if not ids:

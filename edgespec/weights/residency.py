@@ -163,6 +163,7 @@ def make_plan(
     needed: int,
     *,
     on_device: int = 0,
+    output_here: bool = False,
     experts_here: bool = False,
     kept: int = 0,
     experts_at_once: int = 0,
@@ -176,6 +177,7 @@ def make_plan(
         memory: bytes for everything.
         needed: bytes that are not these weights: draft model, key-value caches, buffers, the program itself.
         on_device: that many of the last layers, and the output, lie in a GPU's own memory; no concern of this plan.
+        output_here: but not the output.
         experts_here: but not their experts.
         kept: that many of the last layers must stay: a GPU that shares this memory works with them.
         experts_at_once: bytes of memory without which no layer's experts can be computed, if they do not stay.
@@ -186,17 +188,18 @@ def make_plan(
         NoRoom: not even the smallest plan fits; says how much it needs.
     """
     count = count_layers(tensors)
+    away = on_device > 0 and not output_here
     with_experts = range(count if experts_here else count - on_device)
     host = [
         tensor
         for tensor in tensors
-        if (layer_of(tensor) < count - on_device and not (on_device and is_output(tensor)))
+        if (layer_of(tensor) < count - on_device and not (away and is_output(tensor)))
         or (experts_here and EXPERTS.search(tensor.name))
     ]
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     others_need, needed = needed, needed + experts_at_once
-    rows = on_device > 0 or any(tensor.name == "output.weight" for tensor in tensors)  # else they are the output, too
+    rows = away or any(tensor.name == "output.weight" for tensor in tensors)  # else they are the output, too
     pages = _whole_pages(tensors, page, rows)
     experts = [extent for index in with_experts for extent in pages.get((index, "experts"), ())]
     movable = range(count - on_device - kept)
