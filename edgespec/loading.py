@@ -1,5 +1,6 @@
 """Loading a target and its draft together, each with the engine, the memory and the options that suit it."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from edgespec.planners.paced import Pace
 from edgespec.remembered import identity, machine, recall
 from edgespec.remembered import remember as keep
 from edgespec.same_vocab import check_same_vocab
+from edgespec.weights.machine import format_size
 
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
@@ -103,11 +105,24 @@ def open_backends(
             backends.append(_load_with(names[1], paths[1], common | left | RESIDENT))
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
+            backends[0].notes = [*backends[0].notes, *_crowding(backends[0], paths[1])]
         settle(backends[0], paths[0], exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise
     return backends
+
+
+def _crowding(target: Backend, draft: str) -> list[str]:
+    """What to tell of a draft that takes the memory in which the target would have fitted."""
+    plan = getattr(target, "plan", None)
+    size = os.path.getsize(draft) if os.path.isfile(draft) else 0
+    if plan is None or not 0 < plan.streamed_bytes < size:
+        return []
+    return [
+        f"with the draft {format_size(plan.streamed_bytes)} are read in every pass, without it perhaps nothing: "
+        "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker"
+    ]
 
 
 def open_draft(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,25 @@ def test_a_pair_without_a_draft(smollm2_tiny: Path) -> None:
         context_length=512,
     )  # fmt: skip
     assert [row.planner for row in found.rows] == ["none", "sssd"]
+
+
+def test_plain_decoding_is_measured_without_the_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights are streamed, the draft takes memory from the target."""
+    opened = list[Any]()
+
+    def streaming(entry: Entry, draft: str | None, *others: Any, **options: Any) -> list[Any]:
+        backends = open_backends(entry, draft, *others, **options)
+        opened.append(draft)
+        if draft:
+            backends[0].capabilities = replace(backends[0].capabilities, streams=True)
+        return backends
+
+    monkeypatch.setattr(pair_module, "open_backends", streaming)
+    found = measure_pair(
+        Entry(name="a", target=f"file:{smollm2_tiny}"), str(smollm2_tiny), questions(["chat"], 1), max_tokens=4,
+        budget=2, context_length=512,
+    )  # fmt: skip
+    assert opened == [str(smollm2_tiny), None]
+    assert [row.planner for row in found.rows] == ["none", "sssd", "specexec"]
+    assert found.streams
+    assert "nothing has to be streamed" in found.notes[-1]

@@ -111,29 +111,46 @@ def measure_pair(
     options: dict[str, Any] = {"memory": memory, "context_length": context_length, "budget": budget, "say": say}
     backends = open_backends(entry, draft, models_file, **options)
     try:
-        target = backends[0]
-        path = local_path(entry.target, fetch=False)
+        path, limits, notes = local_path(entry.target, fetch=False), backends[0].capabilities, [*backends[0].notes]
         answers = record(
-            target, asked, recording_file(path, max_tokens), max_tokens,
+            backends[0], asked, recording_file(path, max_tokens), max_tokens,
             lambda done, total: progress("recording answers", done, total),
         )  # fmt: skip
-        tried = budgets(min(budget, most_nodes(target.capabilities, 0) - 1))
-        seconds = pass_seconds(target, [1, *(one + 1 for one in tried)], progress)
-        rows = [Row("none", 0, 1.0, 0.0, seconds[1], dict.fromkeys((task for task, _ in asked), 1.0))]
-        names = ["sssd", *(["specexec"] if draft else [])]
-        for i, name in enumerate(names):
-            for j, one in enumerate(tried):
-                progress("replaying answers", i * len(tried) + j, len(names) * len(tried))
-                rows.append(_row(name, one, backends, answers, seconds[one + 1]))
-        exact = target.capabilities.exact
-        notes = list(target.notes)
-        if target.capabilities.paths:
-            notes.append(
-                "some layers are recurrent: passes were timed as chains, branches cost more; try edgespec bench"
-            )
-        return Measured(path, draft or "", rows, target.capabilities.streams, exact.name if exact else "", notes)
+        apart = draft is not None and limits.streams  # without the draft there is more memory for the target
+        names = [] if apart else ["none", "sssd"]
+        rows = _rows([*names, *(["specexec"] if draft else [])], backends, answers, budget, progress)
     finally:
         close_all(backends)
+    if apart:
+        say("without the draft")
+        backends = open_backends(entry, None, models_file, **options)
+        try:
+            rows = _rows(["none", "sssd"], backends, answers, budget, progress) + rows
+            if not backends[0].capabilities.streams:
+                notes.append("without the draft nothing has to be streamed: so plain decoding and sssd were measured")
+        finally:
+            close_all(backends)
+    if limits.paths:
+        notes.append("some layers are recurrent: passes were timed as chains, branches cost more; try edgespec bench")
+    return Measured(path, draft or "", rows, limits.streams, limits.exact.name if limits.exact else "", notes)
+
+
+def _rows(
+    names: Sequence[str],
+    backends: Sequence[Backend],
+    answers: Sequence[Recording],
+    budget: int,
+    progress: Callable[[str, int, int], None],
+) -> list[Row]:
+    """Time passes, and replay the answers by each of these planners with every budget."""
+    tried = budgets(min(budget, most_nodes(backends[0].capabilities, 0) - 1))
+    seconds = pass_seconds(backends[0], [1, *(one + 1 for one in tried)], progress)
+    wanted = [(name, one) for name in names for one in ([0] if name == "none" else tried)]
+    rows = []
+    for done, (name, one) in enumerate(wanted):
+        progress("replaying answers", done, len(wanted))
+        rows.append(_row(name, one, backends, answers, seconds[one + 1]))
+    return rows
 
 
 def pass_seconds(target: Backend, nodes: Sequence[int], progress: Callable[[str, int, int], None]) -> dict[int, float]:
@@ -152,6 +169,8 @@ def without_disturbance(seconds: dict[int, float]) -> dict[int, float]:
 
 
 def _row(name: str, budget: int, backends: Sequence[Backend], answers: Sequence[Recording], seconds: float) -> Row:
+    if name == "none":
+        return Row(name, 0, 1.0, 0.0, seconds, dict.fromkeys((answer.category for answer in answers), 1.0))
     planner = make_planner(name, backends)
     try:
         lengths, plan_seconds = list[int](), list[float]()
