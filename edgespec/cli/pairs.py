@@ -85,6 +85,8 @@ def pair(
             (str(one), measure_pair(entry, one, asked, progress=bar.update, say=bar.say, **shared)) for one in drafts
         ]
     for _, one in measured:
+        for note in one.notes:
+            click.echo(click.style(note, dim=True), err=True)
         click.echo(json.dumps(_as_json(one)) if as_json else f"{table(one)}\n{recommendation(one)}")
     if find and good and not as_json:
         click.echo(ranking(measured))
