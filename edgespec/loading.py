@@ -12,7 +12,6 @@ from edgespec.planners.paced import Pace
 from edgespec.remembered import identity, machine, recall
 from edgespec.remembered import remember as keep
 from edgespec.same_vocab import check_same_vocab
-from edgespec.weights.machine import format_size
 
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
@@ -105,7 +104,12 @@ def open_backends(
             backends.append(_load_with(names[1], paths[1], common | left | RESIDENT))
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
-            backends[0].notes = [*backends[0].notes, *_crowding(backends[0], paths[1])]
+            if missing := crowding(backends[0], paths[1]):
+                backends[0].notes = [
+                    *backends[0].notes,
+                    f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it perhaps nothing: "
+                    "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
+                ]
         settle(backends[0], paths[0], exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
@@ -113,16 +117,10 @@ def open_backends(
     return backends
 
 
-def _crowding(target: Backend, draft: str) -> list[str]:
-    """What to tell of a draft that takes the memory in which the target would have fitted."""
-    plan = getattr(target, "plan", None)
-    size = os.path.getsize(draft) if os.path.isfile(draft) else 0
-    if plan is None or not 0 < plan.streamed_bytes < size:
-        return []
-    return [
-        f"with the draft {format_size(plan.streamed_bytes)} are read in every pass, without it perhaps nothing: "
-        "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker"
-    ]
+def crowding(target: Backend, draft: str) -> int:
+    """Bytes of the target that are read in every pass, if the draft's file is larger than these; else 0."""
+    plan, size = getattr(target, "plan", None), os.path.getsize(draft) if os.path.isfile(draft) else 0
+    return plan.streamed_bytes if plan is not None and plan.streamed_bytes < size else 0
 
 
 def open_draft(

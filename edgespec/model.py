@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import edgespec.asking as asking
 from edgespec.backend import Backend, check_room
+from edgespec.crowding import open_best
 from edgespec.errors import UsageError
 from edgespec.grammar import Compiled, Compiler, Grammar
 from edgespec.jobs import Chunk, Ended, Event, Reading, Request, Wrote
-from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, open_backends, recall_pace
+from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_pace
 from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
 from edgespec.planners import Planner
@@ -394,11 +395,13 @@ def load(
     # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
     guesses = bool(used or datastore) if planner == "auto" else planner != "none"
     wide = fixed and budget >= WIDE and guesses
-    backends = open_backends(
+    backends = open_best(
         entry, used, models_file, context_length=context_length, budget=budget, wide=wide, exact=exact,
-        sessions=parallel, remember=remember, progress=progress, say=say, **engine,
+        sessions=parallel, remember=remember, progress=progress, say=say,
+        leave_out=planner == "auto" and not fixed, **engine,
     )  # fmt: skip
     try:
+        used = used if backends[1:] else None
         limits = backends[0].capabilities
         pace = None if fixed else new_pace(limits.streams, limits.experts)
         made = [make_planner(planner, backends, datastore, pace, **planner_options) for _ in range(parallel)]

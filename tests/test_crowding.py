@@ -1,0 +1,71 @@
+"""A draft for which the target would have to be streamed: left out where that is foretold to be quicker."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import crowding
+from edgespec.loading import close_all, open_backends
+from edgespec.models.registry import Entry, find_model
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Drafts with which models were loaded; every draft takes the room of weights."""
+    opened = list[str | None]()
+
+    def open_them(entry: Entry, draft: str | None, *others: Any, **options: Any) -> list[Any]:
+        opened.append(draft)
+        return open_backends(entry, draft, *others, **options)
+
+    monkeypatch.setattr(crowding, "open_backends", open_them)
+    monkeypatch.setattr(crowding, "crowding", lambda target, draft: 1)
+    return opened
+
+
+def opened(model: Path, **options: Any) -> tuple[int, str]:
+    """How many models were loaded, and what was said."""
+    backends = crowding.open_best(
+        find_model(str(model)), str(model), None, context_length=256, budget=4, say=lambda line: None,
+        **{"leave_out": True} | options,
+    )  # fmt: skip
+    try:
+        return len(backends), "\n".join(backends[0].notes)
+    finally:
+        close_all(backends)
+
+
+def test_the_slower_way_is_not_taken(
+    crowded: list[str | None], smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = iter([(0.34, 0.22), (0.04, 0.0)])
+    monkeypatch.setattr(crowding, "time_pass", lambda backend: next(passes))
+    count, said = opened(smollm2_tiny)
+    assert count == 1
+    assert crowded == [str(smollm2_tiny), None]
+    assert "the draft is left out" in said
+    assert "without it 8.3" in said
+
+
+def test_a_draft_that_is_worth_its_memory_stays(
+    crowded: list[str | None], smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = iter([(1.5, 0.5), (0.05, 0.0)])
+    monkeypatch.setattr(crowding, "time_pass", lambda backend: next(passes))
+    assert opened(smollm2_tiny) == (2, "")
+    assert crowded == [str(smollm2_tiny)]
+
+
+def test_who_asks_for_the_draft_gets_it(crowded: list[str | None], smollm2_tiny: Path) -> None:
+    assert opened(smollm2_tiny, leave_out=False) == (2, "")
+    assert crowded == [str(smollm2_tiny)]
+
+
+def test_passes_are_timed(smollm2_tiny: Path) -> None:
+    backends = open_backends(find_model(str(smollm2_tiny)), None, None, context_length=256, budget=4)
+    seconds, waited = crowding.time_pass(backends[0])
+    assert seconds > waited == 0
+    close_all(backends)
