@@ -1,7 +1,7 @@
 """A draft that takes the memory in which its target would have fitted: is it worth that?
 
-With it weights are read from disk in every pass, without it none. What passes take with it is measured; of that the
-target waits for the disk for a part, and the rest is about what a pass takes where all is in memory.
+With it weights are read from disk in every pass, without it none. Both are tried, once, and what was found is
+remembered. Elsewhere a draft can only gain: it is not asked where it does not pay (`planners/paced.py`).
 """
 
 from collections.abc import Callable
@@ -15,9 +15,12 @@ import numpy as np
 from edgespec.backend import Backend, Work
 from edgespec.loading import close_all, crowding, open_backends
 from edgespec.models.registry import Entry, find_model, local_path
+from edgespec.remembered import identity, machine, recall
+from edgespec.remembered import remember as keep
 
 RIGHT = 0.75  # of a draft's tokens, the share that is right: rather too many, for a draft is seldom left out
 DEEPEST = 16
+GRAIN = 1 << 27  # bytes by which what is streamed must differ to count as another case
 
 
 def open_best(
@@ -26,58 +29,77 @@ def open_best(
     models_file: str | None,
     *,
     leave_out: bool,
+    remember: bool,
     say: Callable[[str], None],
     **options: Any,
 ) -> list[Backend]:
-    """As `open_backends`, without the draft where it crowds the target out of memory and is foretold to lose by that.
+    """As `open_backends`, but without the draft where it crowds the target out of memory and that is the quicker way.
 
     Args:
         entry: the target.
         draft: as for `open_backends`.
         models_file: as for `open_backends`.
-        leave_out: whether it may be left out; else nothing is measured.
+        leave_out: whether it may be left out; else nothing is tried.
+        remember: keep what was found, and use what is remembered.
         say: told, as a line, what takes some seconds.
         options: of `open_backends`.
     """
-    backends = open_backends(entry, draft, models_file, say=say, **options)
-    if not (leave_out and draft):
-        return backends
-    if not crowding(backends[0], local_path(find_model(draft, models_file).target, fetch=False)):
-        return backends
+
+    def opened(draft: str | None) -> list[Backend]:
+        return open_backends(entry, draft, models_file, remember=remember, say=say, **options)
+
+    both = opened(draft)
+    if not (leave_out and draft and (missing := crowding(both[0]))):
+        return both
+    paths = [local_path(source, fetch=False) for source in (entry.target, find_model(draft, models_file).target)]
+    about = {
+        "kind": "crowding", "machine": machine(), "target": identity(paths[0]), "draft": identity(paths[1]),
+        "missing": str(missing // GRAIN), "exact": str(options.get("exact")),
+    }  # fmt: skip
+    known = recall(about) if remember else None
     try:
-        say("finding out whether the draft is worth its memory")
-        drafted, plain = foretold(*backends)
+        if known is None:
+            say("the draft takes the memory that the target lacks: finding out whether it is worth that, once")
+        drafted, plain = known or (foretold(*both), 0.0)
     except BaseException:
-        close_all(backends)
+        close_all(both)
+        raise
+    if known and drafted >= plain:
+        return both
+    close_all(both)
+    alone = opened(None)
+    try:
+        plain = plain or 1 / time_pass(alone[0])
+        if known is None and remember:
+            keep(about, [drafted, plain])
+    except BaseException:
+        close_all(alone)
         raise
     if drafted >= plain:
-        return backends
-    close_all(backends)
-    backends = open_backends(entry, None, models_file, say=say, **options)
-    backends[0].notes = [
-        *backends[0].notes,
-        f"the draft is left out: with it weights have to be read in every pass, so that {drafted:.1f} tokens/s are "
+        close_all(alone)
+        return opened(draft)
+    alone[0].notes = [
+        *alone[0].notes,
+        f"the draft is left out: with it {missing / 1e9:.2f} GB would be read in every pass; {drafted:.1f} tokens/s are "
         f"foretold, without it {plain:.1f}; --planner specexec uses it all the same",
     ]
-    return backends
+    return alone
 
 
-def foretold(target: Backend, draft: Backend) -> tuple[float, float]:
-    """Tokens per second with the draft, at best, and of plain decoding where all of the target is in memory."""
-    (seconds, waited), (step, _) = time_pass(target), time_pass(draft)
+def foretold(target: Backend, draft: Backend) -> float:
+    """Tokens per second with the draft, at best."""
+    seconds, step = time_pass(target), time_pass(draft)
     tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # of a pass with 0, 1, 2 … guesses
-    drafted = max(count / (seconds + depth * step) for depth, count in enumerate(tokens))
-    return drafted, 1 / max(1e-9, seconds - waited)
+    return max(count / (seconds + depth * step) for depth, count in enumerate(tokens))
 
 
-def time_pass(backend: Backend) -> tuple[float, float]:
-    """Seconds of a pass over one node, the quicker of two after one that does not count, and its wait for weights."""
-    session, found = backend.open(), list[tuple[float, float]]()
-    node = np.zeros(1, np.int32)
+def time_pass(backend: Backend) -> float:
+    """Seconds of a pass over one node: the quicker of two after one that does not count."""
+    session, found, node = backend.open(), list[float](), np.zeros(1, np.int32)
     for _ in range(3):
-        waited, started = backend.wait_seconds, perf_counter()
+        started = perf_counter()
         backend.forward([Work(session, node, node - 1, node)])
-        found.append((perf_counter() - started, backend.wait_seconds - waited))
+        found.append(perf_counter() - started)
         session.rewind(0)
     session.close()
     return min(found[1:])

@@ -1,6 +1,5 @@
 """Loading a target and its draft together, each with the engine, the memory and the options that suit it."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -104,10 +103,10 @@ def open_backends(
             backends.append(_load_with(names[1], paths[1], common | left | RESIDENT))
         if draft:
             check_same_vocab(backends[0].vocab, backends[1].vocab)
-            if missing := crowding(backends[0], paths[1]):
+            if missing := crowding(backends[0]):
                 backends[0].notes = [
                     *backends[0].notes,
-                    f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it perhaps nothing: "
+                    f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
                     "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
                 ]
         settle(backends[0], paths[0], exact, keep=remember, say=say)
@@ -117,10 +116,10 @@ def open_backends(
     return backends
 
 
-def crowding(target: Backend, draft: str) -> int:
-    """Bytes of the target that are read in every pass, if the draft's file is larger than these; else 0."""
-    plan, size = getattr(target, "plan", None), os.path.getsize(draft) if os.path.isfile(draft) else 0
-    return plan.streamed_bytes if plan is not None and plan.streamed_bytes < size else 0
+def crowding(target: Backend) -> int:
+    """Bytes of the target that are read in every pass, if without its draft none would be; else 0."""
+    plan = getattr(target, "plan", None)
+    return plan.streamed_bytes if plan is not None and plan.crowded else 0
 
 
 def open_draft(

@@ -22,7 +22,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         return open_backends(entry, draft, *others, **options)
 
     monkeypatch.setattr(crowding, "open_backends", open_them)
-    monkeypatch.setattr(crowding, "crowding", lambda target, draft: 1)
+    monkeypatch.setattr(crowding, "crowding", lambda target: 1)
     return opened
 
 
@@ -30,7 +30,7 @@ def opened(model: Path, **options: Any) -> tuple[int, str]:
     """How many models were loaded, and what was said."""
     backends = crowding.open_best(
         find_model(str(model)), str(model), None, context_length=256, budget=4, say=lambda line: None,
-        **{"leave_out": True} | options,
+        **{"leave_out": True, "remember": False} | options,
     )  # fmt: skip
     try:
         return len(backends), "\n".join(backends[0].notes)
@@ -38,11 +38,16 @@ def opened(model: Path, **options: Any) -> tuple[int, str]:
         close_all(backends)
 
 
+def passes(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """What passes take: of the target with the draft, of the draft, of the target alone."""
+    found = iter(seconds)
+    monkeypatch.setattr(crowding, "time_pass", lambda backend: next(found))
+
+
 def test_the_slower_way_is_not_taken(
     crowded: list[str | None], smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = iter([(0.34, 0.22), (0.04, 0.0)])
-    monkeypatch.setattr(crowding, "time_pass", lambda backend: next(passes))
+    passes(monkeypatch, 0.34, 0.04, 0.12)
     count, said = opened(smollm2_tiny)
     assert count == 1
     assert crowded == [str(smollm2_tiny), None]
@@ -53,10 +58,22 @@ def test_the_slower_way_is_not_taken(
 def test_a_draft_that_is_worth_its_memory_stays(
     crowded: list[str | None], smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = iter([(1.5, 0.5), (0.05, 0.0)])
-    monkeypatch.setattr(crowding, "time_pass", lambda backend: next(passes))
+    passes(monkeypatch, 1.5, 0.05, 1.0)
     assert opened(smollm2_tiny) == (2, "")
-    assert crowded == [str(smollm2_tiny)]
+    assert crowded == [str(smollm2_tiny), None, str(smollm2_tiny)]
+
+
+@pytest.mark.parametrize(("alone", "models"), [(0.12, 1), (5.0, 2)])
+def test_it_is_found_out_once(
+    crowded: list[str | None], smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alone: float,
+    models: int,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS", raising=False)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    passes(monkeypatch, 0.34, 0.04, alone)
+    for _ in range(2):  # the second time nothing is timed
+        assert opened(smollm2_tiny, remember=True)[0] == models
 
 
 def test_who_asks_for_the_draft_gets_it(crowded: list[str | None], smollm2_tiny: Path) -> None:
@@ -66,6 +83,5 @@ def test_who_asks_for_the_draft_gets_it(crowded: list[str | None], smollm2_tiny:
 
 def test_passes_are_timed(smollm2_tiny: Path) -> None:
     backends = open_backends(find_model(str(smollm2_tiny)), None, None, context_length=256, budget=4)
-    seconds, waited = crowding.time_pass(backends[0])
-    assert seconds > waited == 0
+    assert crowding.time_pass(backends[0]) > 0
     close_all(backends)

@@ -209,6 +209,7 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
         return None, sizes[best], notes
+    plan = replace(plan, beside=beside_it)
     if sys.platform == "darwin" and not lent:
         check_spans(plan, tensors, gpu_layers)
     kind = file_system(path)

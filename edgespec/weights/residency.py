@@ -94,6 +94,7 @@ class Plan:
     experts: int = 0  # of a layer
     slots_of_experts: int = -1  # of each layer, in memory; -1: as many as the page cache keeps
     pool_bytes: int = 0  # memory of these slots, and of what moves behind them
+    beside: int = 0  # of `needed`, what a draft takes
 
     @property
     def pinned_bytes(self) -> int:
@@ -120,9 +121,19 @@ class Plan:
         """Of the embedding, if only its rows are needed."""
         return sum(extent.size for extent in self.looked_up)
 
+    @property
+    def total_bytes(self) -> int:
+        """Of these weights."""
+        return self.pinned_bytes + self.streamed_bytes + self.cached_bytes + self.looked_up_bytes
+
+    @property
+    def crowded(self) -> bool:
+        """Whether everything would fit without the draft."""
+        return self.total_bytes + self.needed - self.beside <= self.memory
+
     def line(self, bandwidth: float = 0.0) -> str:
         """One line for a person; with what the disk's bytes per second, if known, make of it."""
-        total = self.pinned_bytes + self.streamed_bytes + self.cached_bytes + self.looked_up_bytes
+        total = self.total_bytes
         text = f"model of {format_size(total)} in {format_size(self.memory)} of memory: "
         text += f"{format_size(self.pinned_bytes)} stays"
         if self.streamed:
