@@ -80,8 +80,8 @@ def open_best(
         return opened(draft)
     alone[0].notes = [
         *alone[0].notes,
-        f"the draft is left out: with it {missing / 1e9:.2f} GB would be read in every pass; {drafted:.1f} tokens/s are "
-        f"foretold, without it {plain:.1f}; --planner specexec uses it all the same",
+        f"the draft is left out: with it {missing / 1e9:.2f} GB would be read in every pass: {drafted:.1f} tokens/s "
+        f"are foretold, without it {plain:.1f}; --planner specexec uses it all the same",
     ]
     return alone
 
