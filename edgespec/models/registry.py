@@ -160,11 +160,11 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    is_path = model.endswith(".gguf") or os.path.exists(os.path.expanduser(model))
+    is_path = model.endswith(".gguf") or Path(os.path.expanduser(model)).exists()
     if HUB_NAME.fullmatch(model) and not is_path:  # OWNER/REPOSITORY:Q4_K_M as llama.cpp takes it, too
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
-        return Entry(name=model, target=f"file:{os.path.expanduser(model)}")
+        return Entry(name=model, target=f"file:{Path(os.path.expanduser(model))}")
     near = difflib.get_close_matches(model, entries, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(entries)}"
     raise UsageError(f"there is no model {model!r}; {hint} A path must end in .gguf or contain a slash.")
