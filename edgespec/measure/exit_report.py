@@ -1,0 +1,176 @@
+"""What `exit_gain.py` finds, for a person: tables, and a picture."""
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.cost import Curve
+from edgespec.errors import MissingPackage, UsageError
+from edgespec.measure.exit_gain import (
+    Draft,
+    Machine,
+    by_seconds,
+    by_size,
+    draft_curve,
+    draft_share,
+    gains,
+    texts,
+    with_next,
+)
+from edgespec.measure.exits import Searched
+from edgespec.measure.hints import BAR
+
+GRID = np.round(np.geomspace(0.05, 12.8, 17), 3)  # seconds of drafting beside a pass
+
+
+def machines(compute: float, streamed: int, disks: Sequence[float]) -> list[Machine]:
+    """With the draft on the target's processors and on its own; disks that feed passes at so many GB/s.
+
+    Args:
+        compute: seconds of the target's pass, without the disk.
+        streamed: bytes that a pass reads.
+        disks: GB/s.
+    """
+    found = []
+    for own in (False, True):
+        for disk in disks:
+            wait = max(0.0, streamed / (disk * 1e9) - compute)  # reading goes on during the computation
+            where = "draft on its own processor" if own else "draft on the same cores"
+            found.append(Machine(f"{where}, {disk:g} GB/s", compute, wait, own))
+    return found
+
+
+def report(
+    rounds: Sequence[Searched], beam: int, where: Sequence[Machine], curve: Curve | None = None
+) -> dict[str, Any]:
+    """All figures.
+
+    Args:
+        rounds: of one file.
+        beam: most nodes of a draft pass.
+        where: machines to foretell for.
+        curve: of the draft's passes; default: as they were logged.
+
+    Raises:
+        UsageError: no text has two rounds.
+    """
+    found = curve or draft_curve(rounds)
+    draft: Draft = lambda nodes: float(found.seconds(nodes))  # noqa: E731
+    kinds = dict[str, Any]()
+    for kind in sorted({one.kind for one in rounds}):
+        mine = [one for one in rounds if one.kind == kind]
+        pairs = list(with_next(mine))
+        if not pairs:
+            continue
+        sizes = [int(size) for size in pairs[0][0].known]
+        kinds[kind] = {
+            "texts": len(texts(mine)),
+            "rounds": len(pairs),
+            "acceptance_length": fmean(one.written for one, _ in pairs),
+            "draft_seconds": draft_share([one for one, _ in pairs], draft, beam),
+            "by_size": by_size(pairs, sizes, beam),
+            "by_seconds": by_seconds(pairs, GRID.tolist(), draft),
+        }
+    if not kinds:
+        raise UsageError("no text has two rounds yet: replay more")
+    table = {
+        machine.name: {
+            "compute": machine.compute,
+            "wait": machine.wait,
+            **{mode: gains(rounds, machine, draft, beam, mode) for mode in ("re-rooted", "ahead")},
+        }
+        for machine in where
+    }
+    return {"draft_pass_ms": {n: 1000 * draft(n) for n in (1, 4, beam)}, "kinds": kinds, "gain": table}
+
+
+def tables(found: dict[str, Any]) -> str:
+    """For a terminal."""
+    text = StringIO()
+    console = Console(file=text, width=120)
+    for kind, one in found["kinds"].items():
+        about = (
+            f"{kind}: {one['texts']} texts, {one['rounds']} rounds, {one['acceptance_length']:.2f} tokens a round, "
+            f"{one['draft_seconds']:.2f} s of drafting"
+        )
+        view = Table(title=about, title_justify="left")
+        for heading in ("K'", "h(K')", "exit read", "E[X]", "tokens of a hit", "passes saved", "of", "hidden s"):
+            view.add_column(heading, justify="right")
+        for row in one["by_size"]:
+            hit = f"{row.tokens / row.hits:.1f}" if row.hits else ""
+            view.add_row(
+                str(row.size), f"{row.hits:.2f}", f"{row.read:.2f}", f"{row.tokens:.2f}", hit, f"{row.saved:.1f}",
+                f"{row.passes:.1f}", f"{row.seconds:.2f}",
+            )  # fmt: skip
+        console.print(view)
+    passes = ", ".join(f"{nodes}: {ms:.0f} ms" for nodes, ms in found["draft_pass_ms"].items())
+    view = Table(title=f"times as fast as today's, median of texts (draft passes by nodes: {passes})")
+    view.title_justify = "left"
+    view.add_column("machine")
+    for heading in ("target s", "disk s"):
+        view.add_column(heading, justify="right")
+    for kind in found["kinds"]:
+        view.add_column(f"{kind}: re-rooted", justify="right")
+        view.add_column("ahead", justify="right")
+    for name, row in found["gain"].items():
+        values = [f"{median(row[mode][kind]):.3f}" for kind in found["kinds"] for mode in ("re-rooted", "ahead")]
+        view.add_row(name, f"{row['compute']:.2f}", f"{row['wait']:.2f}", *values)
+    console.print(view)
+    return text.getvalue().rstrip()
+
+
+def hint_table(found: dict[str, Any]) -> str:
+    """What `hints.judge` found."""
+    text = StringIO()
+    console = Console(file=text, width=120)
+    for kind, one in found.items():
+        ranks = one["ranks"]
+        about = (
+            f"{kind}: {one['rounds']} exits; the draft had read the last accepted node of {ranks['asked']}, and the "
+            f"bonus was among its candidates in {ranks['among']}"
+        )
+        view = Table(title=about, title_justify="left")
+        for heading in ("order by", "bonus is first", "h(2K)", "at b"):
+            view.add_column(heading, justify="right")
+        view.add_row("the draft", str(ranks["first"]["draft"]), f"{one['own']:.2f}", "")
+        for layers, (hits, weight) in one["by_layer"].items():
+            view.add_row(f"{layers} layers", str(ranks["first"][layers]), f"{hits:.2f}", f"{weight}")
+        console.print(view)
+        rise = one["fitted"] - one["own"]
+        console.print(f"layers and b chosen on other texts: h(2K) {one['fitted']:.2f}, {rise:+.2f}; the bar: +{BAR}")
+    return text.getvalue().rstrip()
+
+
+def picture(found: dict[str, Any], out: Path) -> None:
+    """h by nodes known, and by seconds hidden.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+        UsageError: it cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackage("matplotlib", "bench", "the picture") from error
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for kind, one in found["kinds"].items():
+        sizes = [row.size for row in one["by_size"]]
+        line = left.plot(sizes, [row.hits for row in one["by_size"]], "o-", label=f"{kind}: known")[0]
+        left.plot(sizes, [row.read for row in one["by_size"]], "--", color=line.get_color(), label="read, too")
+        right.plot(GRID, [row[0] for row in one["by_seconds"]], "-", color=line.get_color(), label=f"{kind}: known")
+        right.plot(GRID, [row[1] for row in one["by_seconds"]], "--", color=line.get_color(), label="read, too")
+    left.set(xlabel="nodes known", ylabel="exits", ylim=(0, 1))
+    right.set(xlabel="seconds of drafting beside the pass", xscale="log", ylim=(0, 1))
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
