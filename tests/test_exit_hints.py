@@ -73,11 +73,17 @@ def test_what_is_told_moves_shares_among_known_children(logged):
 
 def test_hints_go_on_where_they_were(logged):
     target, recordings, rounds, path = logged
-    text, steps = path.read_text(), []
+    text, before, steps = path.read_text(), read_hints(path), []
     path.write_text(text[: text.index("\n") + 30])
     log_hints(target, recordings, rounds, path, done=lambda: steps.append(1))
     assert len(steps) == text.count("\n") - 1
-    assert sorted(path.read_text().splitlines()) == sorted(text.splitlines())
+    after = {(one.text, one.start): one for one in read_hints(path)}
+    assert len(after) == len(before)
+    for one in before:
+        other = after[one.text, one.start]
+        for layers, scores in one.scores.items():
+            assert other.scores[layers] == pytest.approx(scores, abs=1e-3)
+            assert other.candidates[layers] == pytest.approx(one.candidates[layers], abs=1e-3)
     path.write_text('{"no": "hint"}\n')
     with pytest.raises(UsageError, match="not a file of"):
         read_hints(path)

@@ -21,7 +21,7 @@ from edgespec.cost import Curve
 from edgespec.measure.exits import Searched
 
 Draft = Callable[[int], float]  # seconds of a pass over so many nodes
-MODES = ("serial", "re-rooted", "ahead")  # as today; what was read is kept; … and the draft goes on beside the target
+BESIDE = (1, 2, 4, 8, 16)  # nodes of a draft pass beside the target's: one takes less time, and gets no deeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def draft_passes(
     Yields:
         How many tokens a pass reads, and its nodes.
     """
-    left, done = sorted(wanted - read, key=lambda node: round_.read[node]), set(read)
+    left, done = sorted(wanted - read, key=lambda node: (-round_.log_probs[node], node)), set(read)
     while left:
         batch = [node for node in left if node == 0 or round_.parents[node] in done][:beam]
         done |= set(batch)
@@ -143,40 +143,54 @@ def draft_passes(
         yield first if batch == [0] else len(batch), batch
 
 
-def seconds(text: Sequence[Searched], machine: Machine, draft: Draft, beam: int, mode: str) -> float:
-    """What the rounds of a text take, but for the last one, whose exit is not known.
+def go_on(round_: Searched, read: AbstractSet[int], hidden: float, draft: Draft, beam: int) -> set[int]:
+    """What the draft has read when it went on for so many seconds, the likeliest of the nodes logged first.
+
+    Args:
+        round_: a round.
+        read: nodes that it had read before.
+        hidden: seconds; a pass that would outlive them is not made.
+        draft: seconds of a pass over so many nodes.
+        beam: most nodes of one.
+    """
+    done, used = set(read), 0.0
+    for count, batch in draft_passes(round_, read_before(round_, len(round_.passes)), read, beam):
+        used += draft(count)
+        if used > hidden:
+            break
+        done |= set(batch)
+    return done
+
+
+def seconds(text: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: int | None) -> float:
+    """What the rounds of a text take, but for the first one, which nothing could be drafted for.
 
     Args:
         text: its rounds, in order.
         machine: its passes of the target, and what it has to hide drafting in.
         draft: seconds of a draft pass over so many nodes.
         beam: most nodes of one.
-        mode: one of `MODES`.
+        beside: the same beside the target's pass; 0: the draft rests then, but keeps what it has read; None: as today
+            it begins each round anew.
     """
     total, read = 0.0, set[int]()
     for round_, following in with_next(text):
-        wanted = read_before(round_, round_.searched)
-        drafting = sum(draft(count) for count, _ in draft_passes(round_, wanted, read, beam, round_.passes[0][0]))
-        read |= wanted
-        total += drafting + machine.compute + machine.wait
-        if mode == "ahead":
-            used = 0.0
-            others = read_before(round_, len(round_.passes))
-            for count, batch in draft_passes(round_, others, read, beam):
-                if used + draft(count) > machine.hidden:
-                    break
-                used += draft(count)
-                read |= set(batch)
-        read = set() if mode == "serial" else carried(round_, read, following)
+        read |= read_before(round_, round_.searched)
+        if beside:
+            read = go_on(round_, read, machine.hidden, draft, beside)
+        read = carried(round_, read, following) if beside is not None else set()
+        wanted = read_before(following, following.searched)
+        drafting = (draft(count) for count, _ in draft_passes(following, wanted, read, beam, following.passes[0][0]))
+        total += sum(drafting) + machine.compute + machine.wait
     return total
 
 
-def gains(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int, mode: str) -> dict[str, list[float]]:
-    """By kind of text: G of each text, times as fast as today's."""
+def gains(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: int) -> dict[str, list[float]]:
+    """By kind of text: G of each text, times as fast as today's. Arguments as for `seconds`."""
     by_kind = dict[str, list[float]]()
     for text in texts(rounds):
-        if (serial := seconds(text, machine, draft, beam, "serial")) > 0:
-            other = seconds(text, machine, draft, beam, mode)
+        if (serial := seconds(text, machine, draft, beam, None)) > 0:
+            other = seconds(text, machine, draft, beam, beside)
             by_kind.setdefault(text[0].kind, []).append(serial / other)
     return by_kind
 
@@ -218,20 +232,18 @@ def by_size(pairs: Sequence[tuple[Searched, Searched]], sizes: Sequence[int], be
 
 
 def by_seconds(
-    pairs: Sequence[tuple[Searched, Searched]], hidden: Sequence[float], draft: Draft
+    pairs: Sequence[tuple[Searched, Searched]], hidden: Sequence[float], draft: Draft, beam: int
 ) -> list[tuple[float, float, float]]:
     """(exit known, exit read, E[X]) where the draft goes on for so many seconds beyond the tree sent."""
     rows = []
     for limit in hidden:
         known, read, more = list[bool](), list[bool](), list[int]()
         for round_, _ in pairs:
-            passes, used = round_.searched, 0.0
-            while passes < len(round_.passes) and (used := used + draft(round_.passes[passes][0])) <= limit:
-                passes += 1
-            nodes = found_after(round_, passes)
-            more.append(gained(round_, set(nodes) | set(round_.sent)) - round_.written)
+            done = go_on(round_, read_before(round_, round_.searched), limit, draft, beam)
+            nodes = {node for node, up in enumerate(round_.parents) if up < 0 or up in done}
+            more.append(gained(round_, nodes | set(round_.sent)) - round_.written)
             known.append(more[-1] >= 1)
-            read.append(round_.exit() in read_before(round_, passes))
+            read.append(round_.exit() in done)
         rows.append((fmean(known), fmean(read), fmean(more)))
     return rows
 

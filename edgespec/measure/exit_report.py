@@ -13,6 +13,7 @@ from rich.table import Table
 from edgespec.cost import Curve
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.measure.exit_gain import (
+    BESIDE,
     Draft,
     Machine,
     by_seconds,
@@ -26,6 +27,7 @@ from edgespec.measure.exit_gain import (
 from edgespec.measure.exits import Searched
 from edgespec.measure.hints import BAR
 
+DRAWN = 4  # nodes of a draft pass beside the target's, in what goes by seconds
 GRID = np.round(np.geomspace(0.05, 12.8, 17), 3)  # seconds of drafting beside a pass
 
 
@@ -41,7 +43,7 @@ def machines(compute: float, streamed: int, disks: Sequence[float]) -> list[Mach
     for own in (False, True):
         for disk in disks:
             wait = max(0.0, streamed / (disk * 1e9) - compute)  # reading goes on during the computation
-            where = "draft on its own processor" if own else "draft on the same cores"
+            where = "draft apart" if own else "same cores"
             found.append(Machine(f"{where}, {disk:g} GB/s", compute, wait, own))
     return found
 
@@ -75,19 +77,20 @@ def report(
             "acceptance_length": fmean(one.written for one, _ in pairs),
             "draft_seconds": draft_share([one for one, _ in pairs], draft, beam),
             "by_size": by_size(pairs, sizes, beam),
-            "by_seconds": by_seconds(pairs, GRID.tolist(), draft),
+            "by_seconds": by_seconds(pairs, GRID.tolist(), draft, DRAWN),
         }
     if not kinds:
         raise UsageError("no text has two rounds yet: replay more")
-    table = {
-        machine.name: {
-            "compute": machine.compute,
-            "wait": machine.wait,
-            **{mode: gains(rounds, machine, draft, beam, mode) for mode in ("re-rooted", "ahead")},
-        }
-        for machine in where
-    }
-    return {"draft_pass_ms": {n: 1000 * draft(n) for n in (1, 4, beam)}, "kinds": kinds, "gain": table}
+    gain = {machine.name: _gain(rounds, machine, draft, beam) for machine in where}
+    return {"draft_pass_ms": {n: 1000 * draft(n) for n in (1, 4, beam)}, "kinds": kinds, "gain": gain}
+
+
+def _gain(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int) -> dict[str, Any]:
+    """Of the beams tried beside the target's pass, what the best of all texts gains."""
+    tried = {size: gains(rounds, machine, draft, beam, size) for size in (0, *BESIDE)}
+    best = max(BESIDE, key=lambda size: fmean(median(one) for one in tried[size].values()))
+    about = {"compute": machine.compute, "wait": machine.wait, "beside": best}
+    return about | {"re-rooted": tried[0], "ahead": tried[best]}
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -110,17 +113,17 @@ def tables(found: dict[str, Any]) -> str:
             )  # fmt: skip
         console.print(view)
     passes = ", ".join(f"{nodes}: {ms:.0f} ms" for nodes, ms in found["draft_pass_ms"].items())
-    view = Table(title=f"times as fast as today's, median of texts (draft passes by nodes: {passes})")
-    view.title_justify = "left"
+    title = f"times as fast as today's, median of texts (draft passes by nodes: {passes})"
+    view = Table(title=title, title_justify="left")
     view.add_column("machine")
-    for heading in ("target s", "disk s"):
+    for heading in ("target s", "disk s", "beam"):
         view.add_column(heading, justify="right")
     for kind in found["kinds"]:
         view.add_column(f"{kind}: re-rooted", justify="right")
         view.add_column("ahead", justify="right")
     for name, row in found["gain"].items():
         values = [f"{median(row[mode][kind]):.3f}" for kind in found["kinds"] for mode in ("re-rooted", "ahead")]
-        view.add_row(name, f"{row['compute']:.2f}", f"{row['wait']:.2f}", *values)
+        view.add_row(name, f"{row['compute']:.2f}", f"{row['wait']:.2f}", str(row["beside"]), *values)
     console.print(view)
     return text.getvalue().rstrip()
 
