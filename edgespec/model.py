@@ -399,7 +399,9 @@ def load(
     try:
         limits = backends[0].capabilities
         pace = None if fixed else new_pace(limits.streams, limits.experts)
-        made = [make_planner(planner, backends, datastore, pace, **planner_options) for _ in range(parallel)]
+        made = [
+            make_planner(planner, backends, datastore, pace, texts=parallel, **planner_options) for _ in range(parallel)
+        ]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
         model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace, first_come=first_come)
     except BaseException:
