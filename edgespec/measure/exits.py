@@ -10,7 +10,7 @@ reads from it what would have been gained.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from edgespec.cost import Curve, best_size, worth_reading
 from edgespec.errors import UsageError
 from edgespec.measure.replay import MAX_LEAVES, Recording, read_recordings
 from edgespec.planners import Context
-from edgespec.planners.drafting import NOT_EVALUATED, Drafter, Guess
-from edgespec.planners.specexec import _Search
+from edgespec.planners.drafting import Drafter, Guess
+from edgespec.planners.search import COMMITTED, MOST_DEPTH, Search
+from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.sampling import IdArray, Noise, SamplingParams, Scores
 from edgespec.tree import choose
 
@@ -96,27 +97,13 @@ def stages(how: How) -> list[int]:
     return sorted({*(size for size in grown if size < how.keep), how.keep})
 
 
-class _Told(Guess):
-    """Remembers the children it has guessed."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, None, True)
-        self.told = list[tuple[IdArray, Scores]]()  # of every node read, in the order of reading
-
-    def children(
-        self, logits: Logits, nodes: Sequence[int], depth: Sequence[int], count: int
-    ) -> tuple[list[IdArray], list[Scores]]:
-        found = super().children(logits, nodes, depth, count)
-        self.told += zip(*found, strict=True)
-        return found
-
-
 @dataclass(slots=True)
 class _Log:
     """A search as it goes on."""
 
-    search: _Search
-    guess: _Told
+    search: Search
+    guess: Guess
+    told: list[tuple[IdArray, Scores]]  # children of every node read, and their log q
     passes: Nodes
     reads: list[int]  # nodes, in the order of reading
     read_in: list[int]  # the pass of each
@@ -141,24 +128,25 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
     context = Context(token_ids, len(recording.prompt_ids), SamplingParams(), noise, how.keep, MAX_LEAVES)
     log, future = _begin(drafter, context, how, usual), recording.output_ids[start:]
     search = log.search
-    _search_on(drafter, log, how, min(how.depth, drafter.room(context)))
+    search.most_depth = min(how.depth, drafter.room(context))
+    _search_on(drafter, log, how, search.most_depth)
     log.sent, log.searched = choose(search.parents, search.log_probs, _size(log, how), MAX_LEAVES), len(log.passes)
-    log.usual = search.cutoff()
+    log.usual = search.cutoff(how.budget)
     path = _walk(search, log.sent, future)
     if len(path) < len(future):  # the text goes on, and so does the search
-        search.usual = -np.inf
+        search.usual, search.most_depth = -np.inf, MOST_DEPTH
         _search_on(drafter, log, how, how.most_passes)
     for size in stages(how):
         log.known.setdefault(str(size), len(log.passes))
     candidates = list[tuple[int, float]]()
     if path[-1] in log.reads:
-        ids, values = log.guess.told[log.reads.index(path[-1])]
+        ids, values = log.told[log.reads.index(path[-1])]
         candidates = list(zip(ids.tolist(), values.tolist(), strict=True))
     reads = np.full(len(search.parents), -1)
     reads[log.reads] = log.read_in
     # What was read beside the target's pass is lost again: each round's search is a fresh one.
-    early = (reads >= 0) & (reads < log.searched)
-    drafter.accept(search.found(), np.where(early, search.place, NOT_EVALUATED), future[: len(path)])
+    early = takewhile(lambda node: 0 <= reads[node] < log.searched, search.follow(future[: len(path)]))
+    drafter.commit(search.place[list(early)].tolist())
     sent = np.pad(log.sent, (0, len(reads) - len(log.sent)))
     kept = choose(search.parents, search.log_probs, how.keep, len(reads)) | sent | (reads >= 0)
     numbers = np.cumsum(kept) - 1
@@ -172,12 +160,28 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
 
 def _begin(drafter: Drafter, context: Context, how: How, usual: float) -> _Log:
     """Read the root."""
-    guess, search = _Told(context), _Search(context.token_ids[-1], how.keep, usual)
+    search = Search(context.token_ids[-1], how.budget, how.keep)
+    search.usual = usual
+    log = _Log(search, Guess(context, None, True), [], [], [], [], {}, np.zeros(0, np.bool_))
     lacking, before = max(1, drafter.behind(context.token_ids)), drafter.seconds
     logits, root = drafter.read(context.token_ids)
-    search.add_children(logits, guess, np.array([0]), [root])
-    passes = [(lacking, drafter.seconds - before)]
-    return _Log(search, guess, passes, [0], [0], {}, np.zeros(0, np.bool_))
+    _add(log, logits, np.array([0]), [root], [COMMITTED], (lacking, drafter.seconds - before))
+    return log
+
+
+def _add(
+    log: _Log, logits: Logits, batch: IdArray, nodes: Sequence[int], places: Sequence[int], took: tuple[int, float]
+) -> None:
+    """A pass is over: nodes of the search that are `nodes` in its logits, and stay at `places`."""
+    search = log.search
+    children = log.guess.children(
+        logits, nodes, search.depth[batch].tolist(), min(SpecExecPlanner.children, search.keep)
+    )
+    search.add_children(batch, places, *children)
+    log.told += zip(*children, strict=True)
+    log.reads += batch.tolist()
+    log.read_in += [len(log.passes)] * len(batch)
+    log.passes.append(took)
 
 
 def _search_on(drafter: Drafter, log: _Log, how: How, most_passes: int) -> None:
@@ -196,12 +200,7 @@ def _search_on(drafter: Drafter, log: _Log, how: How, most_passes: int) -> None:
             break
         before = drafter.seconds
         logits, nodes = drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
-        log.reads += batch.tolist()
-        log.read_in += [len(log.passes)] * len(batch)
-        log.passes.append((len(batch), drafter.seconds - before))
-        search.place[batch] = nodes
-        search.budget = how.keep  # what lies beyond it is forgotten
-        search.add_children(logits, log.guess, batch, nodes.tolist())
+        _add(log, logits, batch, nodes.tolist(), nodes.tolist(), (len(batch), drafter.seconds - before))
         if not sending:
             _note_known(log, how)
     search.budget = how.budget
@@ -228,7 +227,7 @@ def _size(log: _Log, how: How) -> int:
     return best_size(log.search.best(), _spent(log, how), curve(how.target_ms))[0]
 
 
-def _walk(search: _Search, sent: NDArray[np.bool_], future: Sequence[int]) -> list[int]:
+def _walk(search: Search, sent: NDArray[np.bool_], future: Sequence[int]) -> list[int]:
     """The nodes of the tree that the answer goes along, the root first; at most as many as it has tokens."""
     above, tokens, path = search.parents.tolist(), search.token_ids.tolist(), [0]
     children = {(above[node], tokens[node]): node for node in np.flatnonzero(sent).tolist()}
