@@ -1,5 +1,7 @@
 """What a target's early layers say of where rounds end: read with its own norm and output matrix."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,10 @@ from hf_models import perturbed, save, tiny_model
 
 from edgespec.backend import prefill
 from edgespec.errors import UsageError
-from edgespec.measure.exit_report import hint_table
+from edgespec.measure.exit_gain import Machine, draft_curve, gains, go_on, read_before, texts
+from edgespec.measure.exit_report import hint_gains, hint_table
 from edgespec.measure.exits import How, log_rounds, read_rounds
-from edgespec.measure.hints import judge, log_hints, read_hints, reweighed
+from edgespec.measure.hints import judge, log_hints, read_hints, reweighed, told_late
 from edgespec.measure.replay import Recording
 
 HOW = How(budget=8, keep=32, depth=6, beam=4, leaves=40, most_passes=40)
@@ -52,7 +55,31 @@ def test_after_all_layers_the_lens_is_the_target(logged):
     assert ranks["first"]["3"] == ranks["among"] > 3
     assert ranks["first"]["draft"] < ranks["among"]
     assert found["by_layer"]["3"][0] >= found["own"]
-    assert "3 layers" in hint_table({"prose": found})
+    gained = hint_gains({"prose": found}, rounds, hints, {"beam": HOW.beam}, 1.0)
+    assert set(gained["prose"]) == {"", *found["by_layer"]}
+    assert "3 layers" in hint_table({"prose": found}, gained)
+    late = hint_gains({"prose": found}, rounds, hints[:-1], {"beam": HOW.beam}, 1.0)  # of one text, some are not there
+    assert late["prose"][""] in (pytest.approx(value) for value in text_gains(rounds))
+
+
+def text_gains(rounds):
+    draft = draft_curve(rounds)
+    how = {"hidden": 1.0, "draft": lambda n: float(draft.seconds(n)), "beam": 4}
+    return gains(rounds, Machine("", 1.0, 0.0, True), how["draft"], HOW.beam, partial(go_on, **how))["prose"]
+
+
+def test_a_hint_that_comes_with_the_end_changes_nothing(logged):
+    _, _, rounds, path = logged
+    how = {"hidden": 0.5, "draft": lambda n: 0.1, "beam": 2}
+    late, own = told_late(read_hints(path), "2", 1.0, 0.5, **how), partial(go_on, **how)
+    early = told_late(read_hints(path), "2", 0.0, 1.0, **how)
+    other = 0
+    for text in texts(rounds):
+        for round_ in text[:-1]:
+            read = read_before(round_, round_.searched)
+            assert late(round_, read) == own(round_, read)
+            other += early(round_, read) != own(round_, read)
+    assert other
 
 
 def test_what_is_told_moves_shares_among_known_children(logged):

@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -22,6 +23,8 @@ from edgespec.measure.exit_gain import (
     draft_passes,
     found_after,
     gained,
+    go_on,
+    nothing,
     read_before,
     seconds,
     texts,
@@ -144,7 +147,11 @@ def test_hidden_drafting_saves_what_the_next_round_need_not_read(rounds):
         took = {}
         for hidden in (0.0, 0.2, 1.0, 100.0):
             machine = Machine("", 0.0, hidden, False)
-            for mode, beside in (("serial", None), ("re-rooted", 0), ("ahead", HOW.beam)):
+            for mode, beside in (
+                ("serial", None),
+                ("re-rooted", nothing),
+                ("ahead", partial(go_on, hidden=hidden, draft=cost, beam=HOW.beam)),
+            ):
                 pairs = len(text) - 1
                 took[hidden, mode] = seconds(text, machine, cost, HOW.beam, beside) - pairs * hidden
         assert took[0.0, "ahead"] == pytest.approx(took[0.0, "re-rooted"])

@@ -21,6 +21,7 @@ from edgespec.cost import Curve
 from edgespec.measure.exits import Searched
 
 Draft = Callable[[int], float]  # seconds of a pass over so many nodes
+Beside = Callable[[Searched, set[int]], set[int]]  # round, nodes read -> those read when the target's pass is over
 BESIDE = (1, 2, 4, 8, 16)  # nodes of a draft pass beside the target's: one takes less time, and gets no deeper
 
 
@@ -121,9 +122,14 @@ def carried(round_: Searched, read: AbstractSet[int], following: Searched) -> se
 
 
 def draft_passes(
-    round_: Searched, wanted: AbstractSet[int], read: AbstractSet[int], beam: int, first: int = 1
+    round_: Searched,
+    wanted: AbstractSet[int],
+    read: AbstractSet[int],
+    beam: int,
+    first: int = 1,
+    log_probs: Sequence[float] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Passes that read the wanted nodes, as many at once as a pass takes and as their parents are read.
+    """Passes that read the wanted nodes, the likeliest first: as many at once as a pass takes, below nodes read before.
 
     Args:
         round_: of the nodes.
@@ -131,11 +137,13 @@ def draft_passes(
         read: nodes that need not be read.
         beam: most nodes of a pass.
         first: tokens that the pass over the root reads.
+        log_probs: [n] how likely they are; default: as the draft says.
 
     Yields:
         How many tokens a pass reads, and its nodes.
     """
-    left, done = sorted(wanted - read, key=lambda node: (-round_.log_probs[node], node)), set(read)
+    values = round_.log_probs if log_probs is None else log_probs
+    left, done = sorted(wanted - read, key=lambda node: (-values[node], node)), set(read)
     while left:
         batch = [node for node in left if node == 0 or round_.parents[node] in done][:beam]
         done |= set(batch)
@@ -143,8 +151,15 @@ def draft_passes(
         yield first if batch == [0] else len(batch), batch
 
 
-def go_on(round_: Searched, read: AbstractSet[int], hidden: float, draft: Draft, beam: int) -> set[int]:
-    """What the draft has read when it went on for so many seconds, the likeliest of the nodes logged first.
+def go_on(
+    round_: Searched,
+    read: AbstractSet[int],
+    hidden: float,
+    draft: Draft,
+    beam: int,
+    log_probs: Sequence[float] | None = None,
+) -> set[int]:
+    """What the draft has read when it went on for so many seconds, with nodes of the log.
 
     Args:
         round_: a round.
@@ -152,9 +167,10 @@ def go_on(round_: Searched, read: AbstractSet[int], hidden: float, draft: Draft,
         hidden: seconds; a pass that would outlive them is not made.
         draft: seconds of a pass over so many nodes.
         beam: most nodes of one.
+        log_probs: as for `draft_passes`.
     """
     done, used = set(read), 0.0
-    for count, batch in draft_passes(round_, read_before(round_, len(round_.passes)), read, beam):
+    for count, batch in draft_passes(round_, read_before(round_, len(round_.passes)), read, beam, log_probs=log_probs):
         used += draft(count)
         if used > hidden:
             break
@@ -162,27 +178,30 @@ def go_on(round_: Searched, read: AbstractSet[int], hidden: float, draft: Draft,
     return done
 
 
-def seconds(text: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: int | None) -> float:
+def seconds(text: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: Beside | None) -> float:
     """What the rounds of a text take, but for the first one, which nothing could be drafted for.
 
     Args:
         text: its rounds, in order.
-        machine: its passes of the target, and what it has to hide drafting in.
+        machine: its passes of the target.
         draft: seconds of a draft pass over so many nodes.
         beam: most nodes of one.
-        beside: the same beside the target's pass; 0: the draft rests then, but keeps what it has read; None: as today
-            it begins each round anew.
+        beside: what is read beside the target's pass; None: as today, each round begins anew.
     """
     total, read = 0.0, set[int]()
     for round_, following in with_next(text):
-        read |= read_before(round_, round_.searched)
         if beside:
-            read = go_on(round_, read, machine.hidden, draft, beside)
-        read = carried(round_, read, following) if beside is not None else set()
+            done = beside(round_, read | read_before(round_, round_.searched))
+            read = carried(round_, done, following)
         wanted = read_before(following, following.searched)
         drafting = (draft(count) for count, _ in draft_passes(following, wanted, read, beam, following.passes[0][0]))
         total += sum(drafting) + machine.compute + machine.wait
     return total
+
+
+def nothing(round_: Searched, read: set[int]) -> set[int]:
+    """The draft rests, but what it has read is kept."""
+    return read
 
 
 def gains(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: int) -> dict[str, list[float]]:

@@ -1,6 +1,7 @@
 """What `exit_gain.py` finds, for a person: tables, and a picture."""
 
 from collections.abc import Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, median
@@ -14,6 +15,7 @@ from edgespec.cost import Curve
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.measure.exit_gain import (
     BESIDE,
+    Beside,
     Draft,
     Machine,
     by_seconds,
@@ -21,11 +23,13 @@ from edgespec.measure.exit_gain import (
     draft_curve,
     draft_share,
     gains,
+    go_on,
+    nothing,
     texts,
     with_next,
 )
 from edgespec.measure.exits import Searched
-from edgespec.measure.hints import BAR
+from edgespec.measure.hints import BAR, Hint, told_late
 
 DRAWN = 4  # nodes of a draft pass beside the target's, in what goes by seconds
 GRID = np.round(np.geomspace(0.05, 12.8, 17), 3)  # seconds of drafting beside a pass
@@ -87,10 +91,13 @@ def report(
 
 def _gain(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int) -> dict[str, Any]:
     """Of the beams tried beside the target's pass, what the best of all texts gains."""
-    tried = {size: gains(rounds, machine, draft, beam, size) for size in (0, *BESIDE)}
+    tried = {
+        size: gains(rounds, machine, draft, beam, partial(go_on, hidden=machine.hidden, draft=draft, beam=size))
+        for size in BESIDE
+    }
     best = max(BESIDE, key=lambda size: fmean(median(one) for one in tried[size].values()))
     about = {"compute": machine.compute, "wait": machine.wait, "beside": best}
-    return about | {"re-rooted": tried[0], "ahead": tried[best]}
+    return about | {"re-rooted": gains(rounds, machine, draft, beam, nothing), "ahead": tried[best]}
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -128,25 +135,55 @@ def tables(found: dict[str, Any]) -> str:
     return text.getvalue().rstrip()
 
 
-def hint_table(found: dict[str, Any]) -> str:
-    """What `hints.judge` found."""
+def hint_gains(
+    found: dict[str, Any], rounds: Sequence[Searched], hints: Sequence[Hint], how: dict[str, Any], hidden: float
+) -> dict[str, dict[str, float]]:
+    """By kind and layers: median G of the texts where a hint comes as soon as so many layers are computed; "": without.
+
+    Args:
+        found: by `hints.judge`.
+        rounds: of `hints`.
+        hints: all of them.
+        how: the rounds were searched.
+        hidden: seconds of a target pass, in all of which the draft can go on.
+    """
+    curve_ = draft_curve(rounds)
+    beside: dict[str, Any] = {"hidden": hidden, "draft": lambda n: float(curve_.seconds(n)), "beam": DRAWN}
+    machine, gained = Machine("", hidden, 0.0, True), dict[str, dict[str, float]]()
+    told = {(one.kind, one.text, one.start) for one in hints}
+    for kind, one in found.items():
+        mine = [text for text in texts(rounds) if text[0].kind == kind]
+        whole = [r for text in mine if all((r.kind, r.text, r.start) in told for r in text[:-1]) for r in text]
+        ways: dict[str, Beside] = {"": partial(go_on, **beside)}
+        last = int(list(one["by_layer"])[-1])
+        for layers, (_, weight) in one["by_layer"].items():
+            ways[layers] = told_late(hints, layers, int(layers) / last, weight, **beside)
+        by_way = {name: gains(whole, machine, beside["draft"], how["beam"], way) for name, way in ways.items()}
+        gained[kind] = {name: median(values[kind]) for name, values in by_way.items() if kind in values}
+    return gained
+
+
+def hint_table(found: dict[str, Any], gained: dict[str, dict[str, float]]) -> str:
+    """What `hints.judge` and `hint_gains` found."""
     text = StringIO()
     console = Console(file=text, width=120)
     for kind, one in found.items():
         ranks = one["ranks"]
-        about = (
-            f"{kind}: {one['rounds']} exits; the draft had read the last accepted node of {ranks['asked']}, and the "
-            f"bonus was among its candidates in {ranks['among']}"
+        console.print(
+            f"{kind}: {one['rounds']} exits; the draft had read the last accepted node of {ranks['asked']}, "
+            f"and the bonus was among its candidates in {ranks['among']}"
         )
-        view = Table(title=about, title_justify="left")
-        for heading in ("order by", "bonus is first", "h(2K)", "at b"):
-            view.add_column(heading, justify="right")
-        view.add_row("the draft", str(ranks["first"]["draft"]), f"{one['own']:.2f}", "")
+        view = Table("order by", "bonus is first", "h(2K)", "at b", "x as fast, told then")
+        times = {name: f"{value:.3f}" for name, value in gained.get(kind, {}).items()}
+        view.add_row("the draft", str(ranks["first"]["draft"]), f"{one['own']:.2f}", "", times.get("", ""))
         for layers, (hits, weight) in one["by_layer"].items():
-            view.add_row(f"{layers} layers", str(ranks["first"][layers]), f"{hits:.2f}", f"{weight}")
+            first = str(ranks["first"][layers])
+            view.add_row(f"{layers} layers", first, f"{hits:.2f}", f"{weight}", times.get(layers, ""))
         console.print(view)
         rise = one["fitted"] - one["own"]
-        console.print(f"layers and b chosen on other texts: h(2K) {one['fitted']:.2f}, {rise:+.2f}; the bar: +{BAR}")
+        console.print(
+            f"layers and b chosen on all other texts: h(2K) {one['fitted']:.2f}, {rise:+.2f}; the bar: +{BAR}"
+        )
     return text.getvalue().rstrip()
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from edgespec.backend import Backend, Work, prefill
 from edgespec.errors import UsageError
-from edgespec.measure.exit_gain import found_after, gained, texts, tree_of
+from edgespec.measure.exit_gain import Beside, found_after, gained, go_on, texts, tree_of
 from edgespec.measure.exits import Searched, whole_lines
 from edgespec.measure.replay import Recording
 from edgespec.sampling import log_sum_exp
@@ -178,36 +178,59 @@ def hit(round_: Searched, size: int, log_probs: Sequence[float] | None = None) -
 def judge(rounds: Sequence[Searched], hints: Sequence[Hint], budget: int) -> dict[str, Any]:
     """By kind of text: ranks at the exits, and h(2K) by layers and b.
 
-    `fitted` is h with layers and b chosen on the other half of the texts; `best` with those best on all.
+    `fitted` is h with the layers and the b that are best on all other texts, of all kinds; the last layers left out.
     """
     there = {(one.kind, one.text, one.start): one for one in rounds}
+    pairs = [(there[hint.kind, hint.text, hint.start], hint) for hint in hints]
+    layers = list(pairs[0][1].scores) if pairs else []
+    settings = [(count, weight) for count in layers for weight in WEIGHTS]
+    hits = np.array(
+        [
+            [hit(one, 2 * budget, reweighed(one, hint.scores[count], weight)) for count, weight in settings]
+            for one, hint in pairs
+        ]
+    )
+    early = [i for i, (count, _) in enumerate(settings) if count != layers[-1]][::-1]  # of equal ones the later layer
+    text = np.array([f"{one.kind} {one.text}" for one, _ in pairs])
     found = dict[str, Any]()
     for kind in sorted({hint.kind for hint in hints}):
-        pairs = [(there[hint.kind, hint.text, hint.start], hint) for hint in hints if hint.kind == kind]
-        layers = list(pairs[0][1].scores)
-        own = [hit(round_, 2 * budget) for round_, _ in pairs]
-        hits = {
-            (count, weight): [hit(one, 2 * budget, reweighed(one, hint.scores[count], weight)) for one, hint in pairs]
-            for count in layers
-            for weight in WEIGHTS
-        }
-        early = [key for key in hits if key[0] != layers[-1]]
-        best = max(early, key=lambda key: fmean(hits[key]))
-        half = [hint.text % 2 for _, hint in pairs]
+        mine = np.array([hint.kind == kind for hint in hints])
         fitted = list[bool]()
-        for part in (0, 1):
-            other = [i for i, mine in enumerate(half) if mine != part]
-            chosen = max(early, key=lambda key: sum(hits[key][i] for i in other))
-            fitted += [hits[chosen][i] for i, mine in enumerate(half) if mine == part]
+        for name in np.unique(text[mine]):
+            chosen = max(early, key=lambda i: hits[text != name, i].sum())
+            fitted += hits[text == name, chosen].tolist()
+        means = dict(zip(settings, hits[mine].mean(0).tolist(), strict=True))
         found[kind] = {
-            "rounds": len(pairs),
-            "ranks": _ranks(pairs, layers),
-            "own": fmean(own),
-            "by_layer": {count: max((fmean(hits[count, b]), b) for b in WEIGHTS) for count in layers},
-            "best": {"layers": best[0], "weight": best[1], "hits": fmean(hits[best])},
+            "rounds": int(mine.sum()),
+            "ranks": _ranks([pair for pair, is_mine in zip(pairs, mine, strict=True) if is_mine], layers),
+            "own": fmean(hit(one, 2 * budget) for one, hint in pairs if hint.kind == kind),
+            "by_layer": {count: max((means[count, b], b) for b in WEIGHTS) for count in layers},
             "fitted": fmean(fitted),
         }
     return found
+
+
+def told_late(hints: Sequence[Hint], layers: str, part: float, weight: float, **how: Any) -> Beside:
+    """The draft goes on by its own order, and when a part of the target's pass is over by the re-weighed one.
+
+    Args:
+        hints: of the rounds; others go on by their own order.
+        layers: of the hint.
+        part: when it comes, of the time that there is.
+        weight: b.
+        how: as for `go_on`: hidden, draft, beam.
+    """
+    there = {(one.kind, one.text, one.start): one for one in hints}
+    hidden = how.pop("hidden")
+
+    def beside(round_: Searched, read: set[int]) -> set[int]:
+        hint = there.get((round_.kind, round_.text, round_.start))
+        if hint is None:
+            return go_on(round_, read, hidden, **how)
+        done = go_on(round_, read, part * hidden, **how)
+        return go_on(round_, done, (1 - part) * hidden, **how, log_probs=reweighed(round_, hint.scores[layers], weight))
+
+    return beside
 
 
 def _ranks(pairs: Sequence[tuple[Searched, Hint]], layers: Sequence[str]) -> dict[str, Any]:
