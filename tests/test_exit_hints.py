@@ -70,7 +70,7 @@ def text_gains(rounds):
 
 def test_a_hint_that_comes_with_the_end_changes_nothing(logged):
     _, _, rounds, path = logged
-    how = {"hidden": 0.5, "draft": lambda n: 0.1, "beam": 2}
+    how = {"hidden": 0.2, "draft": lambda n: 0.1, "beam": 1}
     late, own = told_late(read_hints(path), "2", 1.0, 0.5, **how), partial(go_on, **how)
     early = told_late(read_hints(path), "2", 0.0, 1.0, **how)
     other = 0

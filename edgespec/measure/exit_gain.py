@@ -204,7 +204,9 @@ def nothing(round_: Searched, read: set[int]) -> set[int]:
     return read
 
 
-def gains(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: int) -> dict[str, list[float]]:
+def gains(
+    rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int, beside: Beside
+) -> dict[str, list[float]]:
     """By kind of text: G of each text, times as fast as today's. Arguments as for `seconds`."""
     by_kind = dict[str, list[float]]()
     for text in texts(rounds):
