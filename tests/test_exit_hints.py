@@ -55,11 +55,11 @@ def test_after_all_layers_the_lens_is_the_target(logged):
     assert ranks["first"]["3"] == ranks["among"] > 3
     assert ranks["first"]["draft"] < ranks["among"]
     assert found["by_layer"]["3"][0] >= found["own"]
-    gained = hint_gains({"prose": found}, rounds, hints, {"beam": HOW.beam}, 1.0)
+    gained = hint_gains({"prose": found}, rounds, hints, HOW.beam, 1.0)
     assert set(gained["prose"]) == {"", *found["by_layer"]}
     assert "3 layers" in hint_table({"prose": found}, gained)
-    late = hint_gains({"prose": found}, rounds, hints[:-1], {"beam": HOW.beam}, 1.0)  # of one text, some are not there
-    assert late["prose"][""] in (pytest.approx(value) for value in text_gains(rounds))
+    late = hint_gains({"prose": found}, rounds, hints[:-1], HOW.beam, 1.0)  # of one text, some are not there
+    assert late["prose"][""][0] in (pytest.approx(value) for value in text_gains(rounds))
 
 
 def text_gains(rounds):

@@ -96,7 +96,7 @@ def _gain(rounds: Sequence[Searched], machine: Machine, draft: Draft, beam: int)
         for size in BESIDE
     }
     best = max(BESIDE, key=lambda size: fmean(median(one) for one in tried[size].values()))
-    about = {"compute": machine.compute, "wait": machine.wait, "beside": best}
+    about = {"compute": machine.compute, "wait": machine.wait, "beside": best, "by_beam": tried}
     return about | {"re-rooted": gains(rounds, machine, draft, beam, nothing), "ahead": tried[best]}
 
 
@@ -136,34 +136,45 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def hint_gains(
-    found: dict[str, Any], rounds: Sequence[Searched], hints: Sequence[Hint], how: dict[str, Any], hidden: float
-) -> dict[str, dict[str, float]]:
-    """By kind and layers: median G of the texts where a hint comes as soon as so many layers are computed; "": without.
+    found: dict[str, Any],
+    rounds: Sequence[Searched],
+    hints: Sequence[Hint],
+    beam: int,
+    hidden: float,
+    curve: Curve | None = None,
+) -> dict[str, dict[str, list[float]]]:
+    """By kind and layers: median G of texts where the hint comes when so many layers are computed, and at once.
+
+    Without any it is that of "".
 
     Args:
         found: by `hints.judge`.
         rounds: of `hints`.
-        hints: all of them.
-        how: the rounds were searched.
+        hints: all of them; texts of which some are missing are left out.
+        beam: most nodes of a draft pass before the tree is sent.
         hidden: seconds of a target pass, in all of which the draft can go on.
+        curve: as for `report`.
     """
-    curve_ = draft_curve(rounds)
-    beside: dict[str, Any] = {"hidden": hidden, "draft": lambda n: float(curve_.seconds(n)), "beam": DRAWN}
-    machine, gained = Machine("", hidden, 0.0, True), dict[str, dict[str, float]]()
-    told = {(one.kind, one.text, one.start) for one in hints}
+    costs = curve or draft_curve(rounds)
+    beside: dict[str, Any] = {"hidden": hidden, "draft": lambda n: float(costs.seconds(n)), "beam": DRAWN}
+    machine, told = Machine("", hidden, 0.0, True), {(one.kind, one.text, one.start) for one in hints}
+    gained = dict[str, dict[str, list[float]]]()
     for kind, one in found.items():
         mine = [text for text in texts(rounds) if text[0].kind == kind]
         whole = [r for text in mine if all((r.kind, r.text, r.start) in told for r in text[:-1]) for r in text]
-        ways: dict[str, Beside] = {"": partial(go_on, **beside)}
+        ways: dict[str, list[Beside]] = {"": [partial(go_on, **beside)]}
         last = int(list(one["by_layer"])[-1])
         for layers, (_, weight) in one["by_layer"].items():
-            ways[layers] = told_late(hints, layers, int(layers) / last, weight, **beside)
-        by_way = {name: gains(whole, machine, beside["draft"], how["beam"], way) for name, way in ways.items()}
-        gained[kind] = {name: median(values[kind]) for name, values in by_way.items() if kind in values}
+            ways[layers] = [told_late(hints, layers, part, weight, **beside) for part in (int(layers) / last, 0.0)]
+        gained[kind] = {
+            name: [median(gains(whole, machine, beside["draft"], beam, way)[kind]) for way in both]
+            for name, both in ways.items()
+            if whole
+        }
     return gained
 
 
-def hint_table(found: dict[str, Any], gained: dict[str, dict[str, float]]) -> str:
+def hint_table(found: dict[str, Any], gained: dict[str, dict[str, list[float]]]) -> str:
     """What `hints.judge` and `hint_gains` found."""
     text = StringIO()
     console = Console(file=text, width=120)
@@ -173,8 +184,8 @@ def hint_table(found: dict[str, Any], gained: dict[str, dict[str, float]]) -> st
             f"{kind}: {one['rounds']} exits; the draft had read the last accepted node of {ranks['asked']}, "
             f"and the bonus was among its candidates in {ranks['among']}"
         )
-        view = Table("order by", "bonus is first", "h(2K)", "at b", "x as fast, told then")
-        times = {name: f"{value:.3f}" for name, value in gained.get(kind, {}).items()}
+        view = Table("order by", "bonus is first", "h(2K)", "at b", "x as fast, told then / at once")
+        times = {name: " / ".join(f"{value:.3f}" for value in both) for name, both in gained[kind].items()}
         view.add_row("the draft", str(ranks["first"]["draft"]), f"{one['own']:.2f}", "", times.get("", ""))
         for layers, (hits, weight) in one["by_layer"].items():
             first = str(ranks["first"][layers])
