@@ -26,7 +26,7 @@ from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
 from edgespec.paths import CHEAP, MOST_OWED, States, paths_of, step_from
 from edgespec.sampling import Float32Array
 from edgespec.saved import identity_of, look, read, write
-from edgespec.tree import depths, is_leaf, path_to
+from edgespec.tree import IntArray, depths, is_leaf, nodes_below, parents_among, path_to
 
 from .interrupts import interruptible
 from .reference_model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
@@ -130,15 +130,18 @@ class ReferenceSession:
     def kept(self, length: int) -> int:
         return kept_of_prompt(self._backend.capabilities, self._read, length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
-        length = len(self.token_ids)
-        self._cells[length : length + len(path)] = self._cells[length + np.array(path, np.int64)]
+        length, kept = len(self.token_ids), nodes_below(self._parents, path[-1] if path else -1) if below else []
+        order = length + np.array([*path, *kept], np.int64)
+        self._cells[length : length + len(order)] = self._cells[order]
         if self._prompt and self._read == length:
             self._read += len(path)
         self.token_ids.extend(self._tokens[node] for node in path)
-        self._tokens, self._parents, self._prompt = [], [], False
+        self._tokens = [self._tokens[node] for node in kept]
+        self._parents, self._prompt = parents_among(self._parents, kept), False
+        return np.array(kept, np.int32)
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
@@ -241,12 +244,13 @@ class RecurrentSession(ReferenceSession):
         length = super().kept(length)
         return length if length == len(self.token_ids) else self._states.before(length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         tips = self._tips
-        super().commit(path)
+        nothing = super().commit(path)
         if path and path[-1] in tips:
             self._states.add(len(self.token_ids), tips[path[-1]])
         self._tips = {}
+        return nothing
 
     def rewind(self, length: int) -> None:
         super().rewind(length)

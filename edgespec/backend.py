@@ -107,8 +107,11 @@ class Session(Protocol):
     def kept(self, length: int) -> int:
         """Of the first `length` committed tokens, how many a prompt that starts with them need not read again."""
 
-    def commit(self, path: Sequence[int]) -> None:
-        """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes."""
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+        """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes.
+
+        With `below` those under the last of these stay, or none if they cannot, numbered anew: their old numbers.
+        """
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` committed tokens; drop all others and all nodes."""

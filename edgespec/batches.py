@@ -34,7 +34,7 @@ def plan(
     """Trees of those who have waited longest, and then the next part of a prompt."""
     part = reader.generation if reader else None
     room = most_nodes(limits, 0) - (min(TILE, part.unread, most_nodes(limits, 0) // 2) if part else 0)
-    batch, failed = plan_trees(writing, limits, room, cost, alone=reader is None)
+    batch, failed = plan_trees(writing, slots, limits, room, cost, alone=reader is None)
     if reader and part:
         gone = [slot for slot, _ in failed]
         others = any(slot.generation and not slot.generation.unread for slot in slots if slot not in gone)
@@ -43,9 +43,17 @@ def plan(
 
 
 def plan_trees(
-    writing: Sequence[Slot], limits: Capabilities, room: int, cost: PassCost | None, *, alone: bool
+    writing: Sequence[Slot],
+    slots: Sequence[Slot],
+    limits: Capabilities,
+    room: int,
+    cost: PassCost | None,
+    *,
+    alone: bool,
 ) -> tuple[Batch, Failed]:
     """Trees of those who have waited longest, as many as so many rows hold, and in them their best nodes.
+
+    Of `slots` all others lose their guesses, since these need what their drafts' caches hold.
 
     Returns:
         The works, and the slots whose trees could not be planned.
@@ -56,6 +64,9 @@ def plan_trees(
             break
         group.append(slot)
         room -= rows
+    for slot in slots if len(slots) > 1 else ():
+        if slot.generation and slot not in group:
+            slot.generation.give_up()
     trees, failed, spent = list[DraftTree](), list[tuple[Slot, Exception]](), perf_counter()
     alone = alone and len(group) == 1
     fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))

@@ -31,7 +31,7 @@ from edgespec.backend import (
     prompt_work,
 )
 from edgespec.grammar import Constraint
-from edgespec.planners import Context, Foresees, Planner
+from edgespec.planners import Context, Drafts, Foresees, Planner
 from edgespec.planners.ngrams import Family
 from edgespec.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.stats import GenerationStats
@@ -229,6 +229,8 @@ class Generation:
         stats.count(sources, drafted=len(tree) - 1)
         stats.finish_reason = self.finished
         stats.draft_seconds += self._drafted
+        if isinstance(self._planner, Drafts):
+            stats.draft_passes, stats.draft_went_on = self._planner.model_passes, self._planner.went_on
         stats.target_seconds += passed
         stats.wait_seconds += waited
         plain = self._planner.plain_seconds if alone else 0.0

@@ -404,7 +404,9 @@ def load(
         used = used if backends[1:] else None
         limits = backends[0].capabilities
         pace = None if fixed else new_pace(limits.streams, limits.experts)
-        made = [make_planner(planner, backends, datastore, pace, **planner_options) for _ in range(parallel)]
+        made = [
+            make_planner(planner, backends, datastore, pace, texts=parallel, **planner_options) for _ in range(parallel)
+        ]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
         model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace, first_come=first_come)
     except BaseException:

@@ -407,8 +407,8 @@ class Scheduler:
 
     def _end(self, slot: Slot, error: Exception | None) -> None:
         """The slot is idle; its text stays."""
-        if error is not None and slot.generation:
-            with suppress(Exception):  # the planner may be what has failed
+        if slot.generation:
+            with suppress(Exception):  # the planner may be what has failed; else its draft keeps no guesses
                 slot.generation.give_up()
         job, slot.job, slot.generation = slot.job, None, None
         if job:

@@ -24,6 +24,8 @@ class GenerationStats:
     finish_reason: str = ""  # "stop": end of text or a stop string; "length": max_tokens or context; "interrupted"
     prefill_seconds: float = 0.0  # both models
     draft_seconds: float = 0.0  # draft model's passes
+    draft_passes: int = 0
+    draft_went_on: int = 0  # rounds whose search went on in the next round, below what the target wrote
     target_seconds: float = 0.0  # target's passes
     wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
     plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a round

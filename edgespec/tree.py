@@ -91,6 +91,22 @@ def path_to(parents: Sequence[int] | IntArray, node: int) -> list[int]:
     return path[::-1]
 
 
+def nodes_below(parents: Sequence[int], top: int) -> list[int]:
+    """The nodes under `top` in rising order; -1: all."""
+    found, inside = list[int](), {top}
+    for node, parent in enumerate(parents):
+        if parent in inside:
+            inside.add(node)
+            found.append(node)
+    return found
+
+
+def parents_among(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Parents of the kept nodes by their new numbers; -1 where the parent is not kept."""
+    new = {node: i for i, node in enumerate(kept)}
+    return [new.get(parents[node], -1) for node in kept]
+
+
 def ancestor_mask(parents: ArrayLike) -> NDArray[np.bool_]:
     """[n, n]: row i is true for node i and its ancestors. That is what node i may attend to."""
     up = np.asarray(parents, np.int32)

@@ -19,7 +19,7 @@ import numpy as np
 
 from edgespec.backend import Backend, Logits, Session, Work, prefill
 from edgespec.errors import ContextFull, Interrupted, SessionFileError, UsageError
-from edgespec.tree import path_to
+from edgespec.tree import nodes_below, parents_among, path_to
 
 Factory = Callable[..., Backend]
 CONTEXT, BUDGET = 64, 32
@@ -198,6 +198,35 @@ def commit_any_path(factory: Factory) -> None:
                 text = text + [tokens[node] for node in path]
                 assert session.token_ids == text
             check_session(backend, session, text)
+            session.close()
+
+
+def nodes_below_a_commit(factory: Factory) -> None:
+    """All of them stay, or none: those that do are numbered anew, and what is read below them sees their past."""
+    with loaded(factory) as backend:
+        for path in ([0], [0, 1], [0, 1, 3], [0, 2, 5], []):
+            session, text = backend.open(), random_tokens(backend, 4, 90)
+            prefill(backend, session, text)
+            tokens, parents = random_tokens(backend, len(TREE), 91), list(TREE)
+            half = len(TREE) // 2
+            backend.forward([work(session, tokens[:half], TREE[:half], wanted=[])])
+            backend.forward([work(session, tokens[half:], TREE[half:], first=half, wanted=[])])
+            for turn in range(2):
+                below = nodes_below(parents, path[-1] if path else -1)
+                kept = session.commit(path, below=True).tolist()
+                assert kept in ([], below)
+                text = text + [tokens[node] for node in path]
+                assert session.token_ids == text
+                parents, tokens = parents_among(parents, kept), [tokens[node] for node in kept]
+                # Under each of them, the text, and a node of the same pass.
+                new = [*range(-1, len(kept)), len(kept)]
+                more = random_tokens(backend, len(new), 92 + turn)
+                logits = backend.forward([work(session, more, new, first=len(kept))])[0]
+                tokens, parents = tokens + more, parents + new
+                check_nodes(backend, read(logits, range(len(kept), len(tokens))), text, tokens, parents)
+                path = path_to(parents, len(kept) + len(kept) // 2)
+            session.commit(path)
+            check_session(backend, session, text + [tokens[node] for node in path])
             session.close()
 
 
@@ -566,6 +595,7 @@ CHECKS = [
     a_tree_with_several_tops,
     growth_layer_by_layer,
     commit_any_path,
+    nodes_below_a_commit,
     rewind_and_go_on,
     forks_are_independent,
     several_sessions_in_one_forward,

@@ -4,15 +4,16 @@ import platform
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from contract import CHECKS, TREE, Factory, chain_rows, loaded, random_tokens, work
+from contract import CHECKS, TREE, Factory, chain_rows, loaded, nodes_below_a_commit, random_tokens, work
 from edgespec.backends import reference
 
-from edgespec.backend import Backend, Exact, ShapeClass, prefill
+from edgespec.backend import Backend, Exact, Session, ShapeClass, prefill
 from edgespec.errors import ModelError
-from edgespec.tree import path_to
+from edgespec.tree import nodes_below, path_to
 
 
 def reference_factory(folder: Path) -> Factory:
@@ -27,7 +28,7 @@ def recurrent_factory(folder: Path) -> Factory:
     return partial(reference.load, path)
 
 
-def llamacpp_factory(model: Path, **more: str) -> Factory:
+def llamacpp_factory(model: Path, **more: Any) -> Factory:
     from edgespec.backends.llamacpp import backend as llamacpp
 
     def load(**options: int) -> Backend:
@@ -104,6 +105,37 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(check, factory):
     check(factory)
+
+
+@pytest.mark.parametrize("name", ["reference", "torch", "mlx", "smollm2_tiny"])
+def test_a_draft_keeps_what_lies_below_a_commit(name, tmp_path, request):
+    """As drafts are loaded, the nodes do stay, beside another session's, and they and their ids are free at the end."""
+    if name == "smollm2_tiny":
+        load = llamacpp_factory(request.getfixturevalue(name), in_order=False)
+    else:
+        load = {"reference": reference_factory, "torch": torch_factory, "mlx": mlx_factory}[name](tmp_path)
+
+    def checked(**options: int) -> Backend:
+        backend = load(**options)
+        opened = backend.open
+
+        def keeping() -> Session:
+            session = opened()
+            commit = session.commit
+
+            def kept(path, *, below=False):
+                expected = nodes_below(session._parents, path[-1] if path else -1) if below else []
+                found = commit(path, below=below)
+                assert found.tolist() == expected
+                return found
+
+            session.commit = kept
+            return session
+
+        backend.open = keeping
+        return backend
+
+    nodes_below_a_commit(checked)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels of other machines were not measured")

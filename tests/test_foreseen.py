@@ -15,10 +15,9 @@ from test_server_tools import TEMPLATE, TOOLS
 from edgespec.jobs import Ended, Foresaw, Request, Wrote
 from edgespec.model import Model
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PacedPlanner, new_pace
-from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.specexec import CATCH_UP, SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import AHEAD, MOST_AHEAD, Scheduler

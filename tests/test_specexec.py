@@ -5,7 +5,7 @@ import pytest
 from edgespec.backends.reference import ReferenceBackend, random_model
 
 from edgespec.planners import Context
-from edgespec.planners.drafting import NOT_EVALUATED
+from edgespec.planners.search import NOT_READ
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.sampling import Noise, SamplingParams
 
@@ -43,9 +43,9 @@ def test_a_sure_draft_reads_one_chain():
 
 def test_what_the_draft_has_read_beside_the_tree_is_kept_when_the_target_writes_it():
     planner, tree, _ = planned(3.0, 8, [1, 2, 3], tau=1.0, max_leaves=1)
-    found, places = planner._planned
+    found, places = planner._search, planner._search.place
     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))  # one leaf: a chain
-    beside = [node for node in np.flatnonzero(places != NOT_EVALUATED)[1:] if found.parents[node] == 0][-1]
+    beside = [node for node in np.flatnonzero(places != NOT_READ)[1:] if found.parents[node] == 0][-1]
     token = int(found.token_ids[beside])
     assert token != tree.token_ids[1]
     planner.accept([token, SIZE - 1], 0.0)

@@ -113,8 +113,9 @@ class ApartSession:
         found: int = self._backend.child.call("kept", self.number, length)
         return found
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         self._update("commit", list(path))
+        return np.zeros(0, np.int32)  # only drafts keep nodes, and they are not lent
 
     def rewind(self, length: int) -> None:
         try:

@@ -27,7 +27,7 @@ from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.paths import MOST_OWED, Path, States, paths_of, step_from
 from edgespec.sampling import Float32Array
 from edgespec.saved import Loaded, read, write
-from edgespec.tree import depths, is_leaf
+from edgespec.tree import IntArray, depths, is_leaf
 
 from ..row_logits import RowLogits
 from .cells import TILE, Rows
@@ -299,7 +299,7 @@ class PathSession:
     def kept(self, length: int) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         length = len(self.token_ids)
         self.token_ids.extend(self._tokens[node] for node in path)
         for i in range(len(path) - 1, -1, -1):
@@ -308,6 +308,7 @@ class PathSession:
                 break
         self._after_prompt = self._prompt
         self._forget_nodes()
+        return np.zeros(0, np.int32)  # of a path only its end has a state to go on from
 
     def rewind(self, length: int) -> None:
         self._forget_nodes()

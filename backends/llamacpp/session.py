@@ -7,7 +7,7 @@ the cells that carry its own id at smaller positions. So:
     a node              one cell, tagged with the ids of all leaves below it
     growing a tree      a first child takes over its parent's id; every further child gets a free id,
                         after the cells of its ancestors were tagged with it (no copy, no recompute)
-    commit              the ids of one path stay, all others are removed: nothing moves
+    commit              the ids of one path stay, and of those below it if wanted; others are removed: nothing moves
 
 All ids of a session carry the committed text, so starting a tree costs nothing. `ids.py` lends them.
 """
@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from edgespec.backend import Work, kept_of_prompt
 from edgespec.errors import ContextFull
 from edgespec.saved import Loaded, read, write
+from edgespec.tree import IntArray, nodes_below, parents_among
 
 from .cells import TILE, Cells
 from .files import llama_cpp
@@ -100,6 +103,7 @@ class LlamaSession:
         self._base = self._top = 0  # first cell of the nodes, and the one behind their last
         self._prompt = False  # the nodes are part of a prompt
         self._tokens: list[int] = []  # by node, since the last commit
+        self._parents: list[int] = []
         self._positions: list[int] = []
         self._cells: list[int] = []
         self._seqs: list[int] = []  # one id whose path runs through the node
@@ -170,6 +174,7 @@ class LlamaSession:
         places = [*range(self.held, len(self.token_ids)), *(positions[first + i] for i in order)]
         ids = [list(placement.tips)] * len(lost) + [placement.below[i] for i in order]
         self._tokens.extend(placement.work.token_ids.tolist())
+        self._parents.extend(placement.work.parents.tolist())
         self._positions = positions
         self._seqs.extend(ids[0] for ids in placement.below)
         start += len(lost)
@@ -197,8 +202,10 @@ class LlamaSession:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, self.held, -1)
         self._forget_nodes()
 
-    def commit(self, path: Sequence[int]) -> None:
-        length, kept = len(self.token_ids), len(path)
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+        length, kept, stay = len(self.token_ids), len(path), list[int]()
+        if below and not self._backend.in_order:  # else gaps would be left among the cells
+            stay = nodes_below(self._parents, path[-1] if path else -1)
         if self._backend.in_order:
             # Cells behind a gap would be out of order once the gap is filled again: give them up.
             kept = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
@@ -206,12 +213,14 @@ class LlamaSession:
         if self._cells:
             cells = self._backend.cells
             if self._top == cells.end and self._top - self._base == len(self._cells):  # nothing stands behind them
-                cells.end = self._base + kept
+                self._top = cells.end = self._base + kept + len(stay)
             elif self._backend.in_order:
                 cells.waste(self.tips, length)
             if kept:
                 self._edge = self._base + kept
-        for seq in self.tips:
+        new = {node: i for i, node in enumerate(stay)}
+        tips = {seq: new[tip] for seq, tip in self.tips.items() if tip in new}
+        for seq in self.tips.keys() - tips.keys():
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length + kept if seq == keep else length, -1)
         if kept:
             for seq in self.ids:
@@ -222,7 +231,20 @@ class LlamaSession:
         if self._prompt and self._read == length:
             self._read += kept
         self.token_ids.extend(self._tokens[node] for node in path)
+        self._keep_nodes(stay, tips)
+        return np.array(stay, np.int32)
+
+    def _keep_nodes(self, nodes: list[int], tips: dict[int, int]) -> None:
+        """Forget all others. `tips` has their new numbers."""
+        tokens, positions, cells, seqs = self._tokens, self._positions, self._cells, self._seqs
+        parents, on_top = parents_among(self._parents, nodes), self._top == self._backend.cells.end
         self._forget_nodes()
+        if nodes:
+            self._tokens, self._positions = [tokens[node] for node in nodes], [positions[node] for node in nodes]
+            self._cells, self._seqs = [cells[node] for node in nodes], [seqs[node] for node in nodes]
+            self._parents, self.tips = parents, tips
+            self._top = self._backend.cells.end if on_top else -1
+            self._base = self._top - len(nodes)
 
     def rewind(self, length: int) -> None:
         cells = self._backend.cells

@@ -10,7 +10,7 @@ import numpy as np
 from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
 from edgespec.saved import Loaded, read, write
-from edgespec.tree import depths
+from edgespec.tree import IntArray, depths, nodes_below, parents_among
 
 from .tree import Pass, TreeCache
 
@@ -80,16 +80,20 @@ class MlxSession:
     def kept(self, length: int) -> int:
         return kept_of_prompt(self._backend.capabilities, self._read, length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
-        stay = next((i for i, node in enumerate(path) if node != i), len(path))  # these cells are where they belong
-        if stay < len(path):
-            self._move([len(self.token_ids) + node for node in path[stay:]], len(self.token_ids) + stay)
+        kept = nodes_below(self._parents, path[-1] if path else -1) if below else []
+        order = [*path, *kept]
+        stay = next((i for i, node in enumerate(order) if node != i), len(order))  # these cells are where they belong
+        if stay < len(order):
+            self._move([len(self.token_ids) + node for node in order[stay:]], len(self.token_ids) + stay)
         if self._prompt and self._read == len(self.token_ids):
             self._read += len(path)
         self.token_ids.extend(self._tokens[node] for node in path)
-        self._tokens, self._parents, self._prompt = [], [], False
+        self._tokens = [self._tokens[node] for node in kept]
+        self._parents, self._prompt = parents_among(self._parents, kept), False
+        return np.array(kept, np.int32)
 
     def _move(self, cells: list[int], start: int) -> None:
         index, end = mx.array(cells), start + len(cells)

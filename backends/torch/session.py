@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgespec.backend import Capabilities, Work, kept_of_prompt
 from edgespec.errors import ContextFull
 from edgespec.saved import Loaded, read, write
+from edgespec.tree import IntArray, nodes_below, parents_among
 
 
 class Owner(Loaded, Protocol):
@@ -88,19 +89,26 @@ class TorchSession:
     def kept(self, length: int) -> int:
         return kept_of_prompt(self._backend.capabilities, self._read, length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
-        length = len(self.token_ids)
-        moved = next((i for i, node in enumerate(path) if i != node), len(path))  # what comes before lies right already
-        if moved < len(path):
-            nodes = torch.tensor([length + node for node in path[moved:]], device=self.cells.device)
+        length, kept = len(self.token_ids), nodes_below(self._parents, path[-1] if path else -1) if below else []
+        order = [*path, *kept]
+        moved = next((i for i, node in enumerate(order) if i != node), len(order))  # what is before lies right already
+        if moved < len(order):
+            nodes = torch.tensor([length + node for node in order[moved:]], device=self.cells.device)
             with torch.inference_mode():
-                self.cells[:, :, :, length + moved : length + len(path)] = self.cells.index_select(3, nodes)
+                self.cells[:, :, :, length + moved : length + len(order)] = self.cells.index_select(3, nodes)
         if self._prompt and self._read == length:
             self._read += len(path)
         self.token_ids.extend(self._tokens[node] for node in path)
+        tokens, positions, sees = self._tokens, self.positions, self._sees
+        parents = parents_among(self._parents, kept)
         self._forget_nodes()
+        self._tokens, self._parents = [tokens[node] for node in kept], parents
+        self.positions = [positions[node] for node in kept]
+        self._sees = [sees[node][kept[: i + 1]] for i, node in enumerate(kept)]
+        return np.array(kept, np.int32)
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]

@@ -53,6 +53,8 @@ class Replay:
 def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:
     """Recorded answers: a JSONL file of objects with the texts `prompt` and `output`, perhaps a `category`.
 
+    Files of scripts/check-exact will do, too: of them plain greedy texts are taken, which have `token_ids`.
+
     Args:
         path: the file.
         vocab: any tokenizer with a chat template.
@@ -66,15 +68,19 @@ def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Rec
         lines = Path(path).read_text("utf-8").split("\n")
         for line in filter(str.strip, lines):
             record = json.loads(line)
-            prompt, output = itemgetter("prompt", "output")(record)
-            if not (isinstance(prompt, str) and isinstance(output, str)):
+            if record.get("planner", "none") != "none" or record.get("temperature", 0) > 0:
+                continue
+            prompt, output = itemgetter("prompt", "token_ids" if "token_ids" in record else "output")(record)
+            if not (isinstance(prompt, str) and isinstance(output, str | list)):
                 raise TypeError("prompt or output is no text")
             prompt_ids = render_chat(vocab, [{"role": "user", "content": prompt}])
-            output_ids = vocab.encode(output, add_bos=False, parse_special=False)
+            output_ids = (
+                output if isinstance(output, list) else vocab.encode(output, add_bos=False, parse_special=False)
+            )
             if output_ids:
                 category = str(record.get("category", ""))
                 recordings.append(Recording(prompt_ids, output_ids[:max_tokens], category))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path}: is not a JSONL file with a prompt and an output on each line: {error}") from error
     return recordings
 

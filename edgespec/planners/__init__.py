@@ -62,6 +62,19 @@ class Planner(Protocol):
 
 
 @runtime_checkable
+class Drafts(Protocol):
+    """A planner with a draft model, whose search goes on from round to round."""
+
+    @property
+    def model_passes(self) -> int:
+        """Draft passes since `begin`."""
+
+    @property
+    def went_on(self) -> int:
+        """Rounds since `begin` whose search went on in the next."""
+
+
+@runtime_checkable
 class Foresees(Protocol):
     """A planner that can look further ahead than a tree."""
 

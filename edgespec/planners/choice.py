@@ -17,11 +17,11 @@ from edgespec.planners.sssd import SssdPlanner
 
 # Planner -> the options it takes.
 PLANNERS = {
-    "auto": ("depth", "beam", "tau", "coupling", "min_probability"),
+    "auto": ("depth", "beam", "tau", "coupling", "keep", "min_probability"),
     "none": (),
-    "specexec": ("depth", "beam", "tau", "coupling"),
+    "specexec": ("depth", "beam", "tau", "coupling", "keep"),
     "sssd": ("depth", "min_probability"),
-    "chain": ("depth", "tau", "coupling"),
+    "chain": ("depth", "tau", "coupling", "keep"),
 }
 NEED_DRAFT = ("specexec", "chain")
 USE_DRAFT = ("auto", *NEED_DRAFT)
@@ -48,14 +48,22 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
             raise UsageError(f"min_probability is {value}, but must be at least 0 and below 1")
         if option in ("depth", "beam", "tau") and not 0 < value < math.inf:
             raise UsageError(f"{option} is {value}, but must be a number above 0")
+        if option == "keep" and value < 0:
+            raise UsageError(f"keep is {value}, but must be a number of nodes, or 0")
 
 
 def make_planner(
-    name: str, backends: Sequence[Backend], datastore: str | None = None, pace: Pace | None = None, **options: Any
+    name: str,
+    backends: Sequence[Backend],
+    datastore: str | None = None,
+    pace: Pace | None = None,
+    *,
+    texts: int = 1,
+    **options: Any,
 ) -> Planner:
     """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
 
-    With a pace it guesses what pays; without one always as much as the budget allows.
+    With a pace it guesses what pays; without one always as much as the budget allows. `texts` may be written at once.
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
@@ -66,13 +74,13 @@ def make_planner(
     if name == "auto" and pace is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"
-        return make_planner(name, backends, datastore, **_taken(name, options))
-    draft: SpecExecPlanner | ChainPlanner | None = None
+        return make_planner(name, backends, datastore, texts=texts, **_taken(name, options))
+    draft: SpecExecPlanner | None = None
     copies, cost = None, pace.draft if pace else None
     if name == "chain":
-        draft = ChainPlanner(drafts[0], cost=cost, **options)
+        draft = ChainPlanner(drafts[0], cost=cost, texts=texts, **options)
     elif name != "sssd" and drafts:
-        draft = SpecExecPlanner(drafts[0], cost=cost, **_taken("specexec", options))
+        draft = SpecExecPlanner(drafts[0], cost=cost, texts=texts, **_taken("specexec", options))
     if name in USE_DATASTORE:
         store = open_datastore(Path(datastore), target.vocab) if datastore else None
         copies = SssdPlanner(store, **_taken("sssd", options))

@@ -12,20 +12,16 @@ from edgespec.planners import Context
 from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.tree import DraftTree
 
-COMMITTED = -1  # a tree node's place in the draft's session when it is committed there: the root's
-NOT_EVALUATED = -2  # … when the draft has not read it
-
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
-CATCH_UP = 64  # tokens of the text that are read at once, before looking ahead, where the draft was not asked for long
 
 
 class Drafter:
-    """One session of a draft model. `seconds` counts the time of its passes."""
+    """One session of a draft model. `passes` counts its passes since `begin`, `seconds` their time."""
 
     def __init__(self, draft: Backend, cost: PassCost | None) -> None:
         self.draft = draft
-        self.seconds = 0.0
+        self.seconds, self.passes = 0.0, 0
         self.evaluated = 0  # uncommitted nodes in the session
         self._cost = PassCost() if cost is None else cost
         self._session = draft.open()
@@ -41,7 +37,7 @@ class Drafter:
             prefill(self.draft, self._session, prompt_ids[:-1])
         else:
             self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
-        self.evaluated, self.seconds = 0, 0.0
+        self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
         """How many of the text's tokens the draft has not read."""
@@ -76,7 +72,7 @@ class Drafter:
         return logits, nodes
 
     def _took(self, nodes: int, seconds: float) -> None:
-        self.seconds += seconds
+        self.seconds, self.passes = self.seconds + seconds, self.passes + 1
         self._cost.add(nodes, seconds, len(self._session.token_ids))
 
     @contextmanager
@@ -88,23 +84,11 @@ class Drafter:
             self._session.rewind(self._session.kept(min(length, len(self._session.token_ids))))
             self.evaluated = 0
 
-    def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
-        """Commit what the draft has already read of the target's `tokens`, and drop the rest of the tree.
-
-        Args:
-            tree: the tree that was planned.
-            nodes: [n] each tree node's node in the session, COMMITTED or NOT_EVALUATED.
-            tokens: what the target wrote.
-        """
-        path, at = list[int](), 0
-        for token in tokens:
-            child = np.flatnonzero((tree.parents == at) & (tree.token_ids == token) & (nodes != NOT_EVALUATED))
-            if len(child) == 0:
-                break
-            at = int(child[0])
-            path.append(int(nodes[at]))
-        self._session.commit(path)
-        self.evaluated = 0
+    def commit(self, path: Sequence[int], *, below: bool = False) -> list[int]:
+        """Make nodes text; all others go, but with `below` those under the last: the old numbers of what stays."""
+        kept: list[int] = self._session.commit(path, below=below).tolist()
+        self.evaluated = len(kept)
+        return kept
 
     def close(self) -> None:
         """Free the session."""
@@ -176,66 +160,3 @@ def agreed(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, int]:
             break
         at = int(same[0])
     return hits, asked
-
-
-class DraftPlanner:
-    """What planners with a draft model have in common: all but `plan`."""
-
-    plain_seconds = 0.0
-
-    def __init__(
-        self, draft: Backend, depth: int, tau: float | None, coupling: bool, cost: PassCost | None = None
-    ) -> None:
-        self.depth = depth
-        self.tau = tau
-        self.coupling = coupling
-        self._drafter = Drafter(draft, cost)
-        self._planned: tuple[DraftTree, IdArray] | None = None  # the tree, and its nodes in the draft's session
-
-    @property
-    def model_seconds(self) -> float:
-        """Time spent in draft passes since `begin`."""
-        return self._drafter.seconds
-
-    def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
-        """Read the prompt with the draft model, now or when it is first asked."""
-        self._planned = None
-        self._drafter.begin(prompt_ids, read)
-
-    def behind(self, token_ids: Sequence[int]) -> int:
-        """How many of the text's tokens the draft has not read."""
-        return self._drafter.behind(token_ids)
-
-    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The likeliest next tokens, one draft pass each; fewer where so many seconds are over.
-
-        None where it has to catch up first. Between rounds only.
-        """
-        tokens, until = list[int](), perf_counter() + seconds
-        certain = len(context.token_ids) - context.foreseen
-        if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
-            self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
-            return tokens
-        guess, room = Guess(context, self.tau, self.coupling), min(count, self._drafter.room(context))
-        if room <= 0:
-            return tokens
-        with self._drafter.aside(certain - 1):
-            logits, node = self._drafter.read(context.token_ids)
-            above = COMMITTED
-            while True:
-                ids, _ = guess.children(logits, [node], [len(tokens)], 1)
-                tokens.append(int(ids[0][0]))
-                if len(tokens) == room or perf_counter() > until:
-                    return tokens
-                logits, nodes = self._drafter.evaluate(np.array(tokens[-1:]), np.array([above]))
-                node = above = int(nodes[0])
-
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """Keep the part of the target's text that the draft has already read."""
-        if self._planned:
-            self._drafter.accept(*self._planned, tokens)
-            self._planned = None
-
-    def close(self) -> None:
-        """Free the draft's session."""
-        self._drafter.close()

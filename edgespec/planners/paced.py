@@ -23,7 +23,6 @@ import numpy as np
 from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
 from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
-from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.drafting import agreed
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -128,7 +127,7 @@ class PacedPlanner:
         name: str,
         pace: Pace,
         copies: SssdPlanner | None = None,
-        draft: SpecExecPlanner | ChainPlanner | None = None,
+        draft: SpecExecPlanner | None = None,
     ) -> None:
         """
         Args:
@@ -148,6 +147,16 @@ class PacedPlanner:
     def model_seconds(self) -> float:
         """Time spent in draft-model passes since `begin`."""
         return self._draft.model_seconds if self._draft else 0.0
+
+    @property
+    def model_passes(self) -> int:
+        """Draft passes since `begin`."""
+        return self._draft.model_passes if self._draft else 0
+
+    @property
+    def went_on(self) -> int:
+        """Rounds since `begin` whose search went on in the next."""
+        return self._draft.went_on if self._draft else 0
 
     @property
     def plain_seconds(self) -> float:
@@ -192,7 +201,7 @@ class PacedPlanner:
         return tree
 
     def _drafted(
-        self, draft: SpecExecPlanner | ChainPlanner, context: Context, budget: int, behind: int, depth: int
+        self, draft: SpecExecPlanner, context: Context, budget: int, behind: int, depth: int
     ) -> tuple[DraftTree, _Planned]:
         """Ask the draft, and keep of its tree what pays."""
         cost, length = context.cost, len(context.token_ids)
@@ -231,7 +240,7 @@ class PacedPlanner:
             self._copies.accept(tokens, seconds)
         if self._draft:
             self._draft.accept(tokens, seconds)
-        if (planned := self._planned) is None:
+        if (planned := self._planned) is None or not tokens:
             return
         pace, gained = self._pace, len(tokens) - 1
         alone = seconds > 0

@@ -13,163 +13,173 @@ the position (`sampling.py`). So the draft is asked what the target will *sample
 
 where tau, in logits, says how far draft and target usually disagree. At T = 0 the noise is gone,
 and one formula serves every temperature. The text does not change; the guesses become better.
+
+And the search is not begun anew in each round, but goes on below what the target wrote (`search.py`).
 """
 
 from collections.abc import Sequence
-from statistics import fmean
+from time import perf_counter
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edgespec.backend import Backend, Logits
+from edgespec.backend import Backend
 from edgespec.cost import PassCost, worth_reading
 from edgespec.planners import Context
-from edgespec.planners.drafting import COMMITTED, NOT_EVALUATED, DraftPlanner, Guess
+from edgespec.planners.drafting import Drafter, Guess
+from edgespec.planners.search import COMMITTED, ENOUGH, KEEP, NOT_READ, Search
 from edgespec.sampling import IdArray
-from edgespec.tree import DraftTree, FloatArray, Source, choose, root_only, select
+from edgespec.tree import DraftTree, choose, root_only, select
 
-CHILDREN = 32  # children of a node that are considered
-ENOUGH = 0.003  # tokens that reading a node must be likely to add
-LIKELY_CHILD = 0.8  # how likely a node's best child is, until the draft has been asked
+CATCH_UP = 64  # tokens of the text that are read at once, before looking ahead, where the draft was not asked for long
 
 
-class SpecExecPlanner(DraftPlanner):
+class SpecExecPlanner:
     """Best-first trees from a draft model."""
 
     name = "specexec"
+    plain_seconds = 0.0
+    children: ClassVar[int] = 32  # of a node that are considered
+    enough: ClassVar[float] = ENOUGH  # tokens that reading a node must be likely to add
+    usual_depth: ClassVar[int] = 32
 
     def __init__(
         self,
         draft: Backend,
         *,
-        depth: int = 32,
+        depth: int | None = None,
         beam: int = 16,
         tau: float | None = None,
         coupling: bool = True,
         cost: PassCost | None = None,
+        keep: int = KEEP,
+        texts: int = 1,
     ) -> None:
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.
-            depth: most draft passes per tree, so also the deepest node.
+            depth: most draft passes per tree, so also the deepest node; default: `usual_depth`.
             beam: most nodes expanded per draft pass.
             tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
             coupling: draft with the target's own noise; without it q = softmax(z / T).
             cost: where the draft's passes are counted; default: known to this planner alone.
+            keep: nodes that are known, sent or not, from which the next round's search may go on; 0: it begins anew.
+            texts: that may be written at once, with sessions of this draft.
         """
-        super().__init__(draft, depth, tau, coupling, cost)
+        self.depth = depth or self.usual_depth
+        self.tau = tau
+        self.coupling = coupling
+        self.went_on = 0  # rounds since `begin` whose search went on in the next
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted)
+        self._keep, self._texts = keep, texts
+        self._drafter = Drafter(draft, cost)
+        self._search: Search | None = None  # whose root is the end of the text
         self._usual = -np.inf  # the K-th best log-probability of the last search: this one's will be much alike
 
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in draft passes since `begin`."""
+        return self._drafter.seconds
+
+    @property
+    def model_passes(self) -> int:
+        """Draft passes since `begin`."""
+        return self._drafter.passes
+
+    def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
+        """Read the prompt with the draft model, now or when it is first asked."""
+        self._search, self.went_on = None, 0
+        self._drafter.begin(prompt_ids, read)
+
+    def behind(self, token_ids: Sequence[int]) -> int:
+        """How many of the text's tokens the draft has not read."""
+        return self._drafter.behind(token_ids)
+
     def plan(self, context: Context, budget: int) -> DraftTree:
-        """Algorithm 2."""
-        self._planned = None
+        """Algorithm 2, from what is known."""
         steps = min(self.depth, self._drafter.room(context))
         if steps <= 0 or budget <= 0:
             return root_only(context.token_ids[-1])
-        guess = Guess(context, self.tau, self.coupling)
-        search = _Search(context.token_ids[-1], budget, self._usual)
-        started = self.model_seconds
-        logits, root = self._drafter.read(context.token_ids)
-        search.add_children(logits, guess, np.array([0]), [root])
+        search, self._search = self._search, None  # unless all goes well
+        if search is None or self._drafter.behind(context.token_ids):
+            search = Search(context.token_ids[-1], budget, self._keep)
+        search.budget, search.usual, search.most_depth = budget, self._usual, steps
+        guess, started = Guess(context, self.tau, self.coupling), self.model_seconds
+        if search.place[0] == NOT_READ:
+            self._read_root(search, guess, context)
         for _ in range(1, steps):
-            unread, beam = search.unread(), self._beam
+            unread, beam = search.unread(self.enough), self._beam if self.children > 1 else 1
             if context.cost and (cost := self._drafter.cost):
                 next_best, spent = search.log_probs[unread[:beam]], self.model_seconds - started
-                beam = worth_reading(search.best(), next_best, budget, spent, context.cost, cost, search.child)
+                child = search.child if self.children > 1 else 1.0
+                beam = worth_reading(search.best(), next_best, budget, spent, context.cost, cost, child)
             batch = search.take(unread, beam, self._limits.leaves(context.texts), self._limits.max_nodes)
             if len(batch) == 0:
                 break
-            logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
-            search.place[batch] = nodes
-            search.add_children(logits, guess, batch, nodes.tolist())
-        found, self._usual = search.found(), search.cutoff()
-        self._planned = found, search.place  # all of it: the target may well write what does not come into the tree
+            self._read(search, guess, batch)
+        self._search, self._usual = search, search.cutoff(budget)
+        found = search.found()
         return select(found, choose(found.parents, found.log_probs, budget, context.max_leaves))
 
+    def _read_root(self, search: Search, guess: Guess, context: Context) -> None:
+        """Read what the draft lacks of the text."""
+        logits, node = self._drafter.read(context.token_ids)
+        children = guess.children(logits, [node], [0], self._children(search))
+        search.add_children(np.array([0]), [COMMITTED], *children)
 
-class _Search:
-    """All nodes found so far, as growing arrays of shape [n]; node 0 is the root."""
+    def _read(self, search: Search, guess: Guess, batch: IdArray) -> None:
+        """One draft pass over nodes of the search."""
+        logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
+        children = guess.children(logits, nodes.tolist(), search.depth[batch].tolist(), self._children(search))
+        search.add_children(batch, nodes, *children)
 
-    def __init__(self, root_token: int, budget: int, usual: float) -> None:
-        self.budget = budget
-        self.usual = usual  # what the cutoff is expected to become
-        self.token_ids = np.array([root_token], np.int64)
-        self.parents = np.array([-1], np.int64)
-        self.log_probs = np.zeros(1)
-        self.depth = np.zeros(1, np.int64)
-        self.place = np.array([COMMITTED], np.int64)  # in the draft's session
-        self.parents_expanded: set[int] = set()  # nodes with a child that the draft has read
-        self.leaves = 1
-        self.read = 0
-        self._best_children = [LIKELY_CHILD]
+    def _children(self, search: Search) -> int:
+        return min(self.children, max(search.budget, search.keep))
 
-    def cutoff(self) -> float:
-        """The K-th best cumulative log-probability: what lies below cannot come into the tree any more."""
-        if len(self.log_probs) <= self.budget:
-            return -np.inf
-        return float(-np.partition(-self.log_probs[1:], self.budget - 1)[self.budget - 1])
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
+        """Commit what the draft has read of the target's text, and keep what it knows of how that goes on."""
+        search, self._search = self._search, None
+        if search is None:
+            return
+        path = search.follow(tokens)
+        places = search.place[path]
+        read = len(path) if (places != NOT_READ).all() else int(np.argmax(places == NOT_READ))
+        goes_on = 0 < read == len(tokens) and self._keep > 0
+        kept = self._drafter.commit(places[:read].tolist(), below=goes_on)
+        if goes_on:
+            new = search.rerooted(path[-1], kept)
+            if new is None or new.leaves > self._limits.leaves(self._texts):  # others need them between our rounds
+                self._drafter.commit([])
+                return
+            self._search = new
+            self.went_on += 1
 
-    def add_children(self, logits: Logits, guess: Guess, batch: IdArray, nodes: Sequence[int]) -> None:
-        """Put the best children of the nodes just read (`nodes` in the draft's session) on the map."""
-        depth = self.depth[batch]
-        found = guess.children(logits, nodes, depth.tolist(), min(CHILDREN, self.budget))
-        counts = [len(ids) for ids in found[0]]
-        parents = np.repeat(batch, counts)
-        self._best_children += [float(np.exp(values[0])) for values in found[1]]
-        log_probs = np.concatenate(found[1]) + self.log_probs[parents]
-        # Rounding must not lift a child above its parent: then the best nodes would not be a tree.
-        log_probs = np.minimum(log_probs, self.log_probs[parents])
-        near = log_probs > self.cutoff()
-        self.token_ids = np.concatenate([self.token_ids, np.concatenate(found[0])[near]])
-        self.parents = np.concatenate([self.parents, parents[near]])
-        self.log_probs = np.concatenate([self.log_probs, log_probs[near]])
-        self.depth = np.concatenate([self.depth, np.repeat(depth, counts)[near] + 1])
-        self.place = np.concatenate([self.place, np.full(np.count_nonzero(near), NOT_EVALUATED)])
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """The likeliest next tokens, one draft pass each; fewer where so many seconds are over.
 
-    def best(self) -> FloatArray:
-        """The log-probabilities of the K best nodes, best first."""
-        return -np.sort(-self.log_probs[1:])[: self.budget]
-
-    @property
-    def child(self) -> float:
-        """How likely a node's best child is, given the node: the mean of those found."""
-        return fmean(self._best_children)
-
-    def unread(self) -> NDArray[np.intp]:
-        """The unread nodes that are likely to improve the tree, nearest first: a best child takes the K-th's place.
-
-        While there are some that would do so by the cutoff of the last search, the others wait: they seldom will.
+        None where it has to catch up first. Between rounds only.
         """
-        best_child = np.where(self.place == NOT_EVALUATED, self.child * np.exp(self.log_probs), 0.0)
-        for cutoff in (max(self.cutoff(), self.usual), self.cutoff()):
-            nodes: NDArray[np.intp] = np.flatnonzero(best_child > np.exp(cutoff) + ENOUGH)
-            if len(nodes):
-                break
-        return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
+        self._search = None
+        tokens, until = list[int](), perf_counter() + seconds
+        certain = len(context.token_ids) - context.foreseen
+        if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
+            self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
+            return tokens
+        guess, room = Guess(context, self.tau, self.coupling), min(count, self._drafter.room(context))
+        if room <= 0:
+            return tokens
+        with self._drafter.aside(certain - 1):
+            logits, node = self._drafter.read(context.token_ids)
+            above = COMMITTED
+            while True:
+                ids, _ = guess.children(logits, [node], [len(tokens)], 1)
+                tokens.append(int(ids[0][0]))
+                if len(tokens) == room or perf_counter() > until:
+                    return tokens
+                logits, nodes = self._drafter.evaluate(np.array(tokens[-1:]), np.array([above]))
+                node = above = int(nodes[0])
 
-    def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
-        """The first of the unread nodes, as many as a pass and the draft's cache take."""
-        batch = list[int]()
-        for node in unread.tolist():
-            parent = int(self.parents[node])
-            adds_leaf = parent in self.parents_expanded  # a first child takes over its parent's path
-            if len(batch) == beam or self.read == max_nodes:
-                break
-            if adds_leaf and self.leaves == max_leaves:
-                continue
-            self.parents_expanded.add(parent)
-            self.leaves += adds_leaf
-            self.read += 1
-            batch.append(node)
-        return np.array(batch, np.int64)
-
-    def found(self) -> DraftTree:
-        """Everything on the map."""
-        source = np.full(len(self.parents), Source.DRAFT)
-        source[0] = Source.TARGET
-        return DraftTree(
-            self.token_ids.astype(np.int32), self.parents.astype(np.int32), self.log_probs,
-            self.depth.astype(np.int32), source.astype(np.int32),
-        )  # fmt: skip
+    def close(self) -> None:
+        """Free the draft's session."""
+        self._drafter.close()

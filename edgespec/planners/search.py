@@ -1,0 +1,178 @@
+"""The draft's best-first search, which lives across rounds: re-rooted where the target's text went on.
+
+Algorithm 2 of SpecExec (arXiv 2406.02532): a node's distance is its cumulative -log q, and the nearest unread nodes are
+read next. What a round leaves unused is not thrown away. The target's walk ends at an *exit*: the nodes it accepted,
+then the token of its own. Where that token was guessed and read, too, the next round's search is what lies below it.
+Only the origin moves: log-probabilities and depths are counted from the new root, the order of the nodes stays, so a
+re-rooted search goes on as one from there would have, with some of its work done.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from edgespec.sampling import IdArray, Scores
+from edgespec.tree import DraftTree, FloatArray, Source, nodes_below, parents_among, shallow
+
+COMMITTED = -1  # a node's place in the draft's session when it is committed there: the root's
+NOT_READ = -2  # … when the draft has not read it
+
+ENOUGH = 0.003  # tokens that reading a node must be likely to add
+LIKELY_CHILD = 0.8  # how likely a node's best child is, until the draft has been asked
+MOST_DEPTH = 1 << 30
+KEEP = 512  # nodes that are known beyond those that are sent: exits lie there
+
+
+class Search:
+    """All nodes found so far, as growing arrays of shape [n]; node 0 is the root."""
+
+    def __init__(self, root_token: int, budget: int, keep: int = KEEP) -> None:
+        """
+        Args:
+            root_token: the last committed token.
+            budget: K, the nodes that are sent to the target.
+            keep: nodes that are known; farther ones are dropped, unless the budget has room for them.
+        """
+        self.budget, self.keep = budget, keep
+        self.usual = -np.inf  # what the cutoff is expected to become
+        self.most_depth = MOST_DEPTH  # of nodes that are of use: the text ends behind them
+        self.token_ids = np.array([root_token], np.int64)
+        self.parents = np.array([-1], np.int64)
+        self.log_probs = np.zeros(1)
+        self.depth = np.zeros(1, np.int64)
+        self.place = np.array([NOT_READ], np.int64)  # in the draft's session
+        self.read = 0  # nodes that the draft has read, the root left out
+        self.leaves = 1  # of these
+        self._parents_read: set[int] = set()  # nodes with a child that the draft has read
+        self._best_children = [LIKELY_CHILD]
+
+    def cutoff(self, count: int) -> float:
+        """The log-probability of the `count`-th best node; -inf: there are fewer."""
+        values = self._of_use()
+        return float(-np.partition(-values, count - 1)[count - 1]) if len(values) >= count else -np.inf
+
+    def _of_use(self) -> FloatArray:
+        return self.log_probs[1:][self.depth[1:] <= self.most_depth]
+
+    def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
+        """Put the best children of nodes just read on the map.
+
+        Args:
+            batch: [m] the nodes.
+            places: [m] where they are in the draft's session.
+            ids: of their children.
+            values: log q of each, given its parent.
+        """
+        self.place[batch] = places
+        counts = [len(found) for found in ids]
+        parents = np.repeat(batch, counts)
+        self._best_children += [float(np.exp(found[0])) for found in values]
+        log_probs = np.concatenate(values) + self.log_probs[parents]
+        # Rounding must not lift a child above its parent: then the best nodes would not be a tree.
+        log_probs = np.minimum(log_probs, self.log_probs[parents])
+        near = log_probs > self.cutoff(max(self.keep, self.budget))
+        self.token_ids = np.concatenate([self.token_ids, np.concatenate(ids)[near]])
+        self.parents = np.concatenate([self.parents, parents[near]])
+        self.log_probs = np.concatenate([self.log_probs, log_probs[near]])
+        self.depth = np.concatenate([self.depth, np.repeat(self.depth[batch], counts)[near] + 1])
+        self.place = np.concatenate([self.place, np.full(np.count_nonzero(near), NOT_READ)])
+
+    def best(self) -> FloatArray:
+        """The log-probabilities of the K best nodes, best first."""
+        return -np.sort(-self._of_use())[: self.budget]
+
+    @property
+    def child(self) -> float:
+        """How likely a node's best child is, given the node: the mean of those found."""
+        return fmean(self._best_children)
+
+    def unread(self, enough: float = ENOUGH) -> NDArray[np.intp]:
+        """The unread nodes that are likely to improve the tree, nearest first: a best child takes the K-th's place.
+
+        While there are some that would do so by the cutoff of the last search, the others wait: they seldom will.
+        `enough`: tokens that reading a node must be likely to add.
+        """
+        best_child = np.where(self._open(self.most_depth), self.child * np.exp(self.log_probs), 0.0)
+        cutoff = self.cutoff(self.budget)
+        for least in (max(cutoff, self.usual), cutoff):
+            nodes: NDArray[np.intp] = np.flatnonzero(best_child > np.exp(least) + enough)
+            if len(nodes):
+                break
+        return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
+
+    def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
+        """The unread nodes above a depth, nearest first, that are right with a probability of at least `least`.
+
+        In the tree or not, each is worth its probability: if the target writes it, the next search begins below it.
+        """
+        nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
+        return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
+
+    def _open(self, depth: int) -> NDArray[np.bool_]:
+        return (self.place == NOT_READ) & (self.depth < depth)
+
+    def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
+        """The first of the unread nodes, as many as a pass and the draft's cache take."""
+        batch = list[int]()
+        for node in unread.tolist():
+            parent = int(self.parents[node])
+            adds_leaf = parent in self._parents_read  # a first child takes over its parent's path
+            if len(batch) == beam or self.read >= max_nodes:
+                break
+            if adds_leaf and self.leaves >= max_leaves:
+                continue
+            self._parents_read.add(parent)
+            self.leaves += adds_leaf
+            self.read += 1
+            batch.append(node)
+        return np.array(batch, np.int64)
+
+    def found(self) -> DraftTree:
+        """Everything on the map that is of use."""
+        source = np.full(len(self.parents), Source.DRAFT)
+        source[0] = Source.TARGET
+        tree = DraftTree(
+            self.token_ids.astype(np.int32), self.parents.astype(np.int32), self.log_probs,
+            self.depth.astype(np.int32), source.astype(np.int32),
+        )  # fmt: skip
+        return shallow(tree, self.most_depth)
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that these tokens are, as far as they are known: the whole map, not only the tree."""
+        path, at = list[int](), 0
+        for token in tokens:
+            children = np.flatnonzero((self.parents == at) & (self.token_ids == token))
+            if len(children) == 0:
+                break
+            at = int(children[0])
+            path.append(at)
+        return path
+
+    def rerooted(self, node: int, kept: Sequence[int]) -> "Search | None":
+        """What lies below a node that was read, as a search of its own: the node is committed text now.
+
+        Args:
+            node: the new root.
+            kept: places of nodes that stayed in the draft's session, in the order of their new places.
+
+        Returns:
+            None: not all nodes below have stayed.
+        """
+        part = np.array([node, *nodes_below(self.parents.tolist(), node)])
+        new_place = {place: i for i, place in enumerate(kept)} | {NOT_READ: NOT_READ}
+        places = self.place[part[1:]].tolist()
+        if not new_place.keys() >= set(places):
+            return None
+        other = Search(int(self.token_ids[node]), self.budget, self.keep)
+        other.usual, other.read = self.usual, len(kept)
+        other.token_ids, other.parents = self.token_ids[part], np.array(parents_among(self.parents.tolist(), part))
+        other.log_probs = self.log_probs[part] - self.log_probs[node]
+        other.depth = self.depth[part] - self.depth[node]
+        other.place = np.array([COMMITTED, *(new_place[place] for place in places)])
+        read = np.flatnonzero(other.place != NOT_READ)
+        other._parents_read = set(other.parents[read[1:]].tolist())
+        other.leaves = max(1, len(read) - len(other._parents_read))
+        other._best_children = [self.child]
+        return other
