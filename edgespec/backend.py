@@ -56,6 +56,7 @@ class Capabilities:
     gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
     exact: Exact | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
     spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit
+    one_thread: bool = False  # passes are made in one thread only
     cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
 
     def leaves(self, texts: int) -> int:
@@ -108,10 +109,8 @@ class Session(Protocol):
         """Of the first `length` committed tokens, how many a prompt that starts with them need not read again."""
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes.
-
-        With `below` those under the last of these stay, or none if they cannot, numbered anew: their old numbers.
-        """
+        """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes, but with
+        `below` those under the last of these, if they can stay: they are renumbered, and their old numbers returned."""
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` committed tokens; drop all others and all nodes."""

@@ -1,6 +1,7 @@
 """What goes into one pass that several texts share: their trees, and a part of a prompt."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from time import perf_counter
 
@@ -86,6 +87,12 @@ def plan_trees(
         trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
     batch = [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
     return batch, failed
+
+
+def beside(batch: Batch) -> AbstractContextManager[None]:
+    """Within it the target makes this pass: the draft of a text that has it for itself may go on."""
+    slot, work = batch[0]
+    return slot.generation.beside() if slot.generation and len(batch) == 1 and not work.prompt else nullcontext()
 
 
 def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Work:

@@ -7,13 +7,14 @@ A `Generation` is one text being written. Whoever runs it makes the passes, so t
 
     tree = generation.plan()                        guess
     work = generation.work(tree)                    what to evaluate
-    logits = target.forward([work])[0]              one pass, of this text alone or of many
+    logits = target.forward([work])[0]              one pass, of this text alone (`beside`) or of many
     round_ = generation.take(logits)                walk, keep
 
 `scheduler.py` does so for many.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -108,6 +109,7 @@ class Generation:
         self.foreseen = list[int]()  # tokens that may follow, far beyond the next tree
         self.target = target
         self._planner = planner
+        self._drafts = planner if isinstance(planner, Drafts) else None
         self._comparable = True  # with plain decoding, whose passes the planner has measured
         self._prompt_ids = prompt_ids
         self._sampling = sampling
@@ -201,6 +203,10 @@ class Generation:
         self._waited, self._given = self.target.wait_seconds, perf_counter()
         return work
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Within it the target evaluates this tree, and nothing else: the draft may go on meanwhile."""
+        return self._drafts.beside(len(self._tree)) if self._drafts else nullcontext()
+
     def give_up(self) -> None:
         """The tree is not evaluated; another will be planned."""
         self._planner.accept([], 0.0)
@@ -229,8 +235,9 @@ class Generation:
         stats.count(sources, drafted=len(tree) - 1)
         stats.finish_reason = self.finished
         stats.draft_seconds += self._drafted
-        if isinstance(self._planner, Drafts):
-            stats.draft_passes, stats.draft_went_on = self._planner.model_passes, self._planner.went_on
+        if drafts := self._drafts:
+            stats.draft_passes, stats.draft_went_on = drafts.model_passes, drafts.went_on
+            stats.hidden_seconds = drafts.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
         plain = self._planner.plain_seconds if alone else 0.0
@@ -288,7 +295,8 @@ def generate_tokens(
     generation.read_prompt(progress)
     while not generation.finished:
         work = generation.work(generation.plan())
-        logits = target.forward([work])[0]
+        with generation.beside():
+            logits = target.forward([work])[0]
         yield generation.take(logits)
 
 

@@ -309,6 +309,7 @@ def load(
     gpu_memory: int | str | None = None,
     exact: str | None = None,
     parallel: int = 1,
+    ahead: bool | None = None,
     first_come: bool = False,
     targets: int | None = None,
     cluster: str | None = None,
@@ -351,6 +352,8 @@ def load(
             padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
         parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
             memory is counted: for a quarter, and what others leave.
+        ahead: the draft goes on guessing while the target works, for one text at a time, as long as it gains by that;
+            with a budget always. Default: where it has a processor of its own, and no budget is given (docs/ahead.md).
         first_come: where more texts are wanted than can be written at once, they are written as they were asked for;
             else those first that are foretold to be short, by the lengths of earlier ones (`lengths.py`).
         targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
@@ -379,7 +382,7 @@ def load(
         "device": device, "dtype": dtype, "gpu_memory": gpu_memory, "lenders": lenders,
     }  # fmt: skip
     if targets is not None or cluster is not None:
-        refused = {"datastore": datastore, "lenders": lenders or None}
+        refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}
         check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
         given = engine | {"budget": budget, "exact": exact, "remember": remember}
         given["context_length"] = choose_context(context_length, entry)
@@ -405,7 +408,8 @@ def load(
         limits = backends[0].capabilities
         pace = None if fixed else new_pace(limits.streams, limits.experts)
         made = [
-            make_planner(planner, backends, datastore, pace, texts=parallel, **planner_options) for _ in range(parallel)
+            make_planner(planner, backends, datastore, pace, texts=parallel, ahead=ahead, **planner_options)
+            for _ in range(parallel)
         ]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
         model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace, first_come=first_come)

@@ -83,9 +83,10 @@ class Noise:
         """Noise of every token at `position`, shape [size]. Kept for a while, so do not write to it."""
         row = self._rows.get(position)
         if row is None:
-            while len(self._rows) >= _CACHED_POSITIONS:
-                del self._rows[min(self._rows)]
-            row = self._rows[position] = _gumbel(self._bits(position))
+            row = _gumbel(self._bits(position))
+            while len(self._rows) >= _CACHED_POSITIONS:  # another thread, in which a draft goes on, may do the same
+                self._rows.pop(min(list(self._rows)), None)
+            self._rows[position] = row
         return row
 
     def at(self, position: int, ids: IdArray) -> Float32Array:

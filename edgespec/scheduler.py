@@ -26,7 +26,7 @@ from typing import Any
 
 import edgespec.slots as slots
 from edgespec.backend import Backend, Logits, Work, check_room, common_prefix
-from edgespec.batches import Batch, plan, prompts_ride_along
+from edgespec.batches import Batch, beside, plan, prompts_ride_along
 from edgespec.cost import PassCost
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.generate import Generation
@@ -328,7 +328,7 @@ class Scheduler:
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
         try:
-            with self._passing.of([slot.job for slot, _ in batch if slot.job]):
+            with self._passing.of([slot.job for slot, _ in batch if slot.job]), beside(batch):
                 return self.target.forward([work for _, work in batch])
         except ContextFull as error:
             self._make_room(batch, error)

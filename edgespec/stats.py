@@ -25,6 +25,7 @@ class GenerationStats:
     prefill_seconds: float = 0.0  # both models
     draft_seconds: float = 0.0  # draft model's passes
     draft_passes: int = 0
+    hidden_seconds: float = 0.0  # of draft passes made while the target worked, so part of none of the others
     draft_went_on: int = 0  # rounds whose search went on in the next round, below what the target wrote
     target_seconds: float = 0.0  # target's passes
     wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
@@ -72,8 +73,10 @@ class GenerationStats:
 
     def summary(self) -> str:
         """One line for a person."""
+        hidden = f", {self.hidden_seconds:.1f} s of drafting hidden" if self.hidden_seconds else ""
         gain = f" ({self.times_plain:.2f} x plain)" if self.times_plain else ""
         return (
             f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s{gain}, "
-            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes ({self.planner} on {self.backend})"
+            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes{hidden} "
+            f"({self.planner} on {self.backend})"
         )

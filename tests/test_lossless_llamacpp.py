@@ -8,8 +8,11 @@ import gc
 import os
 import platform
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from threading import Event
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from edgespec.backends.llamacpp.backend import load
 from edgespec.backend import prefill
 from edgespec.errors import ContextFull, ModelError
 from edgespec.generate import generate_tokens
+from edgespec.jobs import Ended, Request
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
@@ -29,6 +33,7 @@ from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
+from edgespec.scheduler import Scheduler
 from edgespec.stats import GenerationStats
 
 PROMPTS = ["The three most important rivers of Europe are", "def is_prime(n):\n    ", "Once upon a time, a fox"]
@@ -126,6 +131,48 @@ by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0
 @by_temperature
 def test_trees(target, draft, sampling):
     check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24)
+
+
+@pytest.fixture(scope="module")
+def usual_draft(smollm2, smollm2_folder):
+    """Mostly right, and loaded as drafts are: nodes may stay below a commit."""
+    path = quantised(smollm2, smollm2_folder / "tiny-q2k.gguf", Q2_K, tuple(range(6, 30)))
+    with loaded(path, in_order=False) as backend:
+        yield backend
+
+
+@by_temperature
+@pytest.mark.parametrize("ahead", [False, True])
+def test_searches_that_go_on(target, usual_draft, sampling, ahead):
+    """From round to round, and while the target works."""
+    planner = SpecExecPlanner(usual_draft, depth=8, beam=4, ahead=ahead)
+    check_lossless(target, planner, sampling, 24)
+
+
+def test_a_text_that_is_called_off_leaves_the_draft_as_it_was(target, usual_draft):
+    """At any moment, beside the target's pass: the next text's first draft pass is not ended in its place."""
+    prompt = target.vocab.encode(PROMPTS[0], add_bos=True, parse_special=False)
+    plain = plain_text(target, prompt, SAMPLINGS[0], 24)
+    planner, draw = SpecExecPlanner(usual_draft, depth=8, beam=4, ahead=True), Random(1)
+    scheduler = Scheduler(target, [planner], budget=16)
+    scheduler.start()
+    try:
+        for turn in range(8):
+            tokens, ended = [], Event()
+
+            def tell(event, tokens=tokens, ended=ended):
+                tokens += [chunk.token_id for chunk in getattr(event, "chunks", ())]
+                if isinstance(event, Ended):
+                    ended.set()
+
+            job = scheduler.submit(Request(prompt, SAMPLINGS[0], 24), tell)
+            if turn % 2 == 0:
+                time.sleep(draw.random() * 0.2)
+                job.cancel()
+            assert ended.wait(60)
+            assert tokens == (plain if turn % 2 else plain[: len(tokens)])
+    finally:
+        scheduler.close()
 
 
 @by_temperature

@@ -313,6 +313,7 @@ def load(
         logit_tolerance=tolerance,
         streams=sweep is not None,
         experts=None if sweep else experts_of(text_config),  # of streamed layers all experts are read
+        one_thread=True,  # a stream belongs to the thread that began it
     )
     backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes)
     backend._files = weight_files(path)

@@ -71,6 +71,11 @@ MODEL_OPTIONS = _options(
         type=float,
         help="specexec, chain: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
     ),
+    click.option(
+        "--ahead/--no-ahead",
+        default=None,
+        help="Draft on while MODEL works, if that gains. [default: see docs/ahead.md]",
+    ),
     click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
     click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
 )

@@ -19,6 +19,7 @@ from typing import Any
 from edgespec.errors import EdgespecError
 from edgespec.loading import DEFAULT_BUDGET
 from edgespec.measure.offload_worker import PLENTY, Task, evict_model
+from edgespec.measure.side_by_side import parse_variant, ratio
 from edgespec.planners.choice import USE_DRAFT
 from edgespec.weights.machine import disk_bandwidth, format_size
 
@@ -169,10 +170,10 @@ def text_speeds(
         draft: another, resident; "" = none.
         room: bytes for the target's weights; what the process, its caches and the draft need is added.
         prompts: questions.
-        planners: planner -> options.
+        planners: variant, as for `side_by_side.parse_variant` -> options.
         budget: most guessed tokens per pass; None: as many as pay.
         max_tokens: per prompt.
-        plain_tokens: per prompt without drafts, whose speed hardly depends on the length.
+        plain_tokens: per prompt without drafts, whose speed hardly depends on the length; 0: that is left out.
         sampling: fields of SamplingParams.
         rounds: the prompts are dealt into so many parts; variants take turns part by part.
         page_cache: also plain decoding as on systems that cannot move memory.
@@ -186,16 +187,19 @@ def text_speeds(
             raise EdgespecError("texts are compared under a memory limit, and no control group may be made here")
         needed = process_needs(Task(target, draft, budget=most))
         limit = room + needed
-        tasks = {
+        plain_tasks = {
             "mapped, none": Task(target, stream=False, max_tokens=plain_tokens, **shared),
             "streamed, none": Task(target, memory=limit, max_tokens=plain_tokens, **shared),
         }
         if page_cache:
-            tasks[BY_PAGE_CACHE] = tasks["streamed, none"]
-        for name, options in planners.items():
-            tasks[f"streamed, {name}"] = Task(
+            plain_tasks[BY_PAGE_CACHE] = plain_tasks["streamed, none"]
+        tasks = plain_tasks if plain_tokens else {}
+        for variant, given in planners.items():
+            name, settings = parse_variant(variant)
+            options = settings | given
+            tasks[f"streamed, {variant}"] = Task(
                 target, draft if name in USE_DRAFT else "", memory=limit, max_tokens=max_tokens,
-                planner=name, planner_options=options, **shared,
+                planner=name, ahead=options.pop("ahead", None), planner_options=options, **shared,
             )  # fmt: skip
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
         for number in range(rounds):
@@ -206,10 +210,13 @@ def text_speeds(
                 found[name].append(run(replace(task, prompts=part), group, limit, files, page_cache=by))
     report: dict[str, Any] = {"target": target, "draft": draft, "room": room, "needed": needed, "limit": limit}
     report["variants"] = {name: text_summary(results) for name, results in found.items()}
-    plain = report["variants"]["mapped, none"]
-    for row in report["variants"].values():
+    plain = report["variants"].get("mapped, none", {})
+    for name, row in report["variants"].items():
         if "tokens_per_second" in row and "tokens_per_second" in plain:
             row["ratio"] = row["tokens_per_second"] / plain["tokens_per_second"]
+        base = report["variants"].get(name.split("+")[0], {})
+        if "+" in name and len(row.get("by_prompt", ())) == len(base.get("by_prompt", ())) > 0:
+            row["to_serial"] = ratio(row["by_prompt"], base["by_prompt"])
     return report
 
 
@@ -244,13 +251,17 @@ def text_summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     runs = [run for result in good for run in result["runs"]]
     if not runs:
         return {"failed": failed}
-    names = ("tokens", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds")
+    names = (
+        "tokens", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds",
+        "draft_passes", "draft_went_on", "hidden_seconds",
+    )  # fmt: skip
     totals = {name: sum(run.get(name, 0.0) for run in runs) for name in names}
     return {
         "failed": failed,
         **totals,
         "tokens_per_second": totals["tokens"] / totals["seconds"],
         "acceptance_length": totals["tokens"] / totals["passes"],
+        "by_prompt": [{"tokens": run["tokens"], "seconds": run["seconds"]} for run in runs],
         **{name: sum(result[name] for result in good) for name in ("user_seconds", "system_seconds")},
         "bytes_per_round": sum(result["bytes"] for result in good) / totals["passes"],  # prompts included
         **_memory_summary(good),

@@ -42,11 +42,14 @@ def pass_table(report: dict[str, Any]) -> str:
 
 
 def text_table(report: dict[str, Any]) -> str:
-    """One row for each variant. "kernel" is the system's part of the processors' time; shares are of seconds else."""
+    """One row for each variant. "kernel" is the system's part of the processors' time; shares are of seconds else.
+
+    Of drafting: passes per token, rounds whose search went on in the next, and seconds that the target's passes hid.
+    """
     about = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
     headings = (
         "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel",
-        "read/pass", "peak",
+        "read/pass", "peak", "drafts/token", "went on", "hidden",
     )  # fmt: skip
     view = _table(about, headings)
     for name, row in report["variants"].items():
@@ -61,8 +64,14 @@ def text_table(report: dict[str, Any]) -> str:
             *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
             f"{100 * row['system_seconds'] / (row['user_seconds'] + row['system_seconds']):.0f} %",
             format_size(row["bytes_per_round"]), f"{row['peak'] / report['limit']:.2f}",
+            f"{row['draft_passes'] / row['tokens']:.2f}", f"{100 * row['draft_went_on'] / row['passes']:.0f} %",
+            f"{100 * row['hidden_seconds'] / row['seconds']:.0f} %",
         )  # fmt: skip
-    return _text(view)
+    return _text(view) + "".join(
+        f"\n{name}: {found[0]:.3f} of the speed without settings, 95 % interval {found[1]:.3f} to {found[2]:.3f}"
+        for name, row in report["variants"].items()
+        if (found := row.get("to_serial"))
+    )
 
 
 def folder_table(report: dict[str, Any]) -> str:
@@ -82,7 +91,7 @@ def _table(heading: str, headings: Sequence[str]) -> Table:
 
 def _text(view: Table) -> str:
     text = StringIO()
-    Console(file=text, width=140).print(view)
+    Console(file=text, width=160).print(view)
     return text.getvalue().rstrip()
 
 

@@ -44,6 +44,7 @@ class Task:
     repeats: int = 3
     evict: bool = False  # no limit could be set: drop the file from the page cache before each pass instead
     planner: str = "none"
+    ahead: bool | None = None
     planner_options: dict[str, Any] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)  # to write texts for
     max_tokens: int = 96
@@ -103,7 +104,7 @@ def _measure_texts(task: Task) -> dict[str, Any]:
     try:
         limits = backends[0].capabilities
         pace = new_pace(limits.streams, limits.experts) if task.by_cost else None
-        planner = make_planner(task.planner, backends, pace=pace, **task.planner_options)
+        planner = make_planner(task.planner, backends, pace=pace, ahead=task.ahead, **task.planner_options)
         with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
             read, before, runs = bytes_read(), processor_seconds(), []
             for prompt in task.prompts:

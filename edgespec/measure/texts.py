@@ -103,6 +103,7 @@ def run_bench(
     ctx: int | None = None,
     models_file: str | None = None,
     exact: str | None = None,
+    ahead: bool | None = None,
     progress: bool = False,
     say: Callable[[str], None] = lambda text: None,
     ready: Callable[[], None] = lambda: None,
@@ -142,7 +143,7 @@ def run_bench(
                 plain: list[int] = []
                 for name in names:
                     store = datastore if name in USE_DATASTORE else None
-                    planner = make_planner(name, backends, store, paces[name], **options[name])
+                    planner = make_planner(name, backends, store, paces[name], ahead=ahead, **options[name])
                     # A fresh cache for every text: nobody profits from what another planner left behind.
                     with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)

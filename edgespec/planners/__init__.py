@@ -1,6 +1,7 @@
 """Planners guess; the target decides. One file a planner, all pure numpy."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -70,8 +71,18 @@ class Drafts(Protocol):
         """Draft passes since `begin`."""
 
     @property
+    def hidden_seconds(self) -> float:
+        """Time since `begin` of draft passes beside which the target worked: not in `model_seconds`."""
+
+    @property
     def went_on(self) -> int:
         """Rounds since `begin` whose search went on in the next."""
+
+    def beside(self, nodes: int) -> AbstractContextManager[None]:
+        """Within it the target judges the tree just planned, of so many nodes, and nothing else: the draft may go on.
+
+        Then comes `accept`, and no other planner with this draft is asked before.
+        """
 
 
 @runtime_checkable

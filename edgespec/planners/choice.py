@@ -17,11 +17,11 @@ from edgespec.planners.sssd import SssdPlanner
 
 # Planner -> the options it takes.
 PLANNERS = {
-    "auto": ("depth", "beam", "tau", "coupling", "keep", "min_probability"),
+    "auto": ("depth", "beam", "tau", "coupling", "keep", "top_up", "forks", "min_probability"),
     "none": (),
-    "specexec": ("depth", "beam", "tau", "coupling", "keep"),
+    "specexec": ("depth", "beam", "tau", "coupling", "keep", "top_up", "forks"),
     "sssd": ("depth", "min_probability"),
-    "chain": ("depth", "tau", "coupling", "keep"),
+    "chain": ("depth", "tau", "coupling", "keep", "top_up"),
 }
 NEED_DRAFT = ("specexec", "chain")
 USE_DRAFT = ("auto", *NEED_DRAFT)
@@ -48,8 +48,8 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
             raise UsageError(f"min_probability is {value}, but must be at least 0 and below 1")
         if option in ("depth", "beam", "tau") and not 0 < value < math.inf:
             raise UsageError(f"{option} is {value}, but must be a number above 0")
-        if option == "keep" and value < 0:
-            raise UsageError(f"keep is {value}, but must be a number of nodes, or 0")
+        if option in ("keep", "forks") and value < 0:
+            raise UsageError(f"{option} is {value}, but must be a number of nodes, or 0")
 
 
 def make_planner(
@@ -59,14 +59,18 @@ def make_planner(
     pace: Pace | None = None,
     *,
     texts: int = 1,
+    ahead: bool | None = None,
     **options: Any,
 ) -> Planner:
     """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
 
     With a pace it guesses what pays; without one always as much as the budget allows. `texts` may be written at once.
+    `ahead`: the draft goes on while the target works, with a pace as long as it gains by that (`planners/guard.py`);
+    default: with a pace, where it has a processor of its own.
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
+        UsageError: `ahead` is asked for, and the draft cannot.
     """
     if name == "none":
         return NonePlanner()
@@ -74,13 +78,17 @@ def make_planner(
     if name == "auto" and pace is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"
-        return make_planner(name, backends, datastore, texts=texts, **_taken(name, options))
+        return make_planner(name, backends, datastore, texts=texts, ahead=ahead, **_taken(name, options))
     draft: SpecExecPlanner | None = None
-    copies, cost = None, pace.draft if pace else None
+    copies = None
+    given: dict[str, Any] = {"cost": pace.draft if pace else None, "texts": texts}
+    if drafts and name != "sssd":
+        own = has_own_processor(target, drafts[0])
+        given |= {"ahead": goes_ahead(ahead, own and pace is not None, drafts[0]), "nice": not own}
     if name == "chain":
-        draft = ChainPlanner(drafts[0], cost=cost, texts=texts, **options)
+        draft = ChainPlanner(drafts[0], **given, **options)
     elif name != "sssd" and drafts:
-        draft = SpecExecPlanner(drafts[0], cost=cost, texts=texts, **_taken("specexec", options))
+        draft = SpecExecPlanner(drafts[0], **given, **_taken("specexec", options))
     if name in USE_DATASTORE:
         store = open_datastore(Path(datastore), target.vocab) if datastore else None
         copies = SssdPlanner(store, **_taken("sssd", options))
@@ -89,6 +97,24 @@ def make_planner(
     planner: Planner | None = draft or copies
     assert planner is not None
     return planner
+
+
+def has_own_processor(target: Backend, draft: Backend) -> bool:
+    """Whether the draft computes where nothing of the target does."""
+    places = [str(backend.computing.get("device", "")) for backend in (target, draft)]
+    for i, backend in enumerate((target, draft)):
+        if (layers := backend.computing.get("gpu_layers")) is not None:
+            places[i] = "cpu" if layers == 0 else "gpu"
+    return "" not in places and (places[0] == "cpu") != (places[1] == "cpu")
+
+
+def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
+    """Whether the draft may go on while the target works. Raises UsageError: it is asked for, and cannot."""
+    if asked and draft.capabilities.one_thread:
+        raise UsageError(
+            f"a draft on {draft.name} cannot go on while the target works (--ahead): its passes are made in one thread"
+        )
+    return (usual if asked is None else asked) and not draft.capabilities.one_thread
 
 
 def _taken(planner: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """A draft model at work: keeps its cache in step with the text, and guesses children of nodes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 
 import numpy as np
 
 from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, prefill
 from edgespec.cost import Curve, PassCost
+from edgespec.errors import ContextFull, Interrupted
 from edgespec.planners import Context
 from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.tree import DraftTree
@@ -17,11 +18,13 @@ TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
 
 
 class Drafter:
-    """One session of a draft model. `passes` counts its passes since `begin`, `seconds` their time."""
+    """One session of a draft model. Since `begin`: `passes`, and their `seconds`, those aside that were `hidden`."""
 
     def __init__(self, draft: Backend, cost: PassCost | None) -> None:
         self.draft = draft
-        self.seconds, self.passes = 0.0, 0
+        self.seconds, self.hidden, self.passes = 0.0, 0.0, 0
+        self.last = 0.0  # seconds of the last pass
+        self.beside = False  # the target works meanwhile
         self.evaluated = 0  # uncommitted nodes in the session
         self._cost = PassCost() if cost is None else cost
         self._session = draft.open()
@@ -37,7 +40,7 @@ class Drafter:
             prefill(self.draft, self._session, prompt_ids[:-1])
         else:
             self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
-        self.evaluated, self.seconds, self.passes = 0, 0.0, 0
+        self.evaluated, self.seconds, self.hidden, self.passes = 0, 0.0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
         """How many of the text's tokens the draft has not read."""
@@ -72,8 +75,12 @@ class Drafter:
         return logits, nodes
 
     def _took(self, nodes: int, seconds: float) -> None:
-        self.seconds, self.passes = self.seconds + seconds, self.passes + 1
-        self._cost.add(nodes, seconds, len(self._session.token_ids))
+        self.last, self.passes = seconds, self.passes + 1
+        if self.beside:  # what a pass takes then is no measure for others
+            self.hidden += seconds
+        else:
+            self.seconds += seconds
+            self._cost.add(nodes, seconds, len(self._session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
@@ -89,6 +96,14 @@ class Drafter:
         kept: list[int] = self._session.commit(path, below=below).tolist()
         self.evaluated = len(kept)
         return kept
+
+    def settle(self) -> None:
+        """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
+        token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+        with suppress(Interrupted, ContextFull):
+            self.draft.forward([Work(self._session, token, above, np.zeros(0, np.int32))])
+        self._session.commit([])
+        self.evaluated = 0
 
     def close(self) -> None:
         """Free the session."""

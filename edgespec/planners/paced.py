@@ -14,8 +14,10 @@ only how it is guessed.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
 from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
 from edgespec.planners.drafting import agreed
+from edgespec.planners.guard import Guard
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.tree import DraftTree, best_nodes, root_only
@@ -71,6 +74,7 @@ class Pace:
     copies: Share = field(default_factory=lambda: Share(0.99))  # copied guesses that were right, of those foretold
     agreement: Share = field(default_factory=lambda: Share(0.998))  # tokens the draft knew best, of all it was asked
     worth: Share = field(default_factory=lambda: Share(0.98))  # tokens that drafted rounds wrote, of those foretold
+    guard: Guard = field(default_factory=Guard)  # of drafts that go on while the target works; of this run
     runs: int = 0  # in which it was learned
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,6 +121,7 @@ class _Planned:
     drafted: DraftTree | None = None  # before it was cut
     seconds: float = 0.0  # of drafting
     rate: float = 0.0  # tokens per second foretold of drafting
+    expected: float = 0.0  # tokens, of a drafted tree
 
 
 class PacedPlanner:
@@ -142,6 +147,7 @@ class PacedPlanner:
         self._draft = draft
         self._text = Share(0.98)  # as `pace.agreement`, of this text alone
         self._planned: _Planned | None = None
+        self._beside = False  # the draft went on in this round
 
     @property
     def model_seconds(self) -> float:
@@ -152,6 +158,11 @@ class PacedPlanner:
     def model_passes(self) -> int:
         """Draft passes since `begin`."""
         return self._draft.model_passes if self._draft else 0
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Time since `begin` of draft passes beside which the target worked."""
+        return self._draft.hidden_seconds if self._draft else 0.0
 
     @property
     def went_on(self) -> int:
@@ -166,7 +177,8 @@ class PacedPlanner:
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """A generation starts; the draft reads the prompt if it is likely to be asked."""
-        self._text, self._planned = Share(self._text.fading), None
+        self._text, self._planned, self._beside = Share(self._text.fading), None, False
+        self._pace.guard.pause()
         if self._copies:
             self._copies.begin(prompt_ids)
         if self._draft:
@@ -215,7 +227,18 @@ class PacedPlanner:
             tree, _ = best_part(found, seconds, cost, max_leaves=context.max_leaves, head=head)
         else:
             tree = best_nodes(found, budget, context.max_leaves)
-        return tree, _Planned(length, _rows(tree, head), drafted=found, seconds=seconds, rate=rate)
+        expected = float(np.exp(tree.log_probs).sum())  # the root counts as the target's own token
+        return tree, _Planned(length, _rows(tree, head), drafted=found, seconds=seconds, rate=rate, expected=expected)
+
+    def beside(self, nodes: int) -> AbstractContextManager[None]:
+        """As the draft's, where its tree is judged, and where it gains by going on."""
+        planned, guard = self._planned, self._pace.guard
+        if self._draft is None or not self._draft.ahead or planned is None or planned.drafted is None:
+            guard.pause()
+            self._beside = False
+            return nullcontext()
+        self._beside = guard.next(planned.expected, perf_counter())
+        return self._draft.beside(nodes) if self._beside else nullcontext()
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
         """As the draft does; nothing without one."""
@@ -244,7 +267,11 @@ class PacedPlanner:
             return
         pace, gained = self._pace, len(tokens) - 1
         alone = seconds > 0
-        if alone:
+        beside, self._beside = self._beside, False
+        if not alone:
+            pace.guard.pause()
+        pace.guard.wrote(len(tokens))
+        if alone and not beside:  # beside a draft passes take longer: the guard counts that
             pace.target.add(planned.rows, seconds, planned.length)
         self._text.fade(1)
         if planned.copied and alone:

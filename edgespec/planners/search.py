@@ -110,8 +110,25 @@ class Search:
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
+    def forks(self, most: int, depth: int) -> NDArray[np.intp]:
+        """The best children, as far as unread, of the likeliest path's least sure node: `most`, the fewer the surer."""
+        at, least_sure, surest = 0, 0, 1.0
+        while True:
+            children = np.flatnonzero(self.parents == at)
+            if len(children) == 0:
+                break
+            best = int(children[np.argmax(self.log_probs[children])])
+            if (sure := float(np.exp(self.log_probs[best] - self.log_probs[at]))) < surest:
+                least_sure, surest = at, sure
+            at = best
+        children = np.flatnonzero((self.parents == least_sure) & (self.depth < depth))
+        best_first = children[np.argsort(-self.log_probs[children], kind="stable")][: max(1, int(most * (1 - surest)))]
+        unread: NDArray[np.intp] = best_first[self.place[best_first] == NOT_READ]
+        return unread
+
     def _open(self, depth: int) -> NDArray[np.bool_]:
-        return (self.place == NOT_READ) & (self.depth < depth)
+        found: NDArray[np.bool_] = (self.place == NOT_READ) & (self.depth < depth)
+        return found
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
         """The first of the unread nodes, as many as a pass and the draft's cache take."""
@@ -160,19 +177,22 @@ class Search:
         Returns:
             None: not all nodes below have stayed.
         """
-        part = np.array([node, *nodes_below(self.parents.tolist(), node)])
+        part = [node, *nodes_below(self.parents.tolist(), node)]
         new_place = {place: i for i, place in enumerate(kept)} | {NOT_READ: NOT_READ}
         places = self.place[part[1:]].tolist()
         if not new_place.keys() >= set(places):
             return None
         other = Search(int(self.token_ids[node]), self.budget, self.keep)
         other.usual, other.read = self.usual, len(kept)
-        other.token_ids, other.parents = self.token_ids[part], np.array(parents_among(self.parents.tolist(), part))
+        other.token_ids = self.token_ids[part]
+        other.parents = np.array(parents_among(self.parents.tolist(), part), np.int64)
         other.log_probs = self.log_probs[part] - self.log_probs[node]
         other.depth = self.depth[part] - self.depth[node]
         other.place = np.array([COMMITTED, *(new_place[place] for place in places)])
         read = np.flatnonzero(other.place != NOT_READ)
         other._parents_read = set(other.parents[read[1:]].tolist())
         other.leaves = max(1, len(read) - len(other._parents_read))
-        other._best_children = [self.child]
+        best_child = np.full(len(part), -np.inf)
+        np.maximum.at(best_child, other.parents[1:], other.log_probs[1:])
+        other._best_children += np.exp(best_child - other.log_probs)[np.isfinite(best_child)].tolist()
         return other

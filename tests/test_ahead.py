@@ -1,0 +1,343 @@
+"""A draft that goes on while the target works: the text is the same, whatever it finds, and whenever it is stopped."""
+
+import random
+import threading
+import time
+from concurrent.futures import wait
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+
+from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.generate import generate_tokens
+from edgespec.jobs import Ended, Request, Wrote
+from edgespec.planners.ahead import Worker
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
+from edgespec.planners.guard import BLOCK, REST, Guard
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.paced import Pace, PacedPlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.sampling import SamplingParams
+from edgespec.scheduler import Scheduler
+from edgespec.stats import GenerationStats
+
+SIZE, PROMPT = 48, [1, 2, 3]
+MODEL = random_model(0, vocab_size=SIZE, sharpness=3.0)
+DRAFTS = {"good": perturbed(MODEL, 0.1, 1), "bad": random_model(9, vocab_size=SIZE, sharpness=3.0)}
+SAMPLINGS = [SamplingParams(temperature=t, seed=5) for t in (0.0, 0.7, 1.0)]
+
+
+def backend(model=MODEL, **limits):
+    engine = ReferenceBackend(model, context_length=200, **{"max_nodes": 400} | limits)
+    engine.vocab.eog_ids = frozenset()  # texts are as long as they may be
+    return engine
+
+
+def uneven(engine, seed, pause=0.002):
+    """The same with passes that take some random time, and can be ended within it."""
+    draw, forward = random.Random(seed), engine.forward
+
+    def delayed(batch):
+        engine.interrupted.wait(draw.random() * pause)
+        return forward(batch)
+
+    engine.forward = delayed
+    return engine
+
+
+def write(planner, sampling, target=None, count=50):
+    target, stats = target or backend(), GenerationStats()
+    rounds = generate_tokens(
+        target, target.open(), planner, PROMPT, sampling,
+        max_tokens=count, budget=12, stats=stats,
+    )  # fmt: skip
+    tokens = [token for round_ in rounds for token in round_.tokens]
+    planner.close()
+    return tokens, stats
+
+
+def planners(draft, pace, **options):
+    """Every planner, going on ahead where it has a draft."""
+    pair = {"ahead": True, "nice": False} | options
+    return {
+        "none": NonePlanner,
+        "sssd": SssdPlanner,
+        "specexec": lambda: SpecExecPlanner(draft(), depth=6, beam=4, **pair),
+        "forks": lambda: SpecExecPlanner(draft(), depth=6, beam=4, forks=4, **pair),
+        "pre-verify": lambda: SpecExecPlanner(draft(), depth=6, beam=4, top_up=False, **pair),
+        "chain": lambda: ChainPlanner(draft(), depth=5, **pair),
+        "pearl": lambda: ChainPlanner(draft(), depth=5, top_up=False, **pair),
+        "auto": lambda: PacedPlanner(
+            "auto", pace, SssdPlanner(), SpecExecPlanner(draft(), depth=6, cost=pace.draft, **pair)
+        ),
+    }
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: str(sampling.temperature))
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("name", planners(None, None))
+def test_the_text_is_plain_decodings(name, kind, sampling):
+    plain, _ = write(NonePlanner(), sampling, count=30)
+    make = planners(lambda: uneven(backend(DRAFTS[kind]), 1), Pace())[name]
+    text, _ = write(make(), sampling, uneven(backend(), 2), count=30)
+    assert text == plain
+
+
+def patient(engine, planner):
+    """The same with passes over trees that wait until the draft has nothing more to read."""
+    forward = engine.forward
+
+    def waiting(batch):
+        if planner._worker.busy:
+            wait([planner._worker._task], 60)
+        return forward(batch)
+
+    engine.forward = waiting
+    return engine
+
+
+def test_it_finds_something_meanwhile():
+    _, serial = write(SpecExecPlanner(backend(DRAFTS["good"], max_nodes=40), depth=6), SAMPLINGS[0], count=20)
+    planner = SpecExecPlanner(backend(DRAFTS["good"], max_nodes=40), depth=6, ahead=True, nice=False)
+    _, stats = write(planner, SAMPLINGS[0], patient(backend(), planner), count=20)
+    assert serial.hidden_seconds == 0 < stats.hidden_seconds
+    assert stats.draft_went_on > serial.draft_went_on
+    assert "drafting hidden" in stats.summary()
+    assert "drafting hidden" not in serial.summary()
+
+
+def test_without_topping_up_the_target_starts_at_once():
+    """Serially only the first tree is drafted; after a miss the target judges its root alone."""
+    planner = SpecExecPlanner(backend(DRAFTS["bad"], max_nodes=40), depth=6, ahead=True, top_up=False, nice=False)
+    trees, plan = [], planner.plan
+
+    def planned(context, budget):
+        before = planner.model_passes
+        trees.append(plan(context, budget))
+        assert planner.model_passes == before or len(trees) == 1
+        return trees[-1]
+
+    planner.plan = planned
+    _, stats = write(planner, SAMPLINGS[1], patient(backend(), planner), count=20)
+    assert any(len(tree) == 1 for tree in trees)  # pre-verify
+    assert any(len(tree) > 1 for tree in trees[1:])  # post-verify
+    assert stats.passes == len(trees)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=lambda sampling: str(sampling.temperature))
+def test_stops_and_new_texts_at_any_moment(sampling):
+    """Texts are called off at random moments, and others begin with the same draft: all that end are plain's."""
+    plain, _ = write(NonePlanner(), sampling, count=30)
+    target, draft = uneven(backend(sessions=2), 1), uneven(backend(DRAFTS["good"], sessions=2), 2)
+    options = {"depth": 6, "beam": 4, "texts": 2, "ahead": True, "nice": False}
+    scheduler, draw, ended = (
+        Scheduler(target, [SpecExecPlanner(draft, **options) for _ in range(2)], budget=12),
+        random.Random(3),
+        0,
+    )
+    scheduler.start()
+    try:
+        for turn in range(40):
+            tokens, over = [], threading.Event()
+
+            def tell(event, tokens=tokens, over=over):
+                if isinstance(event, Wrote):
+                    tokens.extend(chunk.token_id for chunk in event.chunks)
+                elif isinstance(event, Ended):
+                    over.set()
+
+            job = scheduler.submit(Request(PROMPT, sampling, 30), tell)
+            if turn % 4:
+                time.sleep(draw.random() * 0.03)
+                job.cancel()
+            assert over.wait(20)
+            assert tokens == plain[: len(tokens)]
+            ended += len(tokens) == 30
+    finally:
+        scheduler.close()
+    assert ended >= 10
+    assert not any(thread.name.startswith("edgespec ahead") for thread in threading.enumerate())
+
+
+def test_two_texts_at_once_draft_before_their_passes():
+    target = backend(sessions=2, max_leaves=1)  # the draft reads more than is sent: exits, too
+    draft = backend(perturbed(MODEL, 0.6, 1), sessions=2)
+    made = [SpecExecPlanner(draft, depth=6, texts=2, ahead=True, nice=False) for _ in range(2)]
+    scheduler, stats = Scheduler(target, made, budget=12), [GenerationStats(), GenerationStats()]
+    found = {0: [], 1: []}
+    for i, stat in enumerate(stats):
+        scheduler.submit(
+            Request(PROMPT, SAMPLINGS[i], 40),
+            lambda event, i=i: found[i].extend(chunk.token_id for chunk in getattr(event, "chunks", ())),
+            stat,
+        )
+    while scheduler.waiting or scheduler.active:
+        scheduler.step()
+    scheduler.close()
+    for i in range(2):
+        assert found[i] == write(NonePlanner(), SAMPLINGS[i], count=40)[0]
+    assert stats[0].draft_went_on + stats[1].draft_went_on > 0  # searches go on below what was written, though
+    assert stats[0].hidden_seconds == stats[1].hidden_seconds == 0
+
+
+class Draft:
+    """A backend of which only the end of passes matters."""
+
+    def __init__(self):
+        self.begun, self.interrupted = threading.Event(), threading.Event()
+
+    def task(self, worker, seconds=20.0):
+        with worker.passing():
+            self.begun.set()
+            if self.interrupted.wait(seconds):
+                raise Interrupted("the pass was interrupted")
+
+
+def test_nobody_waits_for_a_pass_that_is_lost():
+    draft = Draft()
+    worker = Worker(draft.interrupted.set, nice=False)
+    with worker.doing(lambda: draft.task(worker)):
+        assert draft.begun.wait(20)
+    assert worker.join(lost=True)  # would take 20 seconds
+    assert not worker.late
+    assert not worker.busy
+    worker.close()
+
+
+def test_what_is_wanted_is_waited_for():
+    draft = Draft()
+    worker = Worker(draft.interrupted.set, nice=False)
+    with worker.doing(lambda: draft.task(worker, 0.01)):
+        assert draft.begun.wait(20)
+    assert not worker.join()
+    assert not draft.interrupted.is_set()
+    worker.close()
+
+
+def test_a_target_that_fails_ends_the_drafts_pass():
+    """Stop: the target's pass ends early, and the draft's with it; the next text finds the draft as it was."""
+    target, slow = backend(), backend(DRAFTS["good"])
+    begun, forward = threading.Event(), slow.forward
+    planner = SpecExecPlanner(slow, depth=6, ahead=True, nice=False)
+
+    def stuck(batch):
+        if threading.current_thread() is threading.main_thread():
+            return forward(batch)
+        begun.set()
+        assert slow.interrupted.wait(20)  # else this test takes so long, and then fails
+        return forward(batch)
+
+    slow.forward = stuck
+
+    def failing(batch):
+        if batch[0].prompt:
+            return plain(batch)
+        assert begun.wait(20)
+        raise Interrupted("the pass was interrupted")
+
+    plain, target.forward = target.forward, failing
+    with pytest.raises(Interrupted):
+        write(planner, SAMPLINGS[0], target)
+    assert not planner._worker.busy
+    slow.forward = forward
+    assert write(planner, SAMPLINGS[0])[0] == write(NonePlanner(), SAMPLINGS[0])[0]
+
+
+def test_what_a_draft_fails_with_is_told():
+    engine = backend(DRAFTS["good"])
+    forward = engine.forward
+
+    def failing(batch):
+        if threading.current_thread() is not threading.main_thread():
+            raise ModelError("the draft is broken")
+        return forward(batch)
+
+    engine.forward, planner = failing, SpecExecPlanner(engine, ahead=True, nice=False)
+    with pytest.raises(ModelError, match="the draft is broken"):
+        write(planner, SAMPLINGS[0], uneven(backend(), 1))
+    planner.close()
+
+
+def turns(guard, rounds, seconds, expected=3.0, wrote=3):
+    """The ways of so many rounds, on a clock of their own, where each way's rounds take so long."""
+    now, found = 0.0, []
+    guard.pause()
+    for _ in range(rounds):
+        found.append(guard.next(expected, now))
+        guard.wrote(wrote)
+        now += seconds[found[-1]]
+    return found
+
+
+def test_the_guard_tries_both_and_leaves_alone_what_loses():
+    found = turns(Guard(), 400, {False: 1.0, True: 1.2})
+    assert sum(found) / len(found) < 0.1
+    starts = [i for i in range(1, 400) if found[i] and not found[i - 1]]
+    gaps = [right - left for left, right in pairwise(starts)]
+    assert gaps[:3] == [REST + BLOCK, 2 * REST + BLOCK, 4 * REST + BLOCK]
+
+
+def test_the_guard_goes_on_where_that_gains():
+    found = turns(Guard(), 400, {False: 1.2, True: 1.0})
+    assert sum(found) / len(found) > 0.9
+
+
+def test_the_guard_follows_a_change():
+    guard = Guard()
+    turns(guard, 100, {False: 1.0, True: 1.2})
+    assert guard.better is False
+    turns(guard, 400, {False: 1.2, True: 1.0})
+    assert guard.better is True
+
+
+def test_what_does_not_come_true_does_not_count():
+    """Going on promises half as much again, and none of that is written."""
+    guard, now, last = Guard(), 0.0, False
+    for _ in range(600):
+        expected = 4.5 if last else 3.0
+        last = guard.next(expected, now)
+        guard.wrote(3)
+        now += 1.1 if last else 1.0
+    assert guard.better is False
+
+
+def test_a_pause_is_not_counted():
+    guard = Guard()
+    guard.next(3.0, 0.0)
+    guard.pause()
+    guard.next(3.0, 1000.0)
+    guard.next(3.0, 1001.0)
+    assert guard.alone.seconds == 1.0
+
+
+def test_the_default_needs_a_processor_for_the_draft_alone():
+    target, draft = backend(), backend(DRAFTS["good"])
+    assert not has_own_processor(target, draft)
+    for places, own in (((0, 0), False), ((0, -1), True), ((-1, 0), True), ((20, -1), False)):
+        for engine, layers in zip((target, draft), places, strict=True):
+            engine.computing = {"gpu_layers": layers}
+        assert has_own_processor(target, draft) == own
+    target.computing, draft.computing = {"device": "cpu"}, {"device": "cuda:0"}
+    assert has_own_processor(target, draft)
+    for ahead, pace, expected in (
+        (None, Pace(), True),
+        (None, None, False),
+        (True, None, True),
+        (False, Pace(), False),
+    ):
+        planner = make_planner("specexec", [target, draft], pace=pace, ahead=ahead)
+        found = planner._draft if isinstance(planner, PacedPlanner) else planner
+        assert found.ahead == expected
+        planner.close()
+
+
+def test_a_draft_bound_to_its_thread_does_not_go_ahead():
+    draft = backend()
+    draft.capabilities = replace(draft.capabilities, one_thread=True)
+    assert not goes_ahead(None, True, draft)
+    with pytest.raises(UsageError, match="--ahead"):
+        goes_ahead(True, True, draft)
