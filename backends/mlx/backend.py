@@ -330,6 +330,7 @@ def load(
         max_wanted=size.max_nodes,
         max_leaves=leaves or size.max_nodes,
         paths=recurrent,
+        gaps=recurrent,  # classes of shapes are not looked for: a pass's shape is its paths' as well
         logit_tolerance=tolerance,
         streams=sweep is not None,
         experts=None if sweep else experts_of(text_config),  # of streamed layers all experts are read
