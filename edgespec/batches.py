@@ -8,6 +8,7 @@ from time import perf_counter
 from edgespec.backend import Capabilities, Work, most_nodes
 from edgespec.cost import PassCost, split
 from edgespec.generate import Generation
+from edgespec.paths import rows_added
 from edgespec.pieces import TILE, PromptPieces
 from edgespec.slots import Slot
 from edgespec.tree import DraftTree, best_nodes
@@ -82,7 +83,11 @@ def plan_trees(
     if len(group) > 1:
         length = fmean(len(slot.session.token_ids) for slot in group)
         curve = cost.at(round(length)) if cost else None
-        sizes = split([tree.log_probs[1:] for tree in trees], room, spent, curve)
+        added = roots = None
+        if limits.paths:
+            heads = [slot.session.owed for slot in group]
+            added, roots = [rows_added(*one) for one in zip(trees, heads, strict=True)], len(heads) + sum(heads)
+        sizes = split([tree.log_probs[1:] for tree in trees], room, spent, curve, added, roots)
         leaves = limits.leaves(len(group))
         trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
     batch = [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]

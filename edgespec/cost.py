@@ -162,7 +162,14 @@ def _length(at: int) -> int:
     return 1024 << (at - 1) if at > 0 else 0
 
 
-def goodput(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0, texts: int = 1) -> FloatArray:
+def goodput(
+    log_probs: FloatArray,
+    spent: float,
+    cost: Curve,
+    trust: float = 1.0,
+    texts: int = 1,
+    rows: FloatArray | None = None,
+) -> FloatArray:
     """Tokens per second of a round that keeps the 0, 1, …, n best nodes, shape [n + 1].
 
     Args:
@@ -171,9 +178,10 @@ def goodput(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0
         cost: of the target's passes.
         trust: how many guesses prove right for each that these probabilities promise.
         texts: whose trees share the pass; each has a root, and writes a token at least.
+        rows: [n + 1] of each such pass, if nodes and roots are not one each.
     """
     tokens = texts + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
-    return tokens / (spent + cost.seconds(np.arange(texts, texts + len(tokens))))
+    return tokens / (spent + cost.seconds(np.arange(texts, texts + len(tokens)) if rows is None else rows))
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
@@ -183,22 +191,36 @@ def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1
     return size, float(rates[size])
 
 
-def split(log_probs: Sequence[FloatArray], most: int, spent: float, cost: Curve | None) -> list[int]:
+def split(
+    log_probs: Sequence[FloatArray],
+    most: int,
+    spent: float,
+    cost: Curve | None,
+    added: Sequence[FloatArray] | None = None,
+    roots: float | None = None,
+) -> list[int]:
     """How many of its best nodes each text's tree keeps where they share a pass: a predictable text gets more.
 
     A node is at most as probable as its parent, so the best nodes of all trees together are again trees.
 
     Args:
         log_probs: of each tree's nodes, the root left out.
-        most: nodes that the pass has room for besides the roots.
+        most: rows that the pass has room for besides the roots.
         spent: seconds of drafting.
         cost: of the target's passes; None: as many nodes are kept as there is room for.
+        added: rows that each of these nodes adds to better ones of its tree; None: one each.
+        roots: rows of a pass over the roots alone; None: one each.
     """
     owner = np.repeat(np.arange(len(log_probs)), [len(values) for values in log_probs])
     values = np.concatenate([*log_probs, np.zeros(0)])
-    order = np.argsort(-values, kind="stable")[:most]
+    order = np.argsort(-values, kind="stable")
+    rows = np.arange(len(values) + 1.0)
+    if added is not None:
+        rows[1:] = np.cumsum(np.concatenate([*added, np.zeros(0)])[order])
+    order = order[: np.count_nonzero(rows[1:] <= most)]
     if cost is not None:
-        order = order[: int(np.argmax(goodput(values[order], spent, cost, texts=len(log_probs))))]
+        rows = rows[: len(order) + 1] + (len(log_probs) if roots is None else roots)
+        order = order[: int(np.argmax(goodput(values[order], spent, cost, texts=len(log_probs), rows=rows)))]
     return [int(count) for count in np.bincount(owner[order], minlength=len(log_probs))]
 
 

@@ -24,12 +24,17 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from edgespec.cost import Curve, best_size
-from edgespec.tree import DraftTree, best_nodes, choose, depths, is_leaf, path_to
+from edgespec.tree import DraftTree, FloatArray, best_nodes, choose, depths, is_leaf, path_to
 
-MOST_OWED = 16  # tokens, from which on they get a pass of their own, if there is no step
+MOST_PATHS = 8  # of a pass
+KEPT_STATES = 4  # of a session's text
+MOST_OWED = 16  # tokens, from which on they get a pass of their own, if there is no step …
+MOST_OWED_IN_MEMORY = 4  # … and where that does not read weights from a disk
+SHARE = 1 / 8  # states may take this part of what the weights take …
+ALWAYS = 512 << 20  # … and so many bytes in any case
 MOST_MARKED = 1  # states at the ends of prompts, besides the last one
 USUAL_DEPTH = 8  # of a tree: so many tokens before the last state, steps should be able to begin
 CHEAP = 63  # rows that a pass may have for a step, or twice what it has without: they are computed for nothing
@@ -61,6 +66,11 @@ def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> 
             start = max((i for i, node in enumerate(nodes) if node in tips), default=-1)
             found.append(Path(nodes[start] if start >= 0 else -1, nodes[start + 1 :]))
     return sorted(found, key=lambda path: path.nodes)
+
+
+def states_within(state: int, weights: int, most: int) -> int:
+    """How many states may be held, at most so many, of so many bytes each beside weights of so many bytes."""
+    return min(most, max(ALWAYS, int(SHARE * weights)) // state) if state else most
 
 
 def step_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
@@ -146,6 +156,23 @@ def rows_of(parents: ArrayLike, head: int) -> int:
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
+def rows_added(tree: DraftTree, head: int) -> FloatArray:
+    """Rows that each node of a tree but the root adds to a pass over better ones, as paths with such a head. [n - 1]"""
+    order = np.argsort(-tree.log_probs[1:], kind="stable")
+    paths, depth = _growth(tree, order + 1)
+    added = np.empty(len(order))
+    added[order] = np.diff(paths * (head + 1 + depth), prepend=head + 1)
+    return added
+
+
+def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, NDArray[np.integer]]:
+    """Paths and depth of a tree that has the root and the first 1, 2, … of these nodes."""
+    _, at = np.unique(tree.parents[nodes], return_index=True)
+    branches = np.ones(len(nodes))
+    branches[at] = 0  # a first child goes on where its parent ended
+    return 1 + np.cumsum(branches), np.maximum.accumulate(tree.depth[nodes])
+
+
 def best_part(
     tree: DraftTree, spent: float, cost: Curve, *, max_leaves: int, head: int | None = None, trust: float = 1.0
 ) -> tuple[DraftTree, float]:
@@ -168,10 +195,7 @@ def best_part(
         nodes = keep[np.argsort(-tree.log_probs[keep], kind="stable")]
         if len(nodes) == 0:
             break
-        _, at = np.unique(tree.parents[nodes], return_index=True)
-        branches = np.ones(len(nodes))
-        branches[at] = 0  # a first child goes on where its parent ended
-        paths, depth = 1 + np.cumsum(branches), np.maximum.accumulate(tree.depth[nodes])
+        paths, depth = _growth(tree, nodes)
         tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
         # What such a round writes is owed, and read again by the next one.
         rates = tokens / (spent + cost.seconds(paths * (head + 1 + depth) + tokens))

@@ -48,6 +48,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"original_max_position_embeddings": 640}),
 }
 
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+PLAIN_MAMBA = {"state_size": 8, "conv_kernel": 4}
+# The same of families with recurrent layers.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
+    "granite": (
+        "granitemoehybrid",
+        EXPERTS | MAMBA | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48},
+    ),
+    "falcon-h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 64}),
+    "qwen3-next": ("qwen3_next", EXPERTS | DELTA | {"shared_expert_intermediate_size": 24}),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+            "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16,
+        },
+    ),
+    "mamba2": ("mamba2", PLAIN_MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16, "expand": 2}),
+}  # fmt: skip
+
 
 def byte_tokenizer() -> Any:
     """Byte-level BPE without merges; the end of a turn is an added token that is not marked as special."""
@@ -88,7 +117,7 @@ def wrapped(tokenizer: Any) -> Any:
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A transformers model of the family with random weights in float32."""
-    name, differences = FAMILIES[family]
+    name, differences = (FAMILIES | HYBRIDS)[family]
     config = transformers.AutoConfig.for_model(name, **(SMALL | differences | changes))
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -63,6 +63,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
+PLAIN_MAMBA = {"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "state_size": 8, "time_step_rank": 2}
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "partial_rotary_factor": 0.5, "norm_topk_prob": True,
+}  # fmt: skip
+# The same of families with recurrent layers.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "model_type": "lfm2", "num_hidden_layers": 3, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
+        "block_dim": 32, "block_multiple_of": 1, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "granite": {
+        "model_type": "granitemoehybrid", "embedding_multiplier": 1.0, "attention_multiplier": 0.35,
+        "logits_scaling": 1.0, "residual_multiplier": 1.0, "num_hidden_layers": 3, "attention_bias": False,
+        "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "nope", **MAMBA,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
+    },
+    "falcon-h1": {"model_type": "falcon_h1", **MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 1.0},
+    "qwen3-next": {"model_type": "qwen3_next", "num_hidden_layers": 4, **DELTA},
+    "nemotron-h": {
+        "model_type": "nemotron_h", "num_hidden_layers": 3, "hybrid_override_pattern": ["M", "*", "-"],
+        "attention_bias": False, "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_proj_bias": False,
+        "ssm_state_size": 8, "n_groups": 2, "mlp_bias": False, "layer_norm_epsilon": 1e-5, **PLAIN_MAMBA,
+    },
+    "mamba": {"model_type": "mamba", **PLAIN_MAMBA},
+    "mamba2": {
+        "model_type": "mamba2", **PLAIN_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2,
+        "layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, 100.0],
+    },
+}  # fmt: skip
+
 
 def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer without merges: bytes are the ids 0 to 255."""

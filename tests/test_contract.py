@@ -45,21 +45,21 @@ def hybrid_factory(folder: Path) -> Factory:
     return llamacpp_factory(write_hybrid(folder / "hybrid.gguf", "granitehybrid"))
 
 
-def torch_factory(folder: Path) -> Factory:
+def torch_factory(folder: Path, family: str = "llama") -> Factory:
     """A tiny model; one on SmolLM2 would take minutes."""
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
     from edgespec.backends.torch import backend as torch
     from hf_models import save, tiny_model
 
-    return partial(torch.load, str(save(tiny_model("llama"), folder)), threads=1)
+    return partial(torch.load, str(save(tiny_model(family), folder)), threads=1)
 
 
-def mlx_factory(folder: Path) -> Factory:
+def mlx_factory(folder: Path, family: str = "llama-3") -> Factory:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
     from edgespec.backends.mlx import backend as mlx
-    from mlx_models import FAMILIES, write_model
+    from mlx_models import FAMILIES, HYBRIDS, write_model
 
-    return partial(mlx.load, str(write_model(folder / "model", FAMILIES["llama-3"])))
+    return partial(mlx.load, str(write_model(folder / "model", (FAMILIES | HYBRIDS)[family])))
 
 
 def padded(factory: Factory) -> Factory:
@@ -79,7 +79,7 @@ def padded(factory: Factory) -> Factory:
     scope="module",
     params=[
         "reference", "recurrent", "torch", "torch padded", "mlx", "mlx padded", "smollm2_tiny", "smollm2_tiny_f32",
-        "q8_0", "hybrid",
+        "q8_0", "hybrid", "torch paths", "mlx paths",
     ],
 )  # fmt: skip
 def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
@@ -87,6 +87,10 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return padded(torch_factory(tmp_path_factory.mktemp("torch")))
     if request.param == "mlx padded":
         return padded(mlx_factory(tmp_path_factory.mktemp("mlx")))
+    if request.param == "torch paths":
+        return torch_factory(tmp_path_factory.mktemp("torch"), "granite")
+    if request.param == "mlx paths":
+        return mlx_factory(tmp_path_factory.mktemp("mlx"), "falcon-h1")
     if request.param == "reference":
         return reference_factory(tmp_path_factory.mktemp("reference"))
     if request.param == "hybrid":

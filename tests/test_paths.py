@@ -1,11 +1,15 @@
 """Trees as paths: which there are, where steps begin, which states are kept, and what pays."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from edgespec.cost import Curve
-from edgespec.paths import Path, States, best_part, paths_of, rows_of, step_from
-from edgespec.tree import make_tree
+from edgespec.backend import Capabilities
+from edgespec.batches import plan_trees
+from edgespec.cost import Curve, split
+from edgespec.paths import Path, States, best_part, paths_of, rows_added, rows_of, step_from
+from edgespec.tree import best_nodes, make_tree
 
 TREE = [-1, 0, 0, 1, 1, 2]
 
@@ -116,3 +120,43 @@ class TestWhatPays:
     def test_the_limit_of_paths_holds(self):
         tree, _ = best_part(wide_tree(), 0.0, curve(0.0), max_leaves=2, head=0)
         assert rows_of(tree.parents, 0) == 2 * (1 + int(tree.depth.max()))
+
+
+class TestTextsThatShareAPass:
+    def test_rows_that_nodes_add(self):
+        tree = wide_tree()
+        order = np.argsort(-tree.log_probs[1:], kind="stable") + 1
+        for head in (0, 3):
+            rows = 1 + head + np.cumsum(rows_added(tree, head)[order - 1])
+            for count in range(1, len(order) + 1):
+                part = best_nodes(tree, count, 8)
+                assert rows[count - 1] == rows_of(part.parents, head)
+
+    def test_the_room_is_one_of_rows(self):
+        """Every node on several paths takes a row on each, and so do tokens that are owed."""
+        trees, heads = [wide_tree(), wide_tree()], [0, 4]
+        guesses, added = [t.log_probs[1:] for t in trees], [rows_added(*one) for one in zip(trees, heads, strict=True)]
+        for room in (0, 6, 20, 200):
+            sizes = split(guesses, room, 0.0, None, added, 2 + sum(heads))
+            parts = [best_nodes(*one, 8) for one in zip(trees, sizes, strict=True)]
+            rows = sum(rows_of(part.parents, head) for part, head in zip(parts, heads, strict=True))
+            assert rows <= 2 + sum(heads) + room
+            assert (sizes == [8, 8]) == (room == 200)
+
+    def test_where_rows_cost_paths_are_fewer(self):
+        trees = [wide_tree(), wide_tree()]
+        guesses, added = [t.log_probs[1:] for t in trees], [rows_added(t, 3) for t in trees]
+        nodes = split(guesses, 200, 0.0, curve(0.05))
+        assert sum(split(guesses, 200, 0.0, curve(0.05), added, 8)) < sum(nodes)
+
+    def test_trees_of_several_texts_fit_into_a_pass(self):
+        limits = Capabilities(100, 64, 64, 8, 0.0, paths=True)
+
+        def slot(owed):
+            plan = SimpleNamespace(plan=lambda most, texts: wide_tree(), work=lambda tree: (tree, owed))
+            return SimpleNamespace(passed=0, session=SimpleNamespace(owed=owed, token_ids=[]), generation=plan)
+
+        batch, failed = plan_trees([slot(0), slot(4)], limits, 24, None, alone=True)
+        assert failed == []
+        assert sum(rows_of(tree.parents, owed) for _, (tree, owed) in batch) <= 24
+        assert any(len(tree) > 1 for _, (tree, _) in batch)

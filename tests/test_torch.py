@@ -27,8 +27,9 @@ from contract import (
     work,
 )
 from edgespec.backends.torch.attention import build_mask
-from edgespec.backends.torch.backend import load, top_on_device
+from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.loading import work_bytes
+from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
     BUFFERS,
     block_bytes,
@@ -205,7 +206,7 @@ class Recorder:
 def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
     backend = load(str(folder), **options)
-    model, cache = backend._model, backend.open().cells
+    model, cache = backend.model, backend.open().cells
     fixed = options.get("sessions", 1) * cache.numel() * cache.element_size()
     fixed += work_bytes(model, backend.capabilities, options["budget"] + 1)
     layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
@@ -223,7 +224,7 @@ def streaming(folder, resident, **options):
     options = OPTIONS | options
     memory = memory_for(folder, resident, **options)
     backend = load(str(folder), **options, gpu_memory=memory, copies=copies)
-    layers = backend._model.get_decoder().layers
+    layers = backend.model.get_decoder().layers
     streamed = [layers[i] for i in streamed_layers(len(layers), resident)]
     for i, layer in enumerate(streamed):
         layer.register_forward_pre_hook(lambda *_, i=i: engines[0].events.append(("compute", i)))
@@ -470,8 +471,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "changes", "message"),
         [
-            ("mamba", {}, "linear_attention, which cannot branch into a tree here; use a GGUF"),
-            ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention, which cannot"),
             ("bloom", {}, "computes attention in its own way"),
         ],
     )

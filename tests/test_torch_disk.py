@@ -124,8 +124,8 @@ def needs(folder, **options):
     backend = load(str(folder), **options)
     cache = backend.open().cells
     fixed = options["sessions"] * cache.numel() * cache.element_size()
-    fixed += work_bytes(backend._model, backend.capabilities, options["budget"] + 1)
-    return max(block_bytes(layer) for layer in backend._model.get_decoder().layers), fixed
+    fixed += work_bytes(backend.model, backend.capabilities, options["budget"] + 1)
+    return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
 
 
 def everything(backend):
@@ -284,7 +284,7 @@ def test_a_model_that_has_other_values_than_its_folder(llama, tiers, monkeypatch
 def test_bytes_are_compared(llama):
     from edgespec.backends.torch.disk import find_run, read_folder, same_bytes
 
-    layer = load(str(llama), **OPTIONS)._model.get_decoder().layers[3]
+    layer = load(str(llama), **OPTIONS).model.get_decoder().layers[3]
     source, offsets = find_run(layer, "model.layers.3.", read_folder(llama))
     assert same_bytes(layer, source, offsets)
     other, others = find_run(layer, "model.layers.4.", read_folder(llama))
@@ -301,7 +301,7 @@ def test_passes_that_break_off(waiting, llama, tiers):
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        hook = backend._model.get_decoder().layers[stop].register_forward_pre_hook(interrupt)
+        hook = backend.model.get_decoder().layers[stop].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             backend.forward([work(session, [9], [-1])])
         hook.remove()
@@ -362,7 +362,7 @@ def test_disk_copies_and_computation_go_on_at_once(llama, tiers, monkeypatch):
 
     monkeypatch.setattr(Staging, "read", told)
     backend = tiers(llama, 0, 0)
-    layers, session = backend._model.get_decoder().layers, backend.open()
+    layers, session = backend.model.get_decoder().layers, backend.open()
     seen = []
     for i, layer in enumerate(layers[:-3]):
         hook = lambda *_, i=i: seen.append(begun[i + 3].wait(10))  # noqa: E731

@@ -24,7 +24,17 @@ import numpy as np
 
 from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import ContextFull, Interrupted, UsageError
-from edgespec.paths import MOST_OWED, Path, States, paths_of, step_from
+from edgespec.paths import (
+    KEPT_STATES,
+    MOST_OWED,
+    MOST_OWED_IN_MEMORY,
+    MOST_PATHS,
+    Path,
+    States,
+    paths_of,
+    states_within,
+    step_from,
+)
 from edgespec.sampling import Float32Array
 from edgespec.saved import Loaded, read, write
 from edgespec.tree import IntArray, depths, is_leaf
@@ -34,12 +44,7 @@ from .cells import TILE, Rows
 from .files import llama_cpp, metadata
 from .state_files import load_sequence, save_sequence
 
-MOST_PATHS = 8  # of a pass
-KEPT_STATES = 4  # of a session
 MOST_IDS = 256  # LLAMA_MAX_SEQ, fixed when llama.cpp is compiled
-MOST_OWED_IN_MEMORY = 4  # where a pass of their own does not read weights from a disk
-SHARE = 1 / 8  # states may take this part of what the weights take …
-ALWAYS = 512 << 20  # … and so many bytes in any case
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures whose states lie elsewhere
 
 
@@ -65,12 +70,11 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
     name = metadata(model, "general.architecture").decode()
     inner, size = (metadata(model, f"{name}.ssm.{key}") for key in ("inner_size", "state_size"))
     state = 4 * int(inner or 0) * int(size or 0) * llama_cpp.llama_model_n_layer(model)
-    room = max(ALWAYS, int(SHARE * llama_cpp.llama_model_size(model)))
-    states = room // state if state else MOST_IDS
+    states = states_within(state, llama_cpp.llama_model_size(model), MOST_IDS)
     if MOST_IDS // sessions < ids_of_session(1):
         most = MOST_IDS // ids_of_session(1)
         raise UsageError(f"{sessions} texts at once are too many: some layers are recurrent, so llama.cpp takes {most}")
-    return max(1, min(MOST_PATHS, budget, min(states, MOST_IDS) // sessions - ids_of_session(0)))
+    return max(1, min(MOST_PATHS, budget, states // sessions - ids_of_session(0)))
 
 
 def ids_of_session(paths: int) -> int:

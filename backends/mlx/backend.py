@@ -11,23 +11,24 @@ evaluated since the last commit follow in the order they were given. A commit mo
 path together; the prefix stays where it is. MLX writes in place into a buffer that nobody else holds, so a fork
 shares its parent's buffers until one of the two writes.
 
-Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Whatever needs more than
-this (recurrent state, positions used outside a rope, masks of its own) is refused when the model is loaded, by
-comparing a tree of three nodes with its chains.
+Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Models with recurrent layers read
+trees as paths, and keep their ropes: `paths.py`. Whatever needs more than this (positions used outside a rope, masks of
+its own) is refused when the model is loaded, by comparing a tree of three nodes with its chains.
 
 Several works in one forward are evaluated one after the other: each reads the weights again, from memory. Weights
 larger than memory are read from disk once for all of them: `streaming.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.backend import Capabilities, Exact, Logits, Work, also_wanted, check_batch, shape_of
 from edgespec.errors import Interrupted, ModelError, UsageError
@@ -42,6 +43,7 @@ from ..hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab
 from ..interrupts import interruptible
 from .loading import check_files, find_windows, load_weights
 from .memory import MIN_NODES, Layout, PassSize, beside_bytes, parameter_bytes, plan_memory, set_memory_limits
+from .paths import LaneCache, MlxPathSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
 from .tree import TreeCache, cut_rows, wrap_ropes
@@ -142,6 +144,7 @@ class MlxBackend:
         sessions: int,
         sweep: LayerSweep | None,
         notes: Sequence[str],
+        kinds: Sequence[Any] = (),
     ) -> None:
         self.vocab = vocab
         self.capabilities = capabilities
@@ -151,6 +154,7 @@ class MlxBackend:
         self._model = model
         self._sweep = sweep  # None: all weights are in memory
         self._windows = windows
+        self._kinds = kinds  # mlx-lm's own caches, if some layers are recurrent
         self._max_sessions = sessions
         self._files: Sequence[str] = ()  # of the weights
         self._interrupted = sweep.interrupted if sweep else Event()
@@ -162,8 +166,13 @@ class MlxBackend:
         if len(self._sessions) == self._max_sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         capacity = self.capabilities.context_length + self.capabilities.max_nodes
-        self._sessions.append(MlxSession(self, [TreeCache(capacity, window) for window in self._windows]))
+        self._sessions.append(self._session(capacity))
         return self._sessions[-1]
+
+    def _session(self, capacity: int) -> MlxSession:
+        if self.capabilities.paths:
+            return MlxPathSession(self, [LaneCache(capacity, window) for window in self._windows], self._kinds)
+        return MlxSession(self, [TreeCache(capacity, window) for window in self._windows])
 
     @property
     def plan(self) -> Plan | None:
@@ -180,7 +189,7 @@ class MlxBackend:
 
     def small_session(self) -> MlxSession:
         """One for a few tokens, which does not count among those that are open."""
-        return MlxSession(self, [TreeCache(CELLS_OF_SMALL, window) for window in self._windows])
+        return self._session(CELLS_OF_SMALL)
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
@@ -194,7 +203,12 @@ class MlxBackend:
         with interruptible(sessions, self._interrupted):
             if self._interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
-            rows = self._compute(sessions, batch)
+            for session in sessions:
+                while (tokens := session.place_unread()) is not None:
+                    self._compute([session], [partial(self._graph, session, tokens, None)])
+                    mx.eval(session.state)
+                    session.take()
+            rows = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
             mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
         for work, session in zip(batch, sessions, strict=True):
             session.add(work)
@@ -207,25 +221,29 @@ class MlxBackend:
     def identity(self) -> dict[str, Any]:
         return identity_of(self, content_of(*self._files))
 
-    def _compute(self, sessions: Sequence[MlxSession], batch: Sequence[Work]) -> list[Any]:
-        """Of each work what `_graph` says; of streamed weights nothing is left to be computed."""
+    def _compute(self, sessions: Sequence[MlxSession], graphs: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Of each session what its graph is; of streamed weights nothing is left to be computed."""
 
-        def graphs() -> list[Any]:
-            return [self._graph(session, work) for work, session in zip(batch, sessions, strict=True)]
+        def write() -> list[Any]:
+            return [graph() for graph in graphs]
 
-        return self._sweep.run([session.caches for session in sessions], graphs) if self._sweep else graphs()
+        return self._sweep.run([session.caches for session in sessions], write) if self._sweep else write()
 
-    def _graph(self, session: MlxSession, work: Work) -> Any:
-        """The graph of one work: logits float32 [wanted and perhaps more, V], or None if nothing is wanted."""
+    def _begin(self, session: MlxSession, work: Work) -> Any:
+        """The graph of one work."""
         if shape := shape_of(self.capabilities, [work]):
             work = padded(work, session.nodes, shape.least)
-        session.place(work)
-        wanted = mx.array(work.wanted - session.nodes)
-        self._rows = wanted if len(work.wanted) else None
-        logits = self._model(mx.array(work.token_ids)[None], cache=session.caches)[0]
-        if len(work.wanted) == 0:
+        tokens, rows = session.place(work)
+        return self._graph(session, tokens, rows if len(rows) else None)
+
+    def _graph(self, session: MlxSession, tokens: Any, rows: Any) -> Any:
+        """Logits float32 [rows, V] of the tokens [lanes, width], or None if no rows are given."""
+        self._rows = None if rows is None else mx.array(rows)
+        logits = self._model(mx.array(tokens), cache=session.given)
+        if rows is None:
             return None  # MLX is lazy: what only the logits need is never computed
-        return (logits if self._cuts_rows else logits[wanted]).astype(mx.float32)
+        logits = logits.flatten(0, 1)
+        return (logits if self._cuts_rows else logits[self._rows]).astype(mx.float32)
 
     def close(self) -> None:
         for session in list(self._sessions):
@@ -291,12 +309,13 @@ def load(
     config = check_files(folder)
     model = load_weights(folder)
     vocab = load_vocab(path)
-    windows = find_windows(model, path)
-    wrap_ropes(model)
+    windows, recurrent = find_windows(model, path), is_recurrent(model)
+    if not recurrent:
+        wrap_ropes(model)
     text_config = config.get("text_config") or config
     context_length = context_length or text_config.get("max_position_embeddings") or DEFAULT_CONTEXT
     size, notes, sweep = PassSize(context_length, budget, sessions, MIN_NODES), list[str](), None
-    tolerance = _tolerance(model)
+    tolerance, leaves = _tolerance(model), size.paths(model)
     if not resident and supported():
         others = sum(beside_bytes(check_folder(other), size) for other in beside)
         plan, size, layout, notes = plan_memory(model, folder, text_config, windows, size, room, others)
@@ -309,13 +328,16 @@ def load(
         context_length=context_length,
         max_nodes=size.max_nodes,
         max_wanted=size.max_nodes,
-        max_leaves=size.max_nodes,
+        max_leaves=leaves or size.max_nodes,
+        paths=recurrent,
+        gaps=recurrent,  # classes of shapes are not looked for: a pass's shape is its paths' as well
         logit_tolerance=tolerance,
         streams=sweep is not None,
         experts=None if sweep else experts_of(text_config),  # of streamed layers all experts are read
         one_thread=True,  # a stream belongs to the thread that began it
     )
-    backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes)
+    kinds = make_prompt_cache(model) if recurrent else ()
+    backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes, kinds)
     backend._files = weight_files(path)
     try:
         _check_tree(backend, path, config["model_type"])
@@ -375,3 +397,28 @@ def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
             f"{path}: {model_type} models cannot read a tree on MLX: a node sees more than its ancestors, or its "
             f"position is another's"
         )
+    if backend.capabilities.paths:
+        _check_states(backend, path, model_type)
+
+
+def _check_states(backend: MlxBackend, path: str, model_type: str) -> None:
+    """Refuse a model whose text in two parts, the second one of two paths, is not what it is at once."""
+
+    def work(session: MlxSession, tokens: list[int], parents: list[int]) -> Work:
+        last = np.array([len(tokens) - 1], np.int32)
+        return Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), last)
+
+    session = backend.small_session()
+    works = [
+        work(backend.small_session(), [1, 2, 3, 4], [-1, 0, 1, 2]),
+        work(backend.small_session(), [3, 4], [-1, 0]),
+        work(session, [1, 2], [-1, 0]),
+    ]
+    at_once, lost, _ = (
+        logits.row(int(one.wanted[0])) for one, logits in zip(works, backend.forward(works), strict=True)
+    )
+    session.commit([0, 1])
+    goes_on = backend.forward([work(session, [5, 3, 4], [-1, -1, 1])])[0].row(2)
+    error, effect = (float(np.abs(row - at_once).max()) for row in (goes_on, lost))
+    if not error <= 0.25 * effect:
+        raise ModelError(f"{path}: {model_type} models do not go on from copies of their states here; use a GGUF of it")

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from edgespec.errors import ModelError
 
 from ..hf_vocab import first_line
+from .paths import leaves_of
 
 
 def check_files(folder: Path) -> dict[str, Any]:
@@ -42,9 +43,13 @@ def load_weights(folder: Path) -> Any:
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:
-    """For every layer that has a cache, how far back it sees; None: to the beginning."""
+    """For every layer that has keys and values, how far back it sees; None: to the beginning."""
     windows = list[int | None]()
-    for cache in make_prompt_cache(model):
+    caches = list(leaves_of(make_prompt_cache(model)))
+    recurrent = any(type(cache) is ArraysCache for cache in caches)
+    for cache in caches if recurrent else make_prompt_cache(model):
+        if type(cache) is ArraysCache:
+            continue
         if type(cache) is KVCache:
             windows.append(None)
         elif type(cache) is RotatingKVCache and cache.keep == 0:

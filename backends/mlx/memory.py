@@ -21,7 +21,9 @@ from edgespec.weights.direct import ALIGNED
 from edgespec.weights.machine import available_memory, format_size, private_memory
 from edgespec.weights.residency import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
 
+from ..path_states import most_paths, states_of
 from .loading import check_files, find_windows, load_weights
+from .paths import is_recurrent, sizes_of
 from .tree import Pass, TreeCache, wrap_ropes
 
 CHUNKS = (128, 256, 512, 1024, 2048)  # nodes of a pass over a prompt, where every one reads weights again
@@ -128,6 +130,17 @@ class PassSize:
         """Of one session's cache."""
         return self.context_length + self.max_nodes
 
+    def paths(self, model: Any) -> int:
+        """Of a tree; 0: no layer is recurrent."""
+        if not is_recurrent(model):
+            return 0
+        return most_paths(sizes_of(model)[2], parameter_bytes(model), self.budget, self.sessions)
+
+    def states(self, model: Any) -> int:
+        """Bytes of all sessions' states."""
+        paths = self.paths(model)
+        return self.sessions * states_of(paths) * sizes_of(model)[2] if paths else 0
+
 
 def plan_memory(
     model: Any,
@@ -160,7 +173,7 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     layout = find_layout(model, folder)
     cell, item = cell_bytes(model, windows)
-    fixed = private_memory() + MARGIN + beside + freed_buffers()
+    fixed = private_memory() + MARGIN + beside + freed_buffers() + size.states(model)
     needs = {}
     for chunk in sorted({size.chunk, *CHUNKS}):
         one = replace(size, chunk=chunk)
@@ -239,6 +252,8 @@ def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
     The model is asked to read a token, and tells the shapes; nothing is computed. 0 if it cannot hold a tree, which
     is noticed later.
     """
+    if is_recurrent(model):
+        return sizes_of(model)[:2]
     caches = [TreeCache(1, window) for window in windows]
     for cache in caches:
         cache.offset = Pass([-1], 0, 0)
@@ -279,7 +294,9 @@ def parameter_bytes(model: Any) -> int:
 def beside_bytes(folder: Path, size: PassSize) -> int:
     """What another model will take that is loaded with the same options, and stays in memory."""
     config, model = check_files(folder), load_weights(folder)
-    wrap_ropes(model)
-    cell, item = cell_bytes(model, find_windows(model, str(folder)))
-    caches = size.sessions * size.cells * cell
+    windows = find_windows(model, str(folder))
+    if not is_recurrent(model):
+        wrap_ropes(model)
+    cell, item = cell_bytes(model, windows)
+    caches = size.sessions * size.cells * cell + size.states(model)
     return parameter_bytes(model) + caches + work_bytes(config.get("text_config") or config, size, item)

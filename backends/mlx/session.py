@@ -1,8 +1,9 @@
 """One sequence's buffers: what fits, and what a commit moves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -50,18 +51,30 @@ class MlxSession:
         if last >= limits.context_length:
             raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
 
-    def place(self, work: Work) -> Pass:
-        """The pass over a checked work's nodes."""
+    def place(self, work: Work) -> tuple[Any, Any]:
+        """Begin a pass over a checked work's nodes: the tokens that the model gets [1, n], and their rows wanted."""
         here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
         for cache in self.caches:
             cache.offset = here
-        return here
+        return work.token_ids[None], work.wanted - self.nodes
+
+    def place_unread(self) -> Any:
+        """Begin a pass over text that has to be read before the next: its tokens; None: there is no such text."""
+        return None
 
     def add(self, work: Work) -> None:
         """The work's nodes have been evaluated."""
         self._tokens += work.token_ids.tolist()
         self._parents += work.parents.tolist()
         self._prompt = work.prompt
+
+    def take(self) -> None:
+        """That pass has been computed."""
+
+    @property
+    def given(self) -> Sequence[Any]:
+        """What the model takes for its caches."""
+        return self.caches
 
     @property
     def state(self) -> list[Any]:
@@ -116,30 +129,37 @@ class MlxSession:
             theirs.share(mine)
         return other
 
-    def save(self, path: str | Path, note: Any = None) -> None:
+    def _details(self) -> dict[str, Any]:
+        """What has to be known to read a file."""
+        return {"read": self._read, "buffers": len(self.state) if self.token_ids else 0}
+
+    def _saved(self) -> list[Any]:
+        """The arrays that it has, in their order."""
         length = len(self.token_ids)
-        buffers = self.state if length else []
-        details = {"read": self._read, "buffers": [[*b.shape[:2], b.shape[3], str(b.dtype)] for b in buffers]}
+        return [buffer[..., :length, :] for buffer in self.state] if length else []
+
+    def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
+        """Take in what was saved."""
+        for cache in self.caches[: details["buffers"] // 2]:
+            cache.fill(next(arrays), next(arrays))
+        mx.eval(self.state)
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        arrays = self._saved()
+        details = self._details() | {"arrays": [[array.shape, str(array.dtype)] for array in arrays]}
 
         def put(new: Path) -> None:
             with new.open("wb") as file:
-                for buffer in buffers:
-                    file.write(as_bytes(buffer[..., :length, :]))
+                for array in arrays:
+                    file.write(as_bytes(array))
 
         write(path, self._backend, self.token_ids, details, put, note)
 
     def load(self, path: str | Path) -> Any:
         saved = read(path, self._backend)
         self.rewind(0)
-        found, length = list[Any](), len(saved.token_ids)
         with Path(path).open("rb") as file:
-            for one, heads, width, name in saved.details["buffers"]:
-                kind = getattr(mx, name.rpartition(".")[2])
-                data = np.fromfile(file, np.uint8, one * heads * length * width * kind.size)
-                found.append(mx.array(data).view(kind).reshape(one, heads, length, width))
-        for cache, keys, values in zip(self.caches, found[::2], found[1::2], strict=False):
-            cache.fill(keys, values)
-        mx.eval(self.state)
+            self._fill(saved.details, (_read(file, shape, name) for shape, name in saved.details["arrays"]))
         self.token_ids, self._read = saved.token_ids, saved.details["read"]
         return saved.note
 
@@ -147,6 +167,12 @@ class MlxSession:
         self.rewind(0)
         self.caches = []
         self._backend.forget(self)
+
+
+def _read(file: BinaryIO, shape: Sequence[int], name: str) -> Any:
+    """The next array of a file."""
+    kind = getattr(mx, name.rpartition(".")[2])
+    return mx.array(np.fromfile(file, np.uint8, prod(shape) * kind.size)).view(kind).reshape(shape)
 
 
 def as_bytes(array: Any) -> memoryview:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import ArraysCache
 
 from edgespec.errors import Interrupted, ModelError
 from edgespec.weights.direct import ALIGNED, DirectFiles
@@ -32,6 +33,7 @@ from edgespec.weights.ring import Streamer
 from edgespec.weights.system import HUGE, libc
 
 from .memory import Layout, Placed
+from .paths import leaves_of
 from .session import as_bytes
 from .tree import TreeCache
 
@@ -147,6 +149,17 @@ class Step:
     taken: Any  # its input
     made: Any  # its output
     cache: TreeCache | None
+    states: ArraysCache | None
+
+    @property
+    def outputs(self) -> list[Any]:
+        """All that it computes."""
+        buffers = [self.cache.keys, self.cache.values] if self.cache else []
+        return [
+            self.made,
+            *buffers,
+            *(array for array in (self.states.cache if self.states else ()) if array is not None),
+        ]
 
 
 class LayerSweep:
@@ -213,8 +226,10 @@ class LayerSweep:
         def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             module.update(self._views[index][self.streamer.slot(index)])
             made = kind.__call__(module, x, *args, **kwargs)
-            cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, TreeCache)), None)
-            self._steps.append(Step(index, x, made, cache))
+            found = list(leaves_of((*args, *kwargs.values())))
+            cache = next((one for one in found if isinstance(one, TreeCache)), None)
+            states = next((one for one in found if type(one) is ArraysCache), None)
+            self._steps.append(Step(index, x, made, cache, states))
             return made
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
@@ -258,7 +273,7 @@ class LayerSweep:
             one.forget_until(step.cache)
         mx.async_eval([step.taken for step in steps])  # the layers between compute while this one is waited for
         self.streamer.enter(index)
-        outputs = [(step.made, step.cache.keys, step.cache.values) if step.cache else step.made for step in steps]
+        outputs = [step.outputs for step in steps]
         try:
             for one, step in zip(before, steps, strict=True):
                 one.forget(step.cache)

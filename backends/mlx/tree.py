@@ -120,7 +120,7 @@ class TreeCache:
     def __init__(self, capacity: int, window: int | None) -> None:
         self.keys: Any = None
         self.values: Any = None
-        self.offset: Pass | None = None  # the pass under way; TreeRope knows what to do with it
+        self.offset: Any = None  # a `Pass`: the pass under way; TreeRope knows what to do with it
         self._capacity = capacity
         self._window = window
 
@@ -165,7 +165,7 @@ def wrap_ropes(model: Any) -> None:
 
 
 def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
-    """Make the module that runs the layers return only the states [1, rows, D] of `rows()` (None: all).
+    """Make the module that runs the layers return only the states [1, rows, D] of `rows()` (None: all, of all lanes).
 
     False, and nothing is changed, when the model has no such module of its own.
     """
@@ -180,7 +180,7 @@ def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         states, chosen = kind.__call__(self, *args, **kwargs), rows()
-        return states if chosen is None else states[:, chosen]
+        return states if chosen is None else states.flatten(0, 1)[None, chosen]
 
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
     return True

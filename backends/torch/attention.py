@@ -26,9 +26,10 @@ class Part:
     """One work's share of a pass."""
 
     rows: slice  # of the pass
-    cells: Any  # the session's cache [layers, 2, key heads, cells, d]
-    length: int  # committed tokens
-    first: int  # uncommitted nodes that were there before
+    new: Any  # those of them, a slice or indices, whose keys and values are not in the cache yet
+    cells: Any  # the session's cache [layers, 2, key heads, cells, d]; a dictionary where not all layers have cells
+    start: int  # cell of the first that is new
+    end: int  # behind that of the last
     masks: dict[int | None, tuple[int, Any]]  # window -> first cell it can reach, mask [n, cells from there] or None
 
 
@@ -67,9 +68,9 @@ def tree_attention(
 
     Args:
         module: the layer's attention module.
-        query: [1, heads, n, d], positions applied; n nodes of all works.
-        key: [1, key heads, n, d].
-        value: [1, key heads, n, d].
+        query: [1, heads, n, d], positions applied; n nodes of all works. Where trees go as paths: [lanes, …, width, d].
+        key: [1, key heads, n, d], or of lanes as well.
+        value: [1, key heads, n, d], or of lanes as well.
         attention_mask: not used.
         tree: the pass.
         scaling: of the scores; default: 1 / sqrt(d).
@@ -79,21 +80,22 @@ def tree_attention(
         options: what else a model class passes on.
 
     Returns:
-        [1, n, heads, d], and no weights.
+        [1, n, heads, d], or [lanes, width, heads, d], and no weights.
     """
     if isinstance(tree, Probe):
         return _probe(module, query, key, value, tree, sliding_window, options)
     if tree.interrupted.is_set():
         raise Interrupted("the pass was interrupted")
+    lanes = len(query)
+    query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] if lanes > 1 else x for x in (query, key, value))
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]
     out[:, tree.parts[-1].rows.stop :] = 0  # rows of padding belong to no part, and see nothing
     layer = module.layer_idx
     for part in tree.parts:
         keys, values = part.cells[layer]
-        start = part.length + part.first
-        end = start + part.rows.stop - part.rows.start
-        keys[:, start:end] = key[0, :, part.rows]
-        values[:, start:end] = value[0, :, part.rows]
+        start, end = part.start, part.end
+        keys[:, start:end] = key[0, :, part.new]
+        values[:, start:end] = value[0, :, part.new]
         low, mask = part.masks[tree.windows[layer]]
         attend: Any = scaled_dot_product_attention
         if softcap is not None or s_aux is not None:
@@ -103,7 +105,7 @@ def tree_attention(
         k, v = (cells[:, None, low:end].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
         found = attend(shared, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and end - start > 1)
         out[0, part.rows] = found.flatten(0, 1).transpose(0, 1)
-    return out, None
+    return out.unflatten(1, (lanes, -1))[0], None
 
 
 def _by_definition(softcap: float | None, sinks: Any) -> Any:
@@ -171,10 +173,14 @@ def build_mask(
     if not within_text and window is not None:
         cells = np.concatenate([np.arange(low, length), np.asarray(positions)])
         allowed &= new[:, None] - cells < window
-    width = allowed.shape[1]
+    return low, additive(allowed, dtype, device)
+
+
+def additive(allowed: NDArray[np.bool_], dtype: Any, device: Any) -> Any:
+    """The mask [n, cells]: 0 where a node sees a cell, and -inf elsewhere."""
+    count, width = allowed.shape
     mask = torch.zeros((count, -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=dtype, device=device)[:, :width]
-    mask.masked_fill_(~torch.from_numpy(allowed).to(device), -torch.inf)
-    return low, mask
+    return mask.masked_fill_(~torch.from_numpy(allowed).to(device), -torch.inf)
 
 
 def run(
@@ -190,8 +196,13 @@ def run(
     logits = model(
         input_ids=ids, position_ids=places, logits_to_keep=rows[0].long(), use_cache=False, tree=tree
     ).logits[0]
+    finish(device)
+    return logits
+
+
+def finish(device: Any) -> None:
+    """Wait for what was asked of the device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # not the whole device: copies for the next pass go on
     elif device.type == "mps":
         torch.mps.synchronize()
-    return logits

@@ -23,12 +23,10 @@ from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_wanted, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.saved import content_of, identity_of
 from edgespec.weights.disk import disk_speed
 from edgespec.weights.machine import available_memory, format_size, parse_size, private_memory
@@ -36,6 +34,8 @@ from edgespec.weights.residency import MARGIN, SAFETY
 
 from ..hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..interrupts import interruptible
+from ..path_states import most_paths, states_of
+from . import paths
 from .attention import Part, Tree, build_mask, run
 from .loading import (
     NF4,
@@ -52,68 +52,22 @@ from .loading import (
     load_model,
     nf4_form,
     place_layers,
+    run_probe,
     work_bytes,
 )
+from .logits import TorchLogits
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer
 from .session import Placement, TorchSession
 
 __all__ = ["TorchBackend", "load", "load_vocab"]
 
+DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 MIN_NODES = 512  # prompts are read in chunks of this size
 MIN_NODES_ON_GPU = 2048  # … and of this where every chunk may cost all weights a trip to the GPU
 
 # Most a logit moves with the shape of its pass. Measured on a CPU with SmolLM2 (135M) as the largest difference over a
 # vocabulary, chains of 1 to 33 tokens and 40-node trees: float32 6.3e-5, float16 0.11, bfloat16 0.75, nf4 0.84.
 TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
-
-
-class TorchLogits:
-    """See `edgespec.backend.Logits`: rows that stay on the device."""
-
-    def __init__(self, logits: Any, wanted: Sequence[int]) -> None:
-        self._logits = logits  # [wanted, V]
-        self._index = {node: i for i, node in enumerate(wanted)}
-
-    def row(self, node: int) -> Float32Array:
-        row: Float32Array = self._logits[self._index[node]].to(torch.float32, copy=True).cpu().numpy()
-        return row
-
-    def state(self, node: int) -> Float32Array:
-        return np.zeros(0, np.float32)
-
-    def top(
-        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-    ) -> tuple[list[IdArray], list[Scores]]:
-        index = [self._index[node] for node in nodes]
-        if self._logits.device.type == "cpu":  # numpy is three times as quick there: 4 ms for 16 rows of 152 k
-            return top_of_rows((self._logits[i].float().numpy() for i in index), k, temperature, noise)
-        return top_on_device(self._logits, index, k, temperature, noise)
-
-
-def top_on_device(
-    logits: Any, index: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-) -> tuple[list[IdArray], list[Scores]]:
-    """`edgespec.backend.Logits.top` of the rows `index` of logits [n, V], with one copy to the host."""
-    device, size = logits.device, logits.shape[1]
-    widths = [size if extra is None else min(len(extra), size) for extra in noise]
-    with torch.inference_mode():
-        scores = logits.index_select(0, torch.tensor(list(index), device=device)).float()
-        arrays = {id(extra): extra for extra in noise if extra is not None}  # one for each depth of a tree
-        there = {key: torch.from_numpy(extra).to(device) for key, extra in arrays.items()}
-        for row, extra, width in zip(scores, noise, widths, strict=True):
-            if extra is not None:
-                row[:width] += there[id(extra)][:width]
-                row[width:] = -torch.inf
-        scores /= temperature
-        best = torch.topk(scores, min(k, size))
-        log_probs = best.values - torch.logsumexp(scores, 1, keepdim=True)
-        both = torch.cat([best.indices.int().view(torch.float32), log_probs], 1).cpu().numpy()
-    ids, values = np.split(both, 2, axis=1)
-    counts = [min(k, width) for width in widths]
-    return (
-        [row[:count].astype(np.int64) for row, count in zip(ids.view(np.int32), counts, strict=True)],
-        [row[:count].astype(np.float64) for row, count in zip(values, counts, strict=True)],
-    )
 
 
 _mapped: "WeakSet[TorchBackend]" = WeakSet()  # models whose weights, on a processor, are pages of their files
@@ -137,18 +91,20 @@ class TorchBackend:
         caches: list[Any],
         streamer: Streamer | None,
         notes: Sequence[str] = (),
+        cache: paths.StateCache | None = None,
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
         self.notes = notes
-        self._model = model
-        self._windows = windows  # by layer
+        self.model = model
+        self.windows = windows  # by layer
+        self.cache = cache  # of states; None: no layer is recurrent
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
-        self._device, self._dtype = caches[0].device, caches[0].dtype
-        place = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+        self.device, self.dtype = caches[0].device, caches[0].dtype
+        place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.build = f"torch {torch.__version__}, {place}"
         self.computing: dict[str, str | int | None] = {
-            "dtype": str(self._dtype), "threads": torch.get_num_threads(), "device": str(self._device),
+            "dtype": str(self.dtype), "threads": torch.get_num_threads(), "device": str(self.device),
         }  # fmt: skip
         self.streamer = streamer  # None: all weights are resident
         self.interrupted = Event()
@@ -157,6 +113,8 @@ class TorchBackend:
     def open(self) -> TorchSession:
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
+        if self.capabilities.paths:
+            return paths.TorchPathSession(cast(paths.PathOwner, self), self._free.pop())
         return TorchSession(self, self._free.pop())
 
     def release(self, cells: Any) -> None:
@@ -171,6 +129,9 @@ class TorchBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        if self.capabilities.paths:
+            with torch.inference_mode(), _out_of_memory("a pass"):
+                return paths.forward(cast(paths.PathOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
@@ -186,9 +147,9 @@ class TorchBackend:
             tokens, positions = tokens + [0] * more, positions + [0] * more
             wanted += also_wanted(wanted, len(tokens), shape.least)
         with torch.inference_mode(), _out_of_memory("a pass"):
-            tree = Tree(tuple(parts), self._windows, self.interrupted)
+            tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
-                logits = run(self._model, tokens, positions, wanted, tree, self._device)
+                logits = run(self.model, tokens, positions, wanted, tree, self.device)
         found = list[Logits]()
         for session, work, placement in zip(sessions, batch, placements, strict=True):
             session.keep(work, placement)
@@ -207,15 +168,16 @@ class TorchBackend:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
-            window: build_mask(placement.sees, everywhere, length, window, self._dtype, self._device)
-            for window in set(self._windows)
+            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device)
+            for window in set(self.windows)
         }
-        return Part(rows, session.cells, length, placement.first, masks)
+        start = length + placement.first
+        return Part(rows, rows, session.cells, start, start + rows.stop - rows.start, masks)
 
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
-        self._model = self.streamer = None
+        self.model = self.streamer = self.cache = None
         self._free = []
         _mapped.discard(self)
 
@@ -320,14 +282,18 @@ def assemble(
         UsageError: the memory is too small, or the context too long.
     """
     config = model.config.get_text_config()
-    context_length = context_length or config.max_position_embeddings
+    context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     check_rope(config, context_length)
     max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, budget + 1)
+    recurrent, state = paths.is_recurrent(config), paths.state_bytes(model)
+    weights = model.num_parameters() * model.dtype.itemsize
+    leaves = most_paths(state, weights, budget, sessions) if recurrent else max_nodes
     capabilities = Capabilities(
         context_length=context_length,
         max_nodes=max_nodes,
         max_wanted=max_nodes,
-        max_leaves=max_nodes,
+        max_leaves=leaves,
+        paths=recurrent,
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
         experts=experts_of(config.to_dict()),
         gaps=True,  # of float32, trees of 6 nodes have other bits than their chains
@@ -343,7 +309,7 @@ def assemble(
     form.make(decoder_layers(model)[0])  # how large its parts are decides how much room computing takes
     streamer, notes = None, list[str]()
     if memory is not None or form is not PLAIN:
-        caches = sessions * math.prod(shape) * model.dtype.itemsize
+        caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         if host and not host.apart:
             fixed -= WORKSPACE  # a processor has none
@@ -353,13 +319,14 @@ def assemble(
         notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
         model.to(device)
-        windows = inspect_layers(model, shape, device)
+        cache, probe = paths.make_cache(model, device) if recurrent else (None, run_probe(model, device))
+        windows = inspect_layers(model, probe, shape, paths.with_cells(config))
         caches = [torch.empty(shape, dtype=model.dtype, device=device) for _ in range(sessions)]
     except BaseException:
         if streamer is not None:
             streamer.close()
         raise
-    return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes)
+    return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes, cache)
 
 
 def streaming_notes(streamer: Streamer, layers: int) -> list[str]:

@@ -20,6 +20,7 @@ from ..hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
 from .offload import BUFFERS, Block, CopyEngine, Streamer, block_bytes, count_resident, streamed_layers
+from .paths import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
 
 WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take
 NF4 = "nf4"
@@ -65,7 +66,7 @@ def load_model(folder: Path, dtype: str | None) -> Any:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelError(f"its safetensors files lack {len(missing)} of the model's tensors, such as {missing[0]}")
-    if not model._supports_attention_backend:
+    if not model._supports_attention_backend and not is_recurrent(config.get_text_config()):
         raise ModelError(f"{type(model).__name__} computes attention in its own way, which cannot hold a tree")
     return model.eval().requires_grad_(False)
 
@@ -79,7 +80,7 @@ def check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
     text = config.get_text_config()
-    other = set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}
+    other = set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING, *WITHOUT_CELLS, *WITH_BOTH}
     if other:
         kinds = ", ".join(sorted(other))
         raise ModelError(f"has layers of the kind {kinds}, which cannot branch into a tree here; use a GGUF of it")
@@ -117,9 +118,10 @@ def check_rope(config: Any, context_length: int) -> None:
 
 def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
     """[layers, 2, key heads, cells, d] of one session's cache."""
-    heads = config.num_attention_heads
+    layers = len(with_cells(config))
+    heads = config.num_attention_heads if layers else 1
     d = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, 2, getattr(config, "num_key_value_heads", None) or heads, cells, d
+    return layers, 2, getattr(config, "num_key_value_heads", None) or heads, cells, d
 
 
 def decoder_layers(model: Any) -> Any:
@@ -275,16 +277,9 @@ def _runs(
     return found
 
 
-def inspect_layers(model: Any, shape: tuple[int, ...], device: Any) -> tuple[int | None, ...]:
-    """Run one token to see that every layer is attention as `tree_attention` knows it.
-
-    Returns:
-        Each layer's window.
-
-    Raises:
-        ModelError: says what is different.
-    """
-    probe, count = Probe(), shape[0]
+def run_probe(model: Any, device: Any) -> Probe:
+    """Run one token to see what the layers' attention does. Raises ModelError."""
+    probe = Probe()
     try:
         with torch.inference_mode():
             run(model, [0], [0], [0], probe, device)
@@ -292,9 +287,29 @@ def inspect_layers(model: Any, shape: tuple[int, ...], device: Any) -> tuple[int
         raise
     except Exception as error:  # a model class that does not hand everything on to attention
         raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
-    if sorted(probe.heads) != list(range(count)):
+    return probe
+
+
+def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: Sequence[int]) -> tuple[int | None, ...]:
+    """See that layers are attention as `tree_attention` knows it.
+
+    Args:
+        model: the model.
+        probe: of a pass over one token.
+        shape: of a session's cache.
+        expected: the layers that should have keys and values; others are recurrent, or have no past.
+
+    Returns:
+        Each layer's window.
+
+    Raises:
+        ModelError: says what is different.
+    """
+    if sorted(probe.heads) != list(expected):
+        if len(probe.heads) == len(expected):
+            raise ModelError(f"attention says it is of the layers {sorted(probe.heads)}, not {list(expected)}")
         raise ModelError(
-            f"{len(probe.heads)} of its {count} layers are attention; the others cannot branch into a tree"
+            f"{len(probe.heads)} of its {len(expected)} layers are attention; the others cannot branch into a tree"
         )
     for layer, heads in sorted(probe.heads.items()):
         if heads != (shape[2], shape[4]):
@@ -302,5 +317,5 @@ def inspect_layers(model: Any, shape: tuple[int, ...], device: Any) -> tuple[int
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        return tuple(probe.windows[layer] for layer in range(count))
-    return tuple(config.sliding_window if kind == SLIDING else None for kind in kinds)
+        return tuple(probe.windows[layer] for layer in expected)
+    return tuple(config.sliding_window if kind in (SLIDING, "hybrid_sliding") else None for kind in kinds)

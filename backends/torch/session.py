@@ -123,24 +123,34 @@ class TorchSession:
         other.token_ids, other._read = self.token_ids.copy(), self._read
         return other
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        length = len(self.token_ids)
+    def _saved(self, length: int) -> list[Any]:
+        """Tensors that a file has of a text of so many tokens, in their order."""
+        return [layer[:, :, :length] for layer in self.cells] if length else []
 
+    def _details(self) -> dict[str, Any]:
+        """What has to be known before they are read."""
+        return {"read": self._read}
+
+    def _make(self, details: dict[str, Any]) -> None:
+        """See that there is room for them."""
+
+    def save(self, path: str | Path, note: Any = None) -> None:
         def put(new: Path) -> None:
             with new.open("wb") as file:
-                for layer in self.cells:
-                    layer[:, :, :length].contiguous().view(torch.uint8).cpu().numpy().tofile(file)
+                for tensor in self._saved(len(self.token_ids)):
+                    tensor.contiguous().view(torch.uint8).cpu().numpy().tofile(file)
 
-        write(path, self._backend, self.token_ids, {"read": self._read}, put, note)
+        write(path, self._backend, self.token_ids, self._details(), put, note)
 
     def load(self, path: str | Path) -> Any:
         saved = read(path, self._backend)
         self.rewind(0)
-        with Path(path).open("rb") as file, torch.inference_mode():
-            for layer in self.cells if saved.token_ids else ():
-                cells = layer[:, :, : len(saved.token_ids)]
-                found = torch.from_numpy(np.fromfile(file, np.uint8, cells.numel() * cells.itemsize))
-                cells.copy_(found.view(cells.dtype).view(cells.shape))
+        with torch.inference_mode():
+            self._make(saved.details)
+            with Path(path).open("rb") as file:
+                for tensor in self._saved(len(saved.token_ids)):
+                    found = torch.from_numpy(np.fromfile(file, np.uint8, tensor.numel() * tensor.itemsize))
+                    tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
         self.token_ids, self._read = saved.token_ids, saved.details["read"]
         return saved.note
 

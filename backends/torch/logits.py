@@ -1,0 +1,58 @@
+"""Logits that stay on the device where they were computed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+
+
+class TorchLogits:
+    """See `edgespec.backend.Logits`: rows that stay on the device."""
+
+    def __init__(self, logits: Any, wanted: Sequence[int]) -> None:
+        self._logits = logits  # [wanted, V]
+        self._index = {node: i for i, node in enumerate(wanted)}
+
+    def row(self, node: int) -> Float32Array:
+        row: Float32Array = self._logits[self._index[node]].to(torch.float32, copy=True).cpu().numpy()
+        return row
+
+    def state(self, node: int) -> Float32Array:
+        return np.zeros(0, np.float32)
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        index = [self._index[node] for node in nodes]
+        if self._logits.device.type == "cpu":  # numpy is three times as quick there: 4 ms for 16 rows of 152 k
+            return top_of_rows((self._logits[i].float().numpy() for i in index), k, temperature, noise)
+        return top_on_device(self._logits, index, k, temperature, noise)
+
+
+def top_on_device(
+    logits: Any, index: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+) -> tuple[list[IdArray], list[Scores]]:
+    """`edgespec.backend.Logits.top` of the rows `index` of logits [n, V], with one copy to the host."""
+    device, size = logits.device, logits.shape[1]
+    widths = [size if extra is None else min(len(extra), size) for extra in noise]
+    with torch.inference_mode():
+        scores = logits.index_select(0, torch.tensor(list(index), device=device)).float()
+        arrays = {id(extra): extra for extra in noise if extra is not None}  # one for each depth of a tree
+        there = {key: torch.from_numpy(extra).to(device) for key, extra in arrays.items()}
+        for row, extra, width in zip(scores, noise, widths, strict=True):
+            if extra is not None:
+                row[:width] += there[id(extra)][:width]
+                row[width:] = -torch.inf
+        scores /= temperature
+        best = torch.topk(scores, min(k, size))
+        log_probs = best.values - torch.logsumexp(scores, 1, keepdim=True)
+        both = torch.cat([best.indices.int().view(torch.float32), log_probs], 1).cpu().numpy()
+    ids, values = np.split(both, 2, axis=1)
+    counts = [min(k, width) for width in widths]
+    return (
+        [row[:count].astype(np.int64) for row, count in zip(ids.view(np.int32), counts, strict=True)],
+        [row[:count].astype(np.float64) for row, count in zip(values, counts, strict=True)],
+    )

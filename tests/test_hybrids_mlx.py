@@ -1,0 +1,68 @@
+"""Models with recurrent layers on MLX: all architectures write what plain decoding writes, however guessed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+
+from contract import chain_rows
+from edgespec.backends.mlx.backend import load
+from mlx_models import HYBRIDS, write_model
+from test_lossless_mlx import SAMPLINGS, check_lossless, write
+from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
+
+from edgespec.backend import Work, prefill
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.weights import ring
+
+PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_grid(family: str, tmp_path: Path) -> None:
+    """At three temperatures, with a draft that is right now and then, and is recurrent itself."""
+    good, bad = (
+        write_model(tmp_path / name, HYBRIDS[family], damage=noise) for name, noise in (("a", 0.0), ("b", 0.1))
+    )
+    target, draft = (load(str(path), context_length=128, budget=16, sessions=2) for path in (good, bad))
+    assert target.capabilities.paths
+    assert target.capabilities.max_leaves == 8
+    gained = list[float]()
+    for sampling in SAMPLINGS:
+        plain, _ = write(target, NonePlanner(), PROMPT, sampling, 24)
+        planners = [SpecExecPlanner(draft, depth=6, beam=4), ChainPlanner(draft, depth=4), SssdPlanner(depth=5)]
+        gained += [check_lossless(target, one, PROMPT, plain, sampling).acceptance_length for one in planners]
+    assert max(gained) > 1.3  # guesses were right at all
+    target.close()
+    draft.close()
+
+
+@pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
+@pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
+def test_streamed_weights(family: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
+    """Steps bring states on; texts are those of weights in memory, or part where rounding decides."""
+    more = {"num_hidden_layers": 6} | (
+        {"layer_types": [*["conv"] * 2, "full_attention"] * 2} if family == "lfm2" else {}
+    )
+    folder, bad = (write_model(tmp_path / n, HYBRIDS[family] | more, damage=d) for n, d in (("a", 0.0), ("b", 0.1)))
+    memory, target = load(str(folder), context_length=128), load_streamed(folder, context_length=128, sessions=2)
+    draft = load(str(bad), context_length=128, budget=16)
+    plain, _ = write(target, NonePlanner(), PROMPT, SAMPLINGS[1], 32)
+    check_lossless(target, SpecExecPlanner(draft, depth=6, beam=4), PROMPT, plain, SAMPLINGS[1])
+    session, nodes, owed = target.open(), np.arange(6, dtype=np.int32), list[int]()
+    prefill(target, session, PROMPT)
+    for number in range(12):  # a chain of which three are right
+        owed.append(session.owed)
+        target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])
+        session.commit([0, 1, 2])
+    assert sorted(owed)[6] == 3  # usually what the pass before has accepted
+    row = target.forward([Work(session, nodes[:1], nodes[:1] - 1, nodes[:1])])[0].row(0)
+    np.testing.assert_allclose(row, chain_rows(memory, [*session.token_ids, 0])[-1], atol=0.01)
+    memory.close()
+    draft.close()

@@ -1,0 +1,95 @@
+"""Models with recurrent layers on PyTorch: all architectures write what plain decoding writes, however guessed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+
+from contract import chain_rows
+from edgespec.backends.path_states import states_of
+from edgespec.backends.torch.backend import TorchBackend, load
+from edgespec.backends.torch.offload import HostCopies
+from edgespec.backends.torch.paths import state_bytes
+from hf_models import HYBRIDS, MAMBA, SMALL, perturbed, save, tiny_model, transformers
+from test_lossless_torch import OPTIONS, SAMPLINGS, check_lossless
+from test_torch import memory_for
+
+from edgespec.backend import Work, prefill
+from edgespec.errors import ModelError
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.planners.sssd import SssdPlanner
+
+PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
+LAYERS = {
+    "lfm2": ["conv", "conv", "full_attention", "conv", "conv"],
+    "granite": ["mamba", "mamba", "attention", "mamba", "mamba"],
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_grid(family: str, tmp_path: Path) -> None:
+    """At three temperatures, with a draft that is right now and then, and is recurrent itself."""
+    target = load(str(save(tiny_model(family), tmp_path / "target")), **OPTIONS)
+    draft = load(str(save(perturbed(tiny_model(family), 0.1, 1), tmp_path / "draft")), **OPTIONS, sessions=2)
+    assert target.capabilities.paths
+    assert target.capabilities.max_leaves == 8
+    gained = set[float]()
+    for sampling in SAMPLINGS:
+        planners = [SpecExecPlanner(draft, depth=6, beam=4), ChainPlanner(draft, depth=4), SssdPlanner(depth=5)]
+        gained.update(check_lossless(target, planners, PROMPT, sampling, 24))
+    assert max(gained) > 1.3  # guesses were right at all
+
+
+def streamed(folder: Path, **options: Any) -> TorchBackend:
+    """With one layer on the device."""
+    loaded = load(str(folder), **OPTIONS, **options)
+    sessions, model = options.get("sessions", 1), loaded.model
+    memory = memory_for(folder, 1, **OPTIONS, **options) + sessions * states_of(8) * state_bytes(model)
+    found = load(str(folder), **OPTIONS, **options, gpu_memory=memory, copies=HostCopies)
+    assert found.streamer
+    assert len(found.streamer.blocks) >= 1
+    return found
+
+
+@pytest.mark.parametrize("family", ["lfm2", "granite"])
+def test_streamed_weights(family: str, tmp_path: Path) -> None:
+    """Steps bring states on; texts are those of weights in memory, or part where rounding decides."""
+    folder = save(tiny_model(family, num_hidden_layers=5, layer_types=LAYERS[family]), tmp_path / "target")
+    draft = load(str(save(perturbed(tiny_model(family), 0.1, 1), tmp_path / "draft")), **OPTIONS)
+    check_lossless(streamed(folder), [SpecExecPlanner(draft, depth=6, beam=4)], PROMPT, SAMPLINGS[1], 48)
+    target, memory = streamed(folder, sessions=2), load(str(folder), **OPTIONS)
+    nodes = np.arange(6, dtype=np.int32)
+    session = target.open()
+    prefill(target, session, PROMPT)
+    owed = []
+    for number in range(12):  # a chain of which three are right
+        owed.append(session.owed)
+        target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])
+        session.commit([0, 1, 2])
+    assert sorted(owed)[6] == 3  # usually what the pass before has accepted
+    row = target.forward([Work(session, nodes[:1], nodes[:1] - 1, nodes[:1])])[0].row(0)
+    np.testing.assert_allclose(row, chain_rows(memory, [*session.token_ids, 0])[-1], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8},
+            r"of the layers \[-1\], not \[1\]",
+        ),
+        ("mamba", {"state_size": 8, "conv_kernel": 4}, "does not go on from copies of its states"),
+        ("recurrent_gemma", {"attention_window_size": 8, "lru_width": 32}, "states where they cannot be copied"),
+    ],
+)
+def test_what_is_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Layers that share their attention, that read parts of texts from no state, or have it inside modules."""
+    config = transformers.AutoConfig.for_model(family, **(SMALL | MAMBA | {"mamba_ngroups": 2} | changes))
+    folder = save(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load(str(folder), **OPTIONS)
