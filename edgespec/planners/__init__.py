@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from edgespec.backend import Session
 from edgespec.cost import Curve
 from edgespec.planners.ngrams import Beside
 from edgespec.sampling import Noise, SamplingParams
@@ -70,3 +71,12 @@ class Foresees(Protocol):
 
         None, where first a part of the text had to be read.
         """
+
+
+@runtime_checkable
+class Drafts(Protocol):
+    """A planner that may read texts with a draft model."""
+
+    @property
+    def draft_session(self) -> Session | None:
+        """The draft's session, which may be saved and loaded between texts; None: there is no draft."""

@@ -6,7 +6,7 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, prefill
+from edgespec.backend import Backend, Logits, Session, Work, check_room, common_prefix, prefill
 from edgespec.cost import Curve, PassCost
 from edgespec.planners import Context
 from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
@@ -28,7 +28,7 @@ class Drafter:
         self.seconds = 0.0
         self.evaluated = 0  # uncommitted nodes in the session
         self._cost = PassCost() if cost is None else cost
-        self._session = draft.open()
+        self.session = draft.open()
 
     def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
         """Read the prompt but for its last token, keeping what the cache already holds of it; or leave it for later.
@@ -38,19 +38,19 @@ class Drafter:
         """
         check_room(self.draft, len(prompt_ids), "the draft model's context")
         if read:
-            prefill(self.draft, self._session, prompt_ids[:-1])
+            prefill(self.draft, self.session, prompt_ids[:-1])
         else:
-            self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
+            self.session.rewind(common_prefix(self.session.token_ids, prompt_ids[:-1]))
         self.evaluated, self.seconds = 0, 0.0
 
     def behind(self, token_ids: Sequence[int]) -> int:
         """How many of the text's tokens the draft has not read."""
-        return len(token_ids) - len(self._session.token_ids)
+        return len(token_ids) - len(self.session.token_ids)
 
     @property
     def cost(self) -> Curve | None:
         """Of its passes, at the length of its text; None: none was made yet."""
-        return self._cost.at(len(self._session.token_ids))
+        return self._cost.at(len(self.session.token_ids))
 
     def room(self, context: Context) -> int:
         """How deep a tree may be: the text's end and the draft's own context limit it."""
@@ -58,8 +58,8 @@ class Drafter:
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
         """Commit the tokens the session lacks; the last one's logits and node."""
-        started, length = perf_counter(), len(self._session.token_ids)
-        last = prefill(self.draft, self._session, token_ids, want_last=True)
+        started, length = perf_counter(), len(self.session.token_ids)
+        last = prefill(self.draft, self.session, token_ids, want_last=True)
         assert last is not None
         self.evaluated = 0
         self._took(max(1, len(token_ids) - length), perf_counter() - started)
@@ -70,14 +70,14 @@ class Drafter:
         started = perf_counter()
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
-        logits = self.draft.forward([Work(self._session, tokens, above, wanted)])[0]
+        logits = self.draft.forward([Work(self.session, tokens, above, wanted)])[0]
         self.evaluated += len(nodes)
         self._took(len(nodes), perf_counter() - started)
         return logits, nodes
 
     def _took(self, nodes: int, seconds: float) -> None:
         self.seconds += seconds
-        self._cost.add(nodes, seconds, len(self._session.token_ids))
+        self._cost.add(nodes, seconds, len(self.session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
@@ -85,7 +85,7 @@ class Drafter:
         try:
             yield
         finally:
-            self._session.rewind(self._session.kept(min(length, len(self._session.token_ids))))
+            self.session.rewind(self.session.kept(min(length, len(self.session.token_ids))))
             self.evaluated = 0
 
     def accept(self, tree: DraftTree, nodes: IdArray, tokens: Sequence[int]) -> None:
@@ -103,12 +103,12 @@ class Drafter:
                 break
             at = int(child[0])
             path.append(int(nodes[at]))
-        self._session.commit(path)
+        self.session.commit(path)
         self.evaluated = 0
 
     def close(self) -> None:
         """Free the session."""
-        self._session.close()
+        self.session.close()
 
 
 class Guess:
@@ -196,6 +196,11 @@ class DraftPlanner:
     def model_seconds(self) -> float:
         """Time spent in draft passes since `begin`."""
         return self._drafter.seconds
+
+    @property
+    def draft_session(self) -> Session:
+        """See `Drafts`."""
+        return self._drafter.session
 
     def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
         """Read the prompt with the draft model, now or when it is first asked."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.backend import Session
 from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
 from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
@@ -148,6 +149,11 @@ class PacedPlanner:
     def model_seconds(self) -> float:
         """Time spent in draft-model passes since `begin`."""
         return self._draft.model_seconds if self._draft else 0.0
+
+    @property
+    def draft_session(self) -> Session | None:
+        """See `Drafts`."""
+        return self._draft.draft_session if self._draft else None
 
     @property
     def plain_seconds(self) -> float:
