@@ -12,14 +12,15 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
-from edgespec.backend import Capabilities
-from edgespec.errors import SessionFileError
+from edgespec.backend import Capabilities, Session
+from edgespec.errors import ContextFull, SessionFileError
 
 VERSION = 1
 MARK = b"edgespec"
@@ -163,6 +164,18 @@ def read(path: str | Path, backend: Loaded) -> Saved:
     if checksum != saved.checksum:
         raise SessionFileError(f"{path}: the saved session is damaged")
     return saved
+
+
+def beside(path: str | Path) -> Path:
+    """Where the draft's session is saved, of the text whose session is in this file."""
+    return Path(f"{path}.draft")
+
+
+def load_beside(path: str | Path, draft: Session | None) -> None:
+    """Have the draft start from what was saved with a session, if it was, and by this draft; else it reads again."""
+    if draft and beside(path).exists():
+        with suppress(SessionFileError, ContextFull):
+            draft.load(beside(path))
 
 
 def difference(saved: Saved, backend: Loaded) -> str:

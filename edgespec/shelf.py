@@ -14,7 +14,7 @@ from time import time
 
 from edgespec.backend import Backend, Session, common_prefix
 from edgespec.errors import ContextFull, EdgespecError, SessionFileError
-from edgespec.saved import difference, look
+from edgespec.saved import beside, difference, load_beside, look
 
 WORTH_SAVING = 256  # tokens that no file has
 ABANDONED = 3600.0  # seconds after which nobody is still writing a file
@@ -49,7 +49,7 @@ class Shelf:
         self._texts: dict[Path, list[int]] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in self._folder.glob(".*.kept-*.new"):  # by a program that was killed
+            for left in self._folder.glob(".*.kept*-*.new"):  # by a program that was killed
                 if time() - left.stat().st_mtime > ABANDONED:
                     left.unlink(missing_ok=True)
             for path in self._folder.glob("*.kept"):
@@ -66,8 +66,13 @@ class Shelf:
         path = max(shared, key=lambda path: shared[path], default=None)
         return path, shared[path] if path else 0
 
-    def put(self, session: Session) -> bool:
-        """Save what the session holds, if that is worth it; whether it was. Files that it begins with go."""
+    def put(self, session: Session, draft: Session | None = None) -> bool:
+        """Save what the session holds, if that is worth it; whether it was. Files that it begins with go.
+
+        Args:
+            session: of the target.
+            draft: of the draft that guesses for it; it need not have read all.
+        """
         text = list(session.token_ids)
         try:
             if session.kept(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
@@ -78,6 +83,11 @@ class Shelf:
         except EdgespecError as error:  # such as the model's process being gone
             self._say(str(error))
             return False
+        if draft and common_prefix(draft.token_ids, text) >= self.least:
+            try:
+                draft.save(beside(path))
+            except EdgespecError as error:
+                self._say(str(error))
         for other, held in list(self._texts.items()):
             if other != path and text[: len(held)] == held:
                 self._drop(other)
@@ -85,10 +95,11 @@ class Shelf:
         self._make_room()
         return True
 
-    def load(self, path: Path, session: Session) -> bool:
+    def load(self, path: Path, session: Session, draft: Session | None = None) -> bool:
         """Have the session start from a file; if that does not work it may be empty. False: there is no room now."""
         try:
             session.load(path)
+            load_beside(path, draft)
             os.utime(path)  # it was of use
         except SessionFileError as error:
             self._say(f"{error}; it is left out")
@@ -103,14 +114,16 @@ class Shelf:
 
     def _drop(self, path: Path) -> None:
         self._texts.pop(path, None)
-        with suppress(OSError):
-            path.unlink()
+        for file in (path, beside(path)):
+            with suppress(OSError):
+                file.unlink()
 
     def _make_room(self) -> None:
         found = list[tuple[float, int, Path]]()
         for path in self._folder.glob("*.kept"):
             with suppress(OSError):
-                found.append((path.stat().st_mtime, path.stat().st_size, path))
+                drafts = beside(path).stat().st_size if beside(path).exists() else 0
+                found.append((path.stat().st_mtime, path.stat().st_size + drafts, path))
         size = sum(one[1] for one in found)
         for _, bytes_of, path in sorted(found):
             if size <= self._most_bytes:

@@ -13,8 +13,8 @@ from edgespec.backend import Capabilities, Session, common_prefix
 from edgespec.generate import Generation
 from edgespec.jobs import Job, Request
 from edgespec.pieces import TILE
-from edgespec.planners import Planner
-from edgespec.saved import has
+from edgespec.planners import Drafts, Planner
+from edgespec.saved import beside, has, load_beside
 from edgespec.shelf import Shelf
 
 WORTH_SHARING = 64  # tokens by which another session's text must be the better start, to be forked
@@ -35,6 +35,11 @@ class Slot:
     source: "Slot | None" = None  # whose session its own was forked from, and how many tokens of it: they share cells
     forked: int = 0
     looked_at: bool = False  # whether its text, since it is idle, was considered for the shelf
+
+    @property
+    def draft(self) -> Session | None:
+        """The draft's session, if a draft guesses."""
+        return self.planner.draft_session if isinstance(self.planner, Drafts) else None
 
 
 def best_source(slots: Sequence[Slot], prompt: Sequence[int]) -> tuple[Slot, int]:
@@ -62,7 +67,7 @@ def prepare(
     forks = slot is not source and shared >= WORTH_SHARING
     held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
     if shelf and slot.session.kept(len(held)) - (0 if forks else common) >= shelf.least:
-        shelf.put(slot.session)
+        shelf.put(slot.session, slot.draft)
     pass_on(slot, slots, 0 if forks else slot.session.kept(common))
     if forks:
         slot.session.close()
@@ -72,7 +77,7 @@ def prepare(
     if shelf and path and on_disk >= shared + shelf.least:
         pass_on(slot, slots, 0)
         slot.source = None
-        while not shelf.load(path, slot.session) and (other := oldest_idle(slots)):
+        while not shelf.load(path, slot.session, slot.draft) and (other := oldest_idle(slots)):
             forget(other, slots, shelf)
 
 
@@ -132,7 +137,7 @@ def oldest_idle(slots: Sequence[Slot]) -> Slot | None:
 def forget(slot: Slot, slots: Sequence[Slot], shelf: Shelf | None) -> None:
     """An idle slot loses its text, which is saved first."""
     if shelf:
-        shelf.put(slot.session)
+        shelf.put(slot.session, slot.draft)
     empty(slot, slots)
 
 
@@ -141,16 +146,18 @@ def save_one(slots: Sequence[Slot], shelf: Shelf) -> bool:
     for slot in slots:
         if slot.job is None and slot.session.token_ids and not slot.looked_at:
             slot.looked_at = True
-            shelf.put(slot.session)
+            shelf.put(slot.session, slot.draft)
             return True
     return False
 
 
 def save_latest(slots: Sequence[Slot], path: str | Path, note: Any) -> None:
     """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
-    last = max(slots, key=lambda slot: slot.used).session
-    if not has(path, last.token_ids, note):
-        last.save(path, note)
+    last = max(slots, key=lambda slot: slot.used)
+    if not has(path, last.session.token_ids, note):
+        last.session.save(path, note)
+    if last.draft and not has(beside(path), last.draft.token_ids, None):
+        last.draft.save(beside(path))
 
 
 def load(slots: Sequence[Slot], path: str | Path) -> Any:
@@ -158,7 +165,9 @@ def load(slots: Sequence[Slot], path: str | Path) -> Any:
     slot = min((slot for slot in slots if slot.job is None), key=lambda slot: slot.used)
     pass_on(slot, slots, 0)
     slot.source = None
-    return slot.session.load(path)
+    note = slot.session.load(path)
+    load_beside(path, slot.draft)
+    return note
 
 
 def _needed(limits: Capabilities, request: Request) -> int:

@@ -77,6 +77,27 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
     return [{"role": "system", "content": system}, question] if system else [question]
 
 
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson`, with the arguments that templates give it."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _generation_tag() -> Any:
+    """The tag `generation`, by which templates mark what is trained on: what is in it, as it is."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
 def render_chat(
     vocab: Vocab,
     messages: Sequence[Message],
@@ -130,9 +151,9 @@ def chat_text(
     bos = vocab.token_text(vocab.bos_id) if vocab.bos_id is not None else ""
     eos = vocab.token_text(vocab.eos_id) if vocab.eos_id is not None else ""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _as_json
     environment.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
         template = environment.from_string(vocab.chat_template)

@@ -12,6 +12,8 @@ from edgespec.backends.reference import ReferenceBackend, perturbed, random_mode
 from edgespec import saved
 from edgespec.backend import Exact, ShapeClass, prefill
 from edgespec.errors import SessionFileError
+from edgespec.model import Model
+from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.shelf import Shelf
 
 MODEL = random_model(4)
@@ -184,7 +186,72 @@ class TestShelf:
         self.make(tmp_path, target)
         assert self.files(tmp_path) == [".abd.kept-124.new"]  # another program may be writing it
 
+    def test_a_draft_s_session_lies_beside_and_counts(self, tmp_path):
+        target, draft = backend(), backend(random_model(2))
+        shelf, session, read = self.make(tmp_path, target), session_of(target), draft.open()
+        prefill(draft, read, session.token_ids[:15])
+        assert shelf.put(session, read)
+        kept, path = self.files(tmp_path), shelf.best(session.token_ids)[0]
+        assert kept == [path.name, f"{path.name}.draft"]
+        fresh, again = target.open(), draft.open()
+        assert shelf.load(path, fresh, again)
+        check_session(draft, again, session.token_ids[:15])
+        other = backend(random_model(3)).open()
+        assert shelf.load(path, fresh, other)  # another draft reads again
+        assert other.token_ids == []
+        both = sum(file.stat().st_size for file in (tmp_path / "shelf").iterdir())
+        self.make(tmp_path, target, most=both + 300).put(session_of(target, 20, 2))
+        assert path.name not in self.files(tmp_path)
+        assert f"{path.name}.draft" not in self.files(tmp_path)
+
+    def test_a_draft_that_has_read_little_is_not_saved(self, tmp_path):
+        target, draft = backend(), backend(random_model(2))
+        session, read = session_of(target), draft.open()
+        prefill(draft, read, session.token_ids[:3])
+        assert self.make(tmp_path, target).put(session, read)
+        assert len(self.files(tmp_path)) == 1
+
     def test_a_folder_that_cannot_be(self, tmp_path):
         Path(tmp_path / "shelf").write_text("a file")
         with pytest.raises(SessionFileError, match="cannot be used"):
             self.make(tmp_path, backend())
+
+
+class TestDrafts:
+    TEXT = "it was a dark and stormy night, and the rain fell in torrents"
+
+    def model(self, draft):
+        target = ReferenceBackend(random_model(2, vocab_size=258), sessions=1)
+        draft.read = []
+        forward = draft.forward
+
+        def spied(works):
+            draft.read += [work.token_ids.tolist() for work in works if len(work.token_ids) > 20]
+            return forward(works)
+
+        draft.forward = spied
+        return Model(target, SpecExecPlanner(draft, depth=3, beam=2), budget=6)
+
+    def draft(self, seed=5):
+        return ReferenceBackend(random_model(seed, vocab_size=258), sessions=1)
+
+    def test_a_prompt_that_was_kept_is_not_read_by_the_draft_either(self, tmp_path):
+        with self.model(first := self.draft()) as model:
+            before = model.generate(self.TEXT, max_tokens=8)
+            model.scheduler.save(tmp_path / "a")
+        assert first.read
+        for draft, reads in [(self.draft(), False), (self.draft(6), True)]:
+            with self.model(draft) as model:
+                model.scheduler.load(tmp_path / "a")
+                after = model.generate(self.TEXT, max_tokens=8)
+            assert after.token_ids == before.token_ids
+            assert after.stats.cached_tokens == after.stats.prompt_tokens - 1
+            assert bool(draft.read) == reads
+
+    def test_a_file_that_has_it_all_stays(self, tmp_path):
+        with self.model(self.draft()) as model:
+            model.generate(self.TEXT, max_tokens=8)
+            model.scheduler.save(tmp_path / "a")
+            before = (tmp_path / "a.draft").stat().st_ino
+            model.scheduler.save(tmp_path / "a")
+            assert (tmp_path / "a.draft").stat().st_ino == before

@@ -15,7 +15,8 @@ from test_server import HELLO, served, stream
 from test_server_tools import TEMPLATE
 
 from edgespec.grammar import Compiler, json_schema, lark, regex
-from edgespec.server.forms import FORMS, HERMES, Call, Thought, after_thought, form_of, shown_ids, thinking_of
+from edgespec.server.forced import after_thought
+from edgespec.server.forms import FORMS, HERMES, Call, Thought, form_of, shown_ids, thinking_of
 from edgespec.server.regions import Regions, types_of
 from edgespec.text import TextStream
 
@@ -24,15 +25,16 @@ FUNCTIONS = [
     {"name": "g"},
 ]
 CITY = {"city": "5", "days": 2}
-# What is in the template, and a text with calls of f(CITY) and, where the form can have two, g().
+# What is in the template, and a text with calls of f(CITY) and g(); one form more is read by channels.py.
 WRITTEN = {
     "<tool_call>": '<tool_call>\n{"name": "f", "arguments": {"city": "5", "days": 2}}\n</tool_call>\n'
     '<tool_call>{"name": "g"}</tool_call>',
-    "<function=": "<tool_call>\n<function=f>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-    "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+    "<tool_calls>[": '<tool_calls>[{"name": "f", "arguments": {"city": "5", "days": 2}}, {"name": "g"}]</tool_calls>',
+    "<function=<parameter=": "<tool_call>\n<function=f>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
     "<arg_key>": "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call><tool_call>g\n</tool_call>",
-    "[TOOL_CALLS]": '[TOOL_CALLS]f[ARGS]{"city": "5", "days": 2}[TOOL_CALLS]g[ARGS]{}',
+    "[TOOL_CALLS][ARGS]": '[TOOL_CALLS]f[ARGS]{"city": "5", "days": 2}[TOOL_CALLS]g[ARGS]{}',
     "<|tool_calls_section_begin|>": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
     '<|tool_call_argument_begin|>{"city": "5", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.g:1'
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
@@ -41,6 +43,19 @@ WRITTEN = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "<minimax:tool_call>": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">5</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+    "[TOOL_CALLS][CALL_ID]": '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"city": "5", "days": 2}'
+    "[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}",
+    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "f", "arguments": {"city": "5", "days": 2}, "id": "abcdefghi"}, '
+    '{"name": "g", "arguments": {}, "id": "123456789"}]',
+    "<｜tool▁calls▁begin｜>```json": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"city": "5", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "<seed:tool_call><function=<parameter=": "<seed:tool_call>\n<function=f>\n<parameter=city>5</parameter>\n"
+    "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=g>\n</function>\n"
+    "</seed:tool_call>",
+    "<|tool_call>call:": '<|tool_call>call:f{city:<|"|>5<|"|>,days:2}<tool_call|><|tool_call>call:g{}<tool_call|>',
+    '{"name": function name, "parameters": dictionary': '<|python_tag|>[{"name": "f", "parameters": '
+    '{"city": "5", "days": 2}}, {"name": "g"}]',
     "<|python_tag|>": '<|python_tag|>[{"name": "f", "parameters": {"city": "5", "days": 2}}, {"name": "g"}]',
 }
 
@@ -68,15 +83,15 @@ def pieces(regions, text, data=None):
 
 
 def test_every_form_has_an_example():
-    assert {form.seen for form in FORMS} == set(WRITTEN)
+    assert sorted("".join(form.seen) for form in FORMS if form.open) == sorted(WRITTEN)
+    for seen, form in ((seen, form_of(vocabulary(seen))) for seen in WRITTEN):
+        assert "".join(form.seen) == seen
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.booleans(), st.booleans(), st.data())
 def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks, data):
-    form = form_of(vocabulary(seen))
-    assert form.seen == seen
-    text = WRITTEN[seen]
+    form, text = form_of(vocabulary(seen)), WRITTEN[seen]
     expected = [("f", CITY), ("g", {})]
     if says:
         text, expected = "Let me see.\n" + text, ["Let me see.", *expected]
@@ -166,7 +181,7 @@ def thinking_body(**more):
 class TestDialects:
     @pytest.fixture(autouse=True)
     def _plain_grammar(self, monkeypatch):
-        monkeypatch.setattr("edgespec.server.tools.after_thought", lambda grammar, thinking, inside: grammar)
+        monkeypatch.setattr("edgespec.server.tools.after_thought", lambda vocab, grammar, *more: grammar)
 
     def test_chat(self, thinker):
         body = thinking_body(**HELLO, **FORM)
@@ -233,11 +248,11 @@ class TestDialects:
 
 def test_a_schema_holds_behind_a_thought():
     with served() as client:
-        compiler = Compiler(client.model.target.vocab)
+        vocab, compiler = client.model.target.vocab, Compiler(client.model.target.vocab)
 
         def fits(grammar, inside, text):
-            matcher = compiler.compiled(after_thought(grammar, THINK, inside)).start()._matcher
-            ids = client.model.target.vocab.encode(text, add_bos=False, parse_special=False)
+            matcher = compiler.compiled(after_thought(vocab, grammar, THINK, inside)).start()._matcher
+            ids = vocab.encode(text, add_bos=False, parse_special=False)
             return matcher.validate_tokens(ids) == len(ids)
 
         for grammar, good, bad in [

@@ -49,7 +49,7 @@ def test_what_the_draft_has_read_beside_the_tree_is_kept_when_the_target_writes_
     token = int(found.token_ids[beside])
     assert token != tree.token_ids[1]
     planner.accept([token, SIZE - 1], 0.0)
-    assert planner._drafter._session.token_ids == [1, 2, 3, token]
+    assert planner.draft_session.token_ids == [1, 2, 3, token]
 
 
 def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():

@@ -9,7 +9,7 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
 from edgespec.jobs import Request
-from edgespec.measure.stress import KINDS, broken_json, half_open, left_over, load
+from edgespec.measure.stress import KINDS, ask_for_json, half_open, is_pet, left_over, load, sampled_json
 from edgespec.measure.typing_ahead import WAYS, replay, served
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
@@ -42,7 +42,17 @@ def test_clients_of_all_kinds(server):
 
 
 def test_json_by_a_schema_is_never_broken(server):
-    assert broken_json(server[1], 4, 250) == []
+    found = sampled_json(server[1], range(4), 250, at_once=2)
+    assert [one.broken for one in found] == [False] * 4
+    assert any(is_pet(one.text) for one in found)
+    assert found[3].text == ask_for_json(server[1], 3, 250).text  # in the seeds' order: a run can be gone on with
+    assert sampled_json(server[1], range(4), 250, seconds=-1.0) == []
+
+
+@pytest.mark.parametrize("text", ['{"name":"x"}', '["name"]', '{"name":"x","age":200,"kind":"cat","tags":[]}', "{"])
+def test_broken_json_is_seen(text):
+    assert is_pet('{"name":"x","age":20,"kind":"cat","tags":["a"]}')
+    assert not is_pet(text)
 
 
 def test_typing_changes_no_answer(server):

@@ -116,3 +116,25 @@ def test_a_template_can_refuse_messages() -> None:
 def test_no_template_is_said_clearly() -> None:
     with pytest.raises(UsageError, match="no chat template"):
         render_chat(ByteVocab(None), [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("filters", "written"),
+    [
+        ("tojson", '{"b": "ä", "a": 1}'),
+        ("tojson(ensure_ascii=False)", '{"b": "ä", "a": 1}'),
+        ("tojson(ensure_ascii=True, sort_keys=True)", '{"a": 1, "b": "\\u00e4"}'),
+        ("tojson(separators=(',', ':'))", '{"b":"ä","a":1}'),
+        ("tojson(indent=1)", '{\n "b": "ä",\n "a": 1\n}'),
+    ],
+)
+def test_templates_write_json_with_the_arguments_that_they_know(filters: str, written: str) -> None:
+    template = "{{ {'b': 'ä', 'a': 1} | " + filters + " }}"
+    _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}])
+    assert bytes(text).decode() == written
+
+
+def test_templates_may_mark_what_is_trained_on() -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
+    _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}] * 2)
+    assert bytes(text) == b"x!x!"

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from edgespec.backend import Work
+from edgespec.tree import IntArray
 
 from ..path_states import PathStates, Rectangle
 from .session import MlxSession, Owner
@@ -186,10 +187,11 @@ class MlxPathSession(MlxSession):
     def kept(self, length: int) -> int:
         return length if length == len(self.token_ids) else self.states.text.before(length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         length, prompt = len(self.token_ids), self._prompt
-        super().commit(path)
+        none = super().commit(path)
         self.states.commit(length, path, prompt)
+        return none  # nodes below have states that start from nodes which are text now
 
     def rewind(self, length: int) -> None:
         super().rewind(length)

@@ -15,6 +15,7 @@ import transformers
 
 from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import EdgespecError, Interrupted, ModelError
+from edgespec.tree import IntArray
 
 from ..hf_vocab import first_line
 from ..interrupts import interruptible
@@ -216,10 +217,11 @@ class TorchPathSession(TorchSession):
     def kept(self, length: int) -> int:
         return length if length == len(self.token_ids) else self.states.text.before(length)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         length, prompt = len(self.token_ids), self._prompt
-        super().commit(path)
+        none = super().commit(path)
         self.states.commit(length, path, prompt)
+        return none  # nodes below have states that start from nodes which are text now
 
     def rewind(self, length: int) -> None:
         super().rewind(length)

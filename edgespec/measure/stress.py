@@ -6,6 +6,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock, Thread, active_count
 from typing import Any
@@ -116,31 +117,66 @@ def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
     )  # asyncio's workers
 
 
-def broken_json(port: int, answers: int, max_tokens: int, progress: Callable[[], None] = lambda: None) -> list[str]:
-    """Answers by a schema, each sampled with its own seed, that are complete and yet no JSON of this schema."""
-    broken = list[str]()
-    for seed in range(answers):
-        body = {
-            "messages": [{"role": "user", "content": "Describe a pet as JSON."}],
-            "seed": seed,
-            "temperature": 1.0,
-            "max_tokens": max_tokens,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}},
-        }
-        with closing_connection(port) as connection:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-            (choice,) = json.loads(connection.getresponse().read())["choices"]
-        text = choice["message"]["content"]
-        try:
-            pet = json.loads(text)
-            right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in ("cat", "dog", "bird")
-            right = right and isinstance(pet["age"], int) and 0 <= pet["age"] <= 120
-        except (ValueError, TypeError, KeyError):
-            right = False
-        if not right and choice["finish_reason"] != "length":
-            broken.append(text)
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An answer by `SCHEMA`."""
+
+    text: str
+    seconds: float
+    cut: bool  # it may then be no JSON
+    broken: bool  # it is complete, and yet no JSON of this schema
+
+
+def sampled_json(
+    port: int, seeds: range, max_tokens: int, *, at_once: int = 1, seconds: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Sampled]:  # fmt: skip
+    """Answers by a schema, each sampled with its own seed, in the seeds' order; fewer where the seconds were over."""
+    until = time.monotonic() + seconds if seconds is not None else float("inf")
+
+    def one(seed: int) -> Sampled | None:
+        if time.monotonic() > until:
+            return None
+        found = ask_for_json(port, seed, max_tokens)
         progress()
-    return broken
+        return found
+
+    with ThreadPoolExecutor(at_once) as pool:  # which begins them in their order
+        found = list[Sampled]()
+        for answer in pool.map(one, seeds):
+            if answer is None:
+                break
+            found.append(answer)
+        return found
+
+
+def ask_for_json(port: int, seed: int, max_tokens: int) -> Sampled:
+    """One of them."""
+    body = {
+        "messages": [{"role": "user", "content": "Describe a pet as JSON."}],
+        "seed": seed,
+        "temperature": 1.0,
+        "max_tokens": max_tokens,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}},
+    }
+    started = time.perf_counter()
+    with closing_connection(port) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        (choice,) = json.loads(connection.getresponse().read())["choices"]
+    text, cut = choice["message"]["content"], choice["finish_reason"] == "length"
+    return Sampled(text, time.perf_counter() - started, cut, broken=not cut and not is_pet(text))
+
+
+def is_pet(text: str) -> bool:
+    """Whether a text is JSON by `SCHEMA`."""
+    try:
+        pet = json.loads(text)
+        right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in SCHEMA["properties"]["kind"]["enum"]
+        right = right and isinstance(pet["name"], str) and len(pet["name"]) <= 20 and len(pet["tags"]) <= 3
+        right = right and all(isinstance(tag, str) and len(tag) <= 8 for tag in pet["tags"])
+        return right and isinstance(pet["age"], int) and 0 <= pet["age"] <= 120
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def half_open(port: int, count: int) -> list[socket.socket]:

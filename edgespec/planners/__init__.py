@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from edgespec.backend import Session
 from edgespec.cost import Curve
 from edgespec.planners.ngrams import Beside
 from edgespec.sampling import Noise, SamplingParams
@@ -64,7 +65,11 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Drafts(Protocol):
-    """A planner with a draft model, whose search goes on from round to round."""
+    """A planner that may have a draft model, whose search goes on from round to round."""
+
+    @property
+    def draft_session(self) -> Session | None:
+        """The draft's session, which may be saved and loaded between texts; None: there is no draft."""
 
     @property
     def model_passes(self) -> int:

@@ -27,7 +27,7 @@ class Drafter:
         self.beside = False  # the target works meanwhile
         self.evaluated = 0  # uncommitted nodes in the session
         self._cost = PassCost() if cost is None else cost
-        self._session = draft.open()
+        self.session = draft.open()
 
     def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
         """Read the prompt but for its last token, keeping what the cache already holds of it; or leave it for later.
@@ -37,19 +37,19 @@ class Drafter:
         """
         check_room(self.draft, len(prompt_ids), "the draft model's context")
         if read:
-            prefill(self.draft, self._session, prompt_ids[:-1])
+            prefill(self.draft, self.session, prompt_ids[:-1])
         else:
-            self._session.rewind(common_prefix(self._session.token_ids, prompt_ids[:-1]))
+            self.session.rewind(common_prefix(self.session.token_ids, prompt_ids[:-1]))
         self.evaluated, self.seconds, self.hidden, self.passes = 0, 0.0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
         """How many of the text's tokens the draft has not read."""
-        return len(token_ids) - len(self._session.token_ids)
+        return len(token_ids) - len(self.session.token_ids)
 
     @property
     def cost(self) -> Curve | None:
         """Of its passes, at the length of its text; None: none was made yet."""
-        return self._cost.at(len(self._session.token_ids))
+        return self._cost.at(len(self.session.token_ids))
 
     def room(self, context: Context) -> int:
         """How deep a tree may be: the text's end and the draft's own context limit it."""
@@ -57,8 +57,8 @@ class Drafter:
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
         """Commit the tokens the session lacks; the last one's logits and node."""
-        started, length = perf_counter(), len(self._session.token_ids)
-        last = prefill(self.draft, self._session, token_ids, want_last=True)
+        started, length = perf_counter(), len(self.session.token_ids)
+        last = prefill(self.draft, self.session, token_ids, want_last=True)
         assert last is not None
         self.evaluated = 0
         self._took(max(1, len(token_ids) - length), perf_counter() - started)
@@ -69,7 +69,7 @@ class Drafter:
         started = perf_counter()
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
-        logits = self.draft.forward([Work(self._session, tokens, above, wanted)])[0]
+        logits = self.draft.forward([Work(self.session, tokens, above, wanted)])[0]
         self.evaluated += len(nodes)
         self._took(len(nodes), perf_counter() - started)
         return logits, nodes
@@ -80,7 +80,7 @@ class Drafter:
             self.hidden += seconds
         else:
             self.seconds += seconds
-            self._cost.add(nodes, seconds, len(self._session.token_ids))
+            self._cost.add(nodes, seconds, len(self.session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
@@ -88,12 +88,12 @@ class Drafter:
         try:
             yield
         finally:
-            self._session.rewind(self._session.kept(min(length, len(self._session.token_ids))))
+            self.session.rewind(self.session.kept(min(length, len(self.session.token_ids))))
             self.evaluated = 0
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> list[int]:
         """Make nodes text; all others go, but with `below` those under the last: the old numbers of what stays."""
-        kept: list[int] = self._session.commit(path, below=below).tolist()
+        kept: list[int] = self.session.commit(path, below=below).tolist()
         self.evaluated = len(kept)
         return kept
 
@@ -101,13 +101,13 @@ class Drafter:
         """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
         token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
         with suppress(Interrupted, ContextFull):
-            self.draft.forward([Work(self._session, token, above, np.zeros(0, np.int32))])
-        self._session.commit([])
+            self.draft.forward([Work(self.session, token, above, np.zeros(0, np.int32))])
+        self.session.commit([])
         self.evaluated = 0
 
     def close(self) -> None:
         """Free the session."""
-        self._session.close()
+        self.session.close()
 
 
 class Guess:

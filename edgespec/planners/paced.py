@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.backend import Session
 from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
 from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
@@ -168,6 +169,11 @@ class PacedPlanner:
     def went_on(self) -> int:
         """Rounds since `begin` whose search went on in the next."""
         return self._draft.went_on if self._draft else 0
+
+    @property
+    def draft_session(self) -> Session | None:
+        """See `Drafts`."""
+        return self._draft.draft_session if self._draft else None
 
     @property
     def plain_seconds(self) -> float:

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgespec.backend import Backend
+from edgespec.backend import Backend, Session
 from edgespec.cost import PassCost, worth_reading
 from edgespec.planners import Context
 from edgespec.planners.ahead import Worker
@@ -95,6 +95,11 @@ class SpecExecPlanner:
         self._went_ahead = False  # in this round
         self._reading = list[int]()  # nodes of the pass under way
         self._usual = -np.inf  # the K-th best log-probability of the last search: this one's will be much alike
+
+    @property
+    def draft_session(self) -> Session:
+        """See `Drafts`."""
+        return self._drafter.session
 
     @property
     def model_seconds(self) -> float:

@@ -15,6 +15,7 @@ from edgespec.grammar import Compiled, Grammar, json_object, json_schema, lark, 
 from edgespec.jobs import Chunk, Ended, Request, Wrote
 from edgespec.server.errors import Refused
 from edgespec.server.forms import Call, Thought
+from edgespec.server.prompts import prompt_ids
 from edgespec.server.texts import (
     Answer,
     Lenient,
@@ -31,7 +32,7 @@ from edgespec.server.texts import (
     usage_of,
 )
 from edgespec.server.tools import Look, Tools, choose_tools, replayed
-from edgespec.text import Message, render_chat
+from edgespec.text import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_LOG_PROBS = 20
@@ -128,7 +129,11 @@ def conversation(messages: Sequence[dict[str, Any]]) -> list[Message]:
                 isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
             ):
                 raise Refused(400, f"messages.{i}.tool_calls is no list of calls", param="messages")
-            turn["tool_calls"] = [replayed(c["function"].get("name"), c["function"].get("arguments")) for c in calls]
+            turn["tool_calls"] = [
+                replayed(c["function"].get("name"), c["function"].get("arguments"), c.get("id")) for c in calls
+            ]
+        if role == "tool":
+            turn["tool_call_id"] = message.get("tool_call_id")
         found.append(turn)
     if not found:
         raise Refused(400, "messages is empty: give at least one", param="messages")
@@ -186,7 +191,7 @@ async def prompt_of(service: Service, body: ChatBody, tools: Tools | None = None
     """Token ids of the conversation. Raises Refused, UsageError."""
     shown = tools.functions if tools else None
     more = template_options(body.reasoning_effort, body.chat_template_kwargs)
-    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body.messages), shown, more)
+    return await asyncio.to_thread(prompt_ids, service.model.target.vocab, conversation(body.messages), shown, more)
 
 
 async def requests_of(service: Service, body: ChatBody) -> tuple[list[Request], Look]:

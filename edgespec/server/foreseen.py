@@ -12,15 +12,16 @@ from typing import Any, Protocol
 
 from edgespec.backend import Vocab
 from edgespec.jobs import Ended, Event, Foresaw, Wrote
+from edgespec.server.channels import Reader
 from edgespec.server.forms import Call
-from edgespec.server.regions import Piece, Regions
+from edgespec.server.regions import Piece
 from edgespec.text import TextStream
 
 
 class Growing(Protocol):
     """What is read here of an answer."""
 
-    regions: Regions
+    regions: Reader
     pieces: list[Piece]
     new: list[Piece]
 
@@ -48,7 +49,7 @@ class Foreseen:
             if isinstance(event, Ended):
                 yield from self._withdraw(lambda number, call: False)
 
-    def _believed(self, event: Foresaw, regions: Regions, vocab: Vocab) -> list[Call]:
+    def _believed(self, event: Foresaw, regions: Reader, vocab: Vocab) -> list[Call]:
         text, ahead = TextStream(vocab, shown=event.shown), deepcopy(regions)
         pieces = ahead.push("".join(map(text.push, event.token_ids)))
         if event.token_ids and event.token_ids[-1] in vocab.eog_ids:

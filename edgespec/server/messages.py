@@ -12,6 +12,7 @@ from edgespec.jobs import Ended, Wrote
 from edgespec.server.chat import compiled
 from edgespec.server.errors import Refused
 from edgespec.server.forms import Call, Thought
+from edgespec.server.prompts import prompt_ids
 from edgespec.server.regions import Piece
 from edgespec.server.texts import (
     Answer,
@@ -27,7 +28,7 @@ from edgespec.server.texts import (
     server_sent,
 )
 from edgespec.server.tools import Look, Tools, choose_tools, replayed
-from edgespec.text import Message, render_chat
+from edgespec.text import Message
 
 # A line that Claude Code puts first and changes with every request, so that no prefix would ever be found again.
 BILLING = "x-anthropic-billing-header:"
@@ -99,7 +100,9 @@ def turns(role: str, content: Any, where: str) -> list[Message]:
         if kind == "tool_result"
     ]
     calls = [
-        replayed(b.get("name"), b.get("input")) for b, kind in zip(blocks, kinds, strict=True) if kind == "tool_use"
+        replayed(b.get("name"), b.get("input"), b.get("id"))
+        for b, kind in zip(blocks, kinds, strict=True)
+        if kind == "tool_use"
     ]
     rest = [b for b, kind in zip(blocks, kinds, strict=True) if kind not in ("tool_result", "tool_use")]
     if rest or calls or not found:
@@ -124,19 +127,19 @@ def tools_of(service: Service, body: CountBody) -> Tools | None:
     return choose_tools(service.model.target.vocab, functions, str(mode or "auto"), name)
 
 
-async def prompt_ids(service: Service, body: CountBody, tools: Tools | None) -> list[int]:
+async def ids_of(service: Service, body: CountBody, tools: Tools | None) -> list[int]:
     """Token ids of the conversation. Raises Refused."""
     shown = tools.functions if tools else None
     wanted = (body.thinking or {}).get("type")
     more = {"enable_thinking": wanted != "disabled"} if wanted else {}
-    return await asyncio.to_thread(render_chat, service.model.target.vocab, conversation(body), shown, more)
+    return await asyncio.to_thread(prompt_ids, service.model.target.vocab, conversation(body), shown, more)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """POST /v1/messages/count_tokens."""
     body = await read_body(http, CountBody)
     service: Service = http.app.state.service
-    return JSONResponse({"input_tokens": len(await prompt_ids(service, body, tools_of(service, body)))})
+    return JSONResponse({"input_tokens": len(await ids_of(service, body, tools_of(service, body)))})
 
 
 async def messages(http: HttpRequest) -> Response:
@@ -144,7 +147,7 @@ async def messages(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
     body = await read_body(http, MessagesBody)
     tools = tools_of(service, body)
-    ids = await prompt_ids(service, body, tools)
+    ids = await ids_of(service, body, tools)
     look = Look(service.model.target.vocab, ids, tools)
     grammar = await compiled(service, look.grammar(tools.required if tools else None))
     requests = await requests_for(

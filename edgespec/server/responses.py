@@ -14,6 +14,7 @@ from edgespec.jobs import Ended, Wrote
 from edgespec.server.chat import Extra, compiled, conversation, grammar_of, one_form, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.forms import Call, Thought
+from edgespec.server.prompts import prompt_ids
 from edgespec.server.texts import (
     SamplingFields,
     Service,
@@ -27,7 +28,6 @@ from edgespec.server.texts import (
     server_sent,
 )
 from edgespec.server.tools import Look, Tools, choose_tools
-from edgespec.text import render_chat
 
 
 class ResponsesBody(SamplingFields):
@@ -59,7 +59,10 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
             found.append({**item, "reasoning_content": thought} if thought and is_answer else item)
             thought = "" if is_answer else thought
         elif kind == "function_call":
-            call = {"function": {"name": item.get("name"), "arguments": item.get("arguments")}}
+            call = {
+                "id": item.get("call_id"),
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }
             before = found[-1].get("tool_calls") if found else None
             if isinstance(before, list) and before:  # called at once
                 found[-1] = {**found[-1], "tool_calls": [*before, call]}
@@ -67,7 +70,7 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
                 found.append({"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": thought})
                 thought = ""
         elif kind == "function_call_output":
-            found.append({"role": "tool", "content": item.get("output")})
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "reasoning":
             parts = item.get("content") or ()
             if not isinstance(parts, list | tuple):
@@ -102,7 +105,7 @@ async def responses(http: HttpRequest) -> Response:
     wanted = one_form(tools, grammar_of(form, body.edgespec, "text.format"))
     shown, vocab = tools.functions if tools else None, service.model.target.vocab
     more = template_options((body.reasoning or {}).get("effort"))
-    ids = await asyncio.to_thread(render_chat, vocab, conversation(messages_of(body)), shown, more)
+    ids = await asyncio.to_thread(prompt_ids, vocab, conversation(messages_of(body)), shown, more)
     look = Look(vocab, ids, tools)
     grammar = await compiled(service, look.grammar(wanted))
     sampling = sampling_of(body, service.defaults)
@@ -166,7 +169,7 @@ def whole(head: dict[str, Any], name: str, texts: Texts) -> dict[str, Any]:
         "total_tokens": prompt + written,
     }
     more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
-    told = {"edgespec": account(texts.answers)}
+    told = {"edgespec": account(texts.answers), **({} if cut else {"completed_at": int(time.time())})}
     output = [thought_item(name, one.thought)] if one.thought else []
     output += [item(name, one.text, status)] if one.text or not one.calls else []
     output += map(call_item, one.calls)

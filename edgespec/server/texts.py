@@ -21,6 +21,7 @@ from edgespec.grammar import Compiled
 from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
+from edgespec.server.channels import Reader
 from edgespec.server.drafts import Drafts
 from edgespec.server.errors import Refused, error_body, refusal
 from edgespec.server.foreseen import Foreseen
@@ -206,7 +207,7 @@ class Answer:
 
     request: Request
     stats: GenerationStats = field(default_factory=GenerationStats)
-    regions: Regions = field(default_factory=Regions)
+    regions: Reader = field(default_factory=Regions)
     pieces: list[Piece] = field(default_factory=list)  # thoughts, content and calls so far
     new: list[Piece] = field(default_factory=list)  # those of the last event
     chunks: list[Chunk] = field(default_factory=list)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.backend import Vocab
-from edgespec.errors import UsageError
-from edgespec.grammar import Grammar, lark
+from edgespec.grammar import Grammar
+from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, Channels, Reader, comes_in_channels
 from edgespec.server.errors import Refused
-from edgespec.server.forms import HERMES, Form, after_thought, begins_inside, form_of, shown_ids, thinking_of
+from edgespec.server.forced import after_thought, call_grammar
+from edgespec.server.forms import Form, begins_inside, form_of, shown_ids, thinking_of
 from edgespec.server.regions import Regions, types_of
 
-OPEN, CLOSE = HERMES.open[0], HERMES.close
 MOST_TOOLS = 128
 
 
@@ -24,11 +24,6 @@ class Tools:
     functions: Sequence[dict[str, Any]]  # {"type": "function", "function": {"name", "description", "parameters"}}
     form: Form  # how the model writes calls
     required: Grammar | None = None  # the answer is a call, in this form
-
-
-def can_force(vocab: Vocab, form: Form) -> bool:
-    """Whether a grammar can make the model write a call: its markers must be text, not control tokens."""
-    return form is HERMES and not shown_ids(vocab, [OPEN, CLOSE])
 
 
 def choose_tools(vocab: Vocab, functions: Sequence[Mapping[str, Any]], mode: str, name: str | None) -> Tools | None:
@@ -62,32 +57,7 @@ def choose_tools(vocab: Vocab, functions: Sequence[Mapping[str, Any]], mode: str
         raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
     kept = [{"type": "function", "function": dict(function)} for function in functions]
     forced = mode == "required" or name is not None
-    if forced and not can_force(vocab, form):
-        raise Refused(400, "tool_choice: this model cannot be made to call; leave it at auto", param="tool_choice")
-    return Tools(kept, form, call_grammar(named) if forced else None)
-
-
-def call_grammar(functions: Sequence[Mapping[str, Any]]) -> Grammar:
-    """Texts that are one call of one of them. Raises UsageError: the parameters are no JSON."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    # With a space behind commas and colons, as templates show it.
-    guidance = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    try:
-        schema = json.dumps({"anyOf": calls, "x-guidance": guidance})
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"tools: the parameters are no JSON: {error}") from error
-    return lark(f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {schema}')
+    return Tools(kept, form, call_grammar(vocab, form, named) if forced else None)
 
 
 class Look:
@@ -101,28 +71,34 @@ class Look:
             tools: what may be called; None: nothing.
         """
         self._form = tools.form if tools else None
-        self._thinking = thinking_of(vocab)
+        self._channels = comes_in_channels(vocab)
+        self._thinking = ANALYSIS if self._channels else thinking_of(vocab)
         self._types = types_of(tool["function"] for tool in tools.functions) if tools else {}
         self._inside = self._thinking is not None and begins_inside(vocab, prompt_ids, self._thinking)
         markers = list(self._thinking or ())
         markers += [*self._form.open, self._form.close, *self._form.inner] if self._form else []
+        markers += MARKERS if self._channels else ()
         self.shown = shown_ids(vocab, [marker for marker in markers if marker])
-        self._free = self._thinking is not None and not shown_ids(vocab, self._thinking)
+        self._vocab, self._required = vocab, tools.required if tools else None
 
-    def regions(self) -> Regions:
+    def regions(self) -> Reader:
         """For one answer."""
+        if self._channels:
+            return Channels(self._form)
         return Regions(self._form, self._thinking, inside=self._inside, types=self._types)
 
     def grammar(self, grammar: Grammar | None) -> Grammar | None:
         """The grammar of an answer that may begin with a thought."""
-        if grammar is None or self._thinking is None or not self._free:
+        if grammar is None or self._thinking is None:
             return grammar
-        return after_thought(grammar, self._thinking, self._inside)
+        opening = FINAL if self._channels and grammar is not self._required else ""
+        return after_thought(self._vocab, grammar, self._thinking, self._inside, opening)
 
 
-def replayed(name: Any, arguments: Any) -> dict[str, Any]:
+def replayed(name: Any, arguments: Any, id_: Any = None) -> dict[str, Any]:
     """An earlier call as templates want it: with arguments as an object, if they are one."""
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-    return {"type": "function", "function": {"name": str(name), "arguments": arguments}}
+    known = {"id": id_} if isinstance(id_, str) and id_ else {}
+    return {"type": "function", **known, "function": {"name": str(name), "arguments": arguments}}

@@ -1,0 +1,108 @@
+"""Answers of gpt-oss, which come in channels (OpenAI's harmony format).
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+    … <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+
+What is analysed is thought; final words, and commentary to nobody, are content; what is sent to a function is a call.
+The prompt ends behind <|start|>assistant, so an answer begins with a header.
+"""
+
+import json
+import re
+
+from edgespec.backend import Vocab
+from edgespec.server.forms import Form, Thought, made
+from edgespec.server.regions import Piece, Regions
+from edgespec.text import overlap
+
+MESSAGE = "<|message|>"
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around a thought
+FINAL = "<|channel|>final<|message|>"
+ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+BEGINNINGS = ("<|channel|>", "<|start|>", "to=")  # of headers
+MARKERS = ("<|channel|>", MESSAGE, "<|constrain|>", *ENDS)
+
+
+def comes_in_channels(vocab: Vocab) -> bool:
+    """Whether this model's answers do."""
+    return all(mark in (vocab.chat_template or "") for mark in (ANALYSIS[0], FINAL))
+
+
+class Channels:
+    """One text; used as `Regions` are."""
+
+    def __init__(self, form: Form | None = None) -> None:
+        """
+        Args:
+            form: of calls; None: nothing may be called, and what is sent to a function is content.
+        """
+        self._calls = form is not None
+        self._header: str | None = None  # of the message that is open
+        self._held = ""
+        self._free = False  # the model has left the format: all is content
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text stands within a thought."""
+        return self._header is not None and not self._to(self._header) and "analysis" in self._header
+
+    def push(self, text: str) -> list[Piece]:
+        """What became certain."""
+        self._held += text
+        found = list[Piece]()
+        while self._step(found):
+            pass
+        return [piece for piece in found if piece not in ("", Thought(""))]
+
+    def finish(self) -> list[Piece]:
+        """What was held back when the text ended; half a header is nothing."""
+        found = list[Piece]()
+        if self._header is not None or self._free:
+            self._say(found, self._held, whole=True)
+        self._held, self._header = "", None
+        return [piece for piece in found if piece not in ("", Thought(""))]
+
+    def _step(self, found: list[Piece]) -> bool:
+        if self._free:
+            self._say(found, self._held)
+            self._held = ""
+            return False
+        if self._header is None:
+            header, seen, rest = self._held.partition(MESSAGE)
+            start = header.lstrip()
+            if seen:
+                self._header, self._held = header, rest
+            elif start and not any(start.startswith(b) or b.startswith(start) for b in BEGINNINGS):
+                self._free = True
+            return bool(seen or self._free)
+        places = [(at, end) for end in ENDS if (at := self._held.find(end)) >= 0]
+        if places:
+            at, end = min(places)
+            self._say(found, self._held[:at], whole=True)
+            self._held = self._held[at if end == "<|start|>" else at + len(end) :]
+            self._header = None
+            return True
+        if not self._to(self._header):
+            sure = len(self._held) - max(overlap(self._held, end) for end in ENDS)
+            self._say(found, self._held[:sure])
+            self._held = self._held[sure:]
+        return False
+
+    def _to(self, header: str) -> str:
+        """The function that a message is sent to; "": none."""
+        sent = RECIPIENT.search(header)
+        return sent[1] if sent and sent[1] != "assistant" and self._calls else ""
+
+    def _say(self, found: list[Piece], text: str, whole: bool = False) -> None:
+        if name := self._to(self._header or ""):
+            assert whole
+            try:
+                found.append(made(name, json.loads(text)))
+            except (ValueError, RecursionError):
+                found.append(text)
+        else:
+            found.append(Thought(text) if self.thinking else text)
+
+
+Reader = Regions | Channels  # what cuts one text

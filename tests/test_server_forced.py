@@ -1,0 +1,299 @@
+"""Calls that must be: the grammar of every form, markers being text or control tokens; and gpt-oss's channels."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from edgespec.backends.reference import ReferenceVocab
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+
+from test_server import HELLO, served
+from test_server_forms import SCHEMA, pieces
+from test_server_tools import TEMPLATE, TOOLS, check
+
+from edgespec.errors import UsageError
+from edgespec.grammar import Compiler, json_schema
+from edgespec.server.channels import ANALYSIS, FINAL, Channels, comes_in_channels
+from edgespec.server.forced import after_thought, call_grammar, is_text
+from edgespec.server.forms import FORMS, MARKER, Thought, form_of
+from edgespec.server.prompts import settled
+from edgespec.server.regions import Regions, types_of
+
+FUNCTION = {
+    "name": "look_up",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string"},
+            "how": {"enum": ["fast", "well", 3]},
+            "times": {"$ref": "#/$defs/few"},
+            "where": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["word", "times"],
+        "$defs": {"few": {"type": "integer", "minimum": 0, "maximum": 5}},
+    },
+}
+ARGUMENTS = {"word": "an <odd> one", "how": "well", "times": 2, "where": ["here", "there"]}
+JSON = '{"word": "an <odd> one", "how": "well", "times": 2, "where": ["here", "there"]}'
+# By what is in the template: a call as the model's own template writes it.
+SPELLED = {
+    "<minimax:tool_call>": '<minimax:tool_call>\n<invoke name="look_up">\n'
+    '<parameter name="word">an <odd> one</parameter>\n'
+    '<parameter name="how">well</parameter>\n<parameter name="times">2</parameter>\n'
+    '<parameter name="where">["here", "there"]</parameter>\n</invoke>\n</minimax:tool_call>',
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0"
+    f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+    "<｜tool▁calls▁begin｜>```json": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n"
+    f"```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "<｜tool▁calls▁begin｜>": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{JSON}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "[TOOL_CALLS][CALL_ID]": f"[TOOL_CALLS]look_up[CALL_ID]abcdefgh1[ARGS]{JSON}",
+    "[TOOL_CALLS][ARGS]": f"[TOOL_CALLS]look_up[ARGS]{JSON}",
+    "[TOOL_CALLS]": f'[TOOL_CALLS][{{"name": "look_up", "arguments": {JSON}, "id": "abcdefgh1"}}]',
+    "<arg_key>": "<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>an <odd> one</arg_value>\n"
+    "<arg_key>how</arg_key>\n<arg_value>well</arg_value>\n<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n"
+    '<arg_key>where</arg_key>\n<arg_value>["here", "there"]</arg_value>\n</tool_call>',
+    "<seed:tool_call><function=<parameter=": "<seed:tool_call>\n<function=look_up>\n"
+    "<parameter=word>an <odd> one</parameter>\n<parameter=how>well</parameter>\n<parameter=times>2</parameter>\n"
+    '<parameter=where>["here", "there"]</parameter>\n</function>\n</seed:tool_call>',
+    "<function=<parameter=": "<tool_call>\n<function=look_up>\n<parameter=word>\nan <odd> one\n</parameter>\n"
+    "<parameter=how>\nwell\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
+    '<parameter=where>\n["here", "there"]\n</parameter>\n</function>\n</tool_call>',
+    "<tool_calls>[": f'<tool_calls>[{{"name": "look_up", "arguments": {JSON}}}]</tool_calls>',
+    "<tool_call>": f'<tool_call>\n{{"name": "look_up", "arguments": {JSON}}}\n</tool_call>',
+    "<|python_tag|>": f'{{"name": "look_up", "parameters": {JSON}}}',
+    '{"name": function name, "parameters": dictionary': f'{{"name": "look_up", "parameters": {JSON}}}',
+    "<|tool_call>call:": '<|tool_call>call:look_up{word:<|"|>an <odd> one<|"|>,times:2,how:<|"|>well<|"|>,'
+    'where:[<|"|>here<|"|>,<|"|>there<|"|>]}<tool_call|>',
+    ANALYSIS[0] + FINAL: "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>" + JSON,
+}
+
+
+class Vocabulary(ReferenceVocab):
+    """Bytes, and control tokens with these names."""
+
+    def __init__(self, *names):
+        super().__init__(258)
+        self.names, self.size = names, 258 + len(names)
+
+    def encode(self, text, *, add_bos, parse_special):
+        if not (self.names and parse_special):
+            return super().encode(text, add_bos=add_bos, parse_special=parse_special)
+        parts = re.split(f"({'|'.join(map(re.escape, self.names))})", text)
+        bytes_of = [
+            [258 + self.names.index(part)] if part in self.names else super(Vocabulary, self).encode(
+                part, add_bos=False, parse_special=False
+            )
+            for part in parts
+        ]  # fmt: skip
+        return [token for part in bytes_of for token in part]
+
+    def token_bytes(self, token_id):
+        return b"" if token_id >= 258 else super().token_bytes(token_id)
+
+    def token_text(self, token_id):
+        return self.names[token_id - 258] if token_id >= 258 else super().token_text(token_id)
+
+
+def names_in(text):
+    return sorted({name for name in MARKER.findall(text) if "=" not in name and name != "<odd>"})
+
+
+def fits(vocab, grammar, text):
+    """Whether it is all of a text."""
+    matcher = Compiler(vocab).compiled(grammar).start()._matcher
+    ids = vocab.encode(text, add_bos=False, parse_special=True)
+    if matcher.validate_tokens(ids) < len(ids):
+        return False
+    matcher.consume_tokens(ids)
+    return matcher.is_accepting()
+
+
+@pytest.fixture(params=["text", "control"])
+def vocab_of(request):
+    return lambda text: Vocabulary(*(names_in(text) if request.param == "control" else []))
+
+
+def form_named(seen):
+    return next(form for form in FORMS if "".join(form.seen) == seen)
+
+
+@pytest.mark.parametrize("seen", SPELLED)
+def test_a_forced_call_is_written_as_the_template_does_and_by_the_schema(seen, vocab_of):
+    form, text = form_named(seen), SPELLED[seen]
+    vocab = vocab_of(text)
+    grammar = call_grammar(vocab, form, [FUNCTION, {"name": "other"}])
+    assert fits(vocab, grammar, text)
+    assert not fits(vocab, grammar, text.replace("look_up", "look_in"))
+    assert not fits(vocab, grammar, text.replace("well", "badly"))
+    assert not fits(vocab, grammar, text.replace("word", "name"))
+    assert not fits(vocab, grammar, text + "and more")
+    if "{braces}" not in form.call:  # there types alone count
+        assert not fits(vocab, grammar, re.sub(r"\b2\b", "7", text))
+    reader = Regions(form, types=types_of([FUNCTION])) if form.open else Channels(form)
+    assert pieces(reader, text) == [("look_up", ARGUMENTS)]
+
+
+def test_every_form_can_be_forced():
+    assert sorted("".join(form.seen) for form in FORMS) == sorted(SPELLED)
+
+
+@pytest.mark.parametrize("seen", SPELLED)
+def test_a_model_that_must_call_does(seen):
+    """From the template to the answer, however mad the model."""
+    with served(context=1500) as client:
+        client.model.target.vocab.chat_template = TEMPLATE.replace("<tool_call>", "").replace(
+            "{% if tools %}",
+            "{# " + seen + " #}{% if tools %}",
+        )
+        choice = {"type": "function", "function": {"name": "weather"}}
+        body = HELLO | {"max_tokens": 250, "temperature": 0.8, "tools": TOOLS, "tool_choice": choice}
+        for seed in range(9):  # it may think for ever
+            (choice,) = client.post("/v1/chat/completions", json=body | {"seed": seed}).json()["choices"]
+            if choice["finish_reason"] == "tool_calls" or "message" not in seen:
+                break
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        check(call["function"]["name"], call["function"]["arguments"])
+
+
+def test_parameters_that_cannot_be_forced_are_refused():
+    for parameters, says in [
+        ([], None),
+        (["x"], "no object's"),
+        ({"type": "array"}, "no object's"),
+    ]:
+        functions = [{"name": "f", "parameters": parameters}]
+        if says is None:
+            assert fits(Vocabulary(), call_grammar(Vocabulary(), form_named("<tool_call>"), functions), EMPTY)
+        else:
+            with pytest.raises(UsageError, match=says):
+                call_grammar(Vocabulary(), form_named("<tool_call>"), functions)
+    circle = {"a": {"$ref": "#/$defs/b"}}
+    for properties in (["x"], 5, {"a": {"$ref": "#/$defs/none"}}, circle):
+        parameters = {"properties": properties, "$defs": {"b": {"$ref": "#/$defs/b"}}}
+        functions = [{"name": "f", "parameters": parameters}]
+        with pytest.raises(UsageError, match="no JSON schema"):
+            call_grammar(Vocabulary(), form_named("<arg_key>"), functions)
+
+
+EMPTY = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+def test_what_may_be_text_in_markup():
+    root = {"$defs": {"n": {"type": "integer"}, "t": {"type": ["string", "null"]}}}
+    number, text = {"$ref": "#/$defs/n"}, {"$ref": "#/$defs/t"}
+    for schema in ({}, {"type": "string"}, text, {"anyOf": [number, text]}, True):
+        assert is_text(schema, root)
+    for schema in ({"type": "object"}, number, {"oneOf": [number, {"type": "null"}]}):
+        assert not is_text(schema, root)
+
+
+def test_braces_hold_any_value():
+    """Where a schema says nothing of it."""
+    form, anything = form_named("<|tool_call>call:"), {"type": "object", "properties": {"a": {}, "b": {}}}
+    text = '<|tool_call>call:f{a:{x:<|"|>1<|"|>,y:[true,{}]},b:-2.5}<tool_call|>'
+    vocab = Vocabulary(*names_in(text))
+    grammar = call_grammar(vocab, form, [{"name": "f", "parameters": anything}])
+    assert fits(vocab, grammar, text)
+    for good in ("{}", "{b:null}", "{a:[]}"):
+        assert fits(vocab, grammar, f"<|tool_call>call:f{good}<tool_call|>")
+    for bad in ("{", "{b:null,a:[]}", "{a:}", "{c:1}", "{a:{1}}"):
+        assert not fits(vocab, grammar, f"<|tool_call>call:f{bad}<tool_call|>")
+    assert pieces(Regions(form), text) == [("f", {"a": {"x": "1", "y": [True, {}]}, "b": -2.5})]
+    for broken in ("f{a:", "f", "f{a:1}x", "f{a 1}", "f{a:oh}", "f{a:1 2}"):
+        assert pieces(Regions(form), f"<|tool_call>call:{broken}<tool_call|>") == [
+            f"<|tool_call>call:{broken}<tool_call|>"
+        ]
+
+
+def test_a_thought_between_control_tokens_is_free():
+    vocab = Vocabulary("[THINK]", "[/THINK]")
+    grammar = after_thought(vocab, json_schema(SCHEMA), ("[THINK]", "[/THINK]"), inside=False)
+    assert fits(vocab, grammar, '[THINK]a {"b": [/think][/THINK]\n{"a":1}')
+    assert fits(vocab, grammar, '{"a":1}')
+    assert not fits(vocab, grammar, '[THINK]a[/THINK]b{"a":1}')
+    inside = after_thought(vocab, json_schema(SCHEMA), ("[THINK]", "[/THINK]"), inside=True)
+    assert fits(vocab, inside, 'so[/THINK]{"a":1}')
+    assert not fits(vocab, inside, '{"a":1}')
+
+
+HARMONY = form_named(ANALYSIS[0] + FINAL)
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+SENT = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+ANSWERS = {
+    f"{THOUGHT}<|channel|>final<|message|>Yes.": [Thought("Hm."), "Yes."],
+    "<|channel|>final<|message|>Yes: <|return|>": ["Yes: "],
+    f"{THOUGHT}{SENT}<|call|>": [Thought("Hm."), ("f", {"a": 1})],
+    f'{THOUGHT} to=functions.f<|channel|>commentary json<|message|>{{"a": 1}}': [Thought("Hm."), ("f", {"a": 1})],
+    f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{SENT}": ["I look.", ("f", {"a": 1})],
+    f"{SENT}<|end|><|start|>assistant{SENT}": [("f", {"a": 1})] * 2,
+    SENT[:-1]: ['{"a": 1'],
+    f"{THOUGHT}<|channel|>fin": [Thought("Hm.")],
+    "<|channel|>analysis<|message|>Hm": [Thought("Hm")],
+    "I answer as I like <|end|>": ["I answer as I like <|end|>"],
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(list(ANSWERS)), st.data())
+def test_what_comes_in_channels(text, data):
+    assert pieces(Channels(HARMONY), text, data) == ANSWERS[text]
+
+
+def test_without_tools_nothing_is_called():
+    assert pieces(Channels(), SENT) == ['{"a": 1}']
+
+
+def test_forms_and_thoughts_in_channels():
+    vocab = Vocabulary(*names_in(THOUGHT + SENT + "<|return|><|call|>"))
+    vocab.chat_template = f"{{% if tools %}}functions.{ANALYSIS[0]}{FINAL}"
+    assert form_of(vocab) is HARMONY
+    assert comes_in_channels(vocab)
+    schema = after_thought(vocab, json_schema(SCHEMA), ANALYSIS, False, FINAL)
+    assert fits(vocab, schema, f'{THOUGHT}{FINAL}{{"a":1}}')
+    assert fits(vocab, schema, f'{FINAL}{{"a":2}}')
+    assert not fits(vocab, schema, '{"a":1}')
+    functions = [{"name": "f", "parameters": SCHEMA}]
+    call = after_thought(vocab, call_grammar(vocab, HARMONY, functions), ANALYSIS, False)
+    assert fits(vocab, call, THOUGHT + SENT)
+    assert not fits(vocab, call, f"{FINAL}Yes.")
+
+
+def talk(*ids):
+    calls = [{"id": i, "type": "function", "function": {"name": f"f{n}", "arguments": {}}} for n, i in enumerate(ids)]
+    said = {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": calls}
+    return [{"role": "user", "content": "hello"}, said]
+
+
+def test_calls_and_results_have_ids_in_the_models_form():
+    results = [{"role": "tool", "content": "1", "tool_call_id": i} for i in ("call_b", "call_a")]
+    _, said, *told = settled(SimpleNamespace(chat_template="tools"), [*talk("call_a", "call_b"), *results])
+    ids = [call["id"] for call in said["tool_calls"]]
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in ids)
+    assert [one["tool_call_id"] for one in told] == ids[::-1]
+    assert [one["name"] for one in told] == ["f1", "f0"]
+    assert said["reasoning_content"] == "why"
+    kimi = SimpleNamespace(chat_template="tools <|tool_calls_section_begin|>")
+    _, said, *told = settled(kimi, [*talk("call_a", "call_b"), *results])
+    assert [call["id"] for call in said["tool_calls"]] == ["functions.f0:0", "functions.f1:1"]
+    assert told[0]["tool_call_id"] == "functions.f1:1"
+
+
+def test_results_without_ids_answer_in_order():
+    results = [{"role": "tool", "content": str(i)} for i in range(3)]
+    _, said, *told = settled(SimpleNamespace(chat_template=None), [*talk(None, None), *results])
+    assert [one["tool_call_id"] for one in told[:2]] == [call["id"] for call in said["tool_calls"]]
+    assert told[2] == results[2]
+
+
+def test_thoughts_by_the_name_that_gpt_oss_has_for_them():
+    vocab = SimpleNamespace(chat_template="tools {{ message.thinking }}")
+    _, said = settled(vocab, talk("call_a"))
+    assert said["thinking"] == "why"
+    assert said["content"] == ""
+    assert "reasoning_content" not in said
