@@ -17,6 +17,7 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec
 from edgespec.backends.llamacpp import ggml_tensor
 from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp import mixture as llamacpp_mixture
+from edgespec.backends.llamacpp import sparing as llamacpp_sparing
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
 from edgespec.backends.llamacpp.ggml_tensor import GgmlTensor, is_known
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
@@ -237,9 +238,11 @@ def test_padding_reads_nothing(from_disk, mixtures):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, monkeypatch):
-    there, streamed, found, left = load(str(mixtures[kind]), kv_type="f16", **OPTIONS), from_disk(kind, 2), [], []
-    memset = llamacpp_mixture.ctypes.memset
-    monkeypatch.setattr(llamacpp_mixture.ctypes, "memset", lambda *given: left.append(given[2]) or memset(*given))
+    there = load(str(mixtures[kind]), kv_type="f16", exact="narrow", **OPTIONS)
+    streamed, found, left = from_disk(kind, 2), [], []
+    skip = ggml_tensor.skip_rows
+    for module in (llamacpp_mixture, llamacpp_sparing):
+        monkeypatch.setattr(module, "skip_rows", lambda *given: left.append(given) or skip(*given))
     for backend in (there, streamed):
         settle(backend, str(mixtures[kind]), "narrow", keep=False)
         assert backend.capabilities.exact.trees.least == 2
@@ -249,8 +252,19 @@ def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, 
             work = Work(session, np.array([token], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
             found.append(backend.forward([work])[0].row(0))
             session.commit([0])
+        assert left
+        left.clear()
     there.close()
-    assert left
+    alone = load(str(mixtures[kind]), kv_type="f16", wide=True, **OPTIONS)  # of its padding all is computed
+    alone.keep_to(there.capabilities.exact)
+    session = alone.open()
+    prefill(alone, session, [1, 2, 3])
+    for token, row in zip((9, 5, 7), found, strict=False):
+        work = Work(session, np.array([token], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
+        assert np.array_equal(alone.forward([work])[0].row(0), row)
+        session.commit([0])
+    assert not left
+    alone.close()
     for row, right in zip(found[3:], found[:3], strict=True):
         assert np.array_equal(row, right)
 

@@ -4,8 +4,8 @@ Trees need no kernel of their own: `session.py` says how one lives in llama.cpp'
 A model larger than memory is streamed: `memory.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
@@ -54,7 +54,8 @@ from .memory import (
 from .mixture import Mixture, open_mixture
 from .paths import PathSession, ids_of_session, is_recurrent, most_paths, why_not
 from .session import LlamaSession, Placement
-from .specimen import specimen
+from .sparing import Sparing, may_spare
+from .specimen import load_specimen
 from .stop import ABORTED, Stop
 from .threads import compute_cores, crowd, threads_for
 from .tolerance import tolerance
@@ -78,7 +79,7 @@ class LlamaBackend:
         capabilities: Capabilities,
         sessions: int,
         in_order: bool,
-        watch: LayerWatch | None = None,
+        watch: LayerWatch | Sparing | None = None,
         yielding: int = 0,
         *,
         ids: int,
@@ -365,13 +366,16 @@ def load(
     else:
         options |= kept_off(plan, gpu_layers, experts_here)
     model = load_model(path, n_gpu_layers=gpu_layers, **options)
-    watch = context = None
+    watch: LayerWatch | Sparing | None = None
+    context = None
     try:
         if is_recurrent(model) and (reason := why_not(model)):
             raise ModelError(f"{path}: {reason}; use another model")
         if plan:
             streamer, speed, kept = start_streaming(path, plan, known, progress)
             watch = LayerWatch(streamer)
+        elif in_order and exact != "off" and gpu_layers == 0 and may_spare(path):
+            watch = Sparing()
         streams = bool(plan and plan.streamed)
         fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
@@ -379,7 +383,7 @@ def load(
         params = size.params(model)
         params.n_threads = params.n_threads_batch = threads or compute_cores()
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
-        if watch and (streams or chosen):
+        if watch and (streams or chosen or not plan):
             params.cb_eval = watch.callback
         if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
@@ -391,7 +395,9 @@ def load(
             context = llama_cpp.llama_init_from_model(model, params)
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
-        if watch and plan and chosen:
+        if isinstance(watch, Sparing):
+            watch.learn(context)
+        elif watch and plan and chosen:
             watch.mixture = open_mixture(path, plan, watch.nodes(context, whole=gpu_layers != 0), notes, progress)
             if watch.mixture is None:
                 plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)
@@ -435,16 +441,6 @@ def load(
     return backend
 
 
-@contextmanager
-def specimen_of(path: str, **options: Any) -> Iterator[LlamaBackend]:
+def specimen_of(path: str, **options: Any) -> AbstractContextManager[LlamaBackend]:
     """A small model that computes as the one at `path`, loaded with the same options does; freed at the end."""
-    if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
-        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
-    with specimen(path) as copy:
-        backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
-        assert isinstance(backend, LlamaBackend)
-        backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
-        try:
-            yield backend
-        finally:
-            backend.close()
+    return load_specimen(path, load, **options)

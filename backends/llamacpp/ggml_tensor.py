@@ -47,6 +47,19 @@ def source_addresses(address: int) -> list[int]:
     return [source for source in GgmlTensor.from_address(address).src if source]
 
 
+def skip_rows(node: int, numbers: int, rows: int) -> None:
+    """Have a product with chosen experts, whose turn it is, computed for its first rows only; the others become 0.
+
+    Args:
+        node: its address.
+        numbers: of the tensor of the chosen experts.
+        rows: how many are computed; to be undone by `ne[1]` of `numbers`.
+    """
+    GgmlTensor.from_address(numbers).ne[1] = rows
+    found = GgmlTensor.from_address(node)
+    ctypes.memset(found.data + rows * found.nb[2], 0, (found.ne[2] - rows) * found.nb[2])
+
+
 FLOATS: dict[int, Any] = {0: np.float32, 1: np.float16, 30: np.uint16}  # ggml_type in ggml.h: F32, F16, BF16
 
 

@@ -31,7 +31,7 @@ from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
 
 from .files import ggml_base, parts
-from .ggml_tensor import GgmlTensor, is_here, is_known
+from .ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .memory import all_tensors, find_layers
 
 NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
@@ -218,10 +218,10 @@ class Mixture:
         address, rows = self._numbers
         if not address:
             return
-        GgmlTensor.from_address(address).ne[1] = rows if node else self._rows
         if node:  # nothing else needs its memory any more
-            found = GgmlTensor.from_address(node)
-            ctypes.memset(found.data + rows * found.nb[2], 0, (self._rows - rows) * found.nb[2])
+            skip_rows(node, address, rows)
+        else:
+            GgmlTensor.from_address(address).ne[1] = self._rows
 
     def _go_on(self, weight: int, reported: bool) -> None:
         """This weight of the layer comes next; those before, if that is reported, are done with."""

@@ -6,11 +6,12 @@ layers follow each other. So what passes agree is tried in seconds, however larg
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
 
 from edgespec.errors import ModelError
 from edgespec.weights.machine import file_system, format_size
@@ -72,3 +73,26 @@ def specimen(path: str) -> Iterator[str]:
         if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
             raise ModelError(f"{path}: no specimen of it can be made: {last_log()}")
         yield str(copy)
+
+
+@contextmanager
+def load_specimen(path: str, load: Callable[..., Any], **options: Any) -> Iterator[Any]:
+    """A small model that computes as the one at `path`, loaded with the same options does; freed at the end.
+
+    Args:
+        path: of the model.
+        load: of this engine.
+        options: for it.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
+        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
+    with specimen(path) as copy:
+        backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
+        backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
+        try:
+            yield backend
+        finally:
+            backend.close()

@@ -1,0 +1,97 @@
+"""A mixture of experts in memory: rows of padding choose no experts.
+
+Passes are padded so that they agree to the bit (`exact.py`), a plain pass often to two rows. Most work of a mixture is
+its experts', row by row: the second row would nearly double it. See `mixture.py` for those that are read from disk.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from edgespec.models.gguf_header import own_values
+
+from .files import ggml_base, llama_cpp
+from .ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
+from .mixture import node_at
+from .stop import Stop
+
+
+def may_spare(path: str) -> bool:
+    """Whether a model has experts."""
+    return bool(own_values(path).get("expert_count"))
+
+
+class Sparing:
+    """Told by llama.cpp which node it computes next; what the backend asks of it is as of `LayerWatch`."""
+
+    streamer = mixture = error = None
+    wait_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self._name_of = ggml_base().ggml_get_name
+        self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
+        self._users: set[bytes] = set()  # nodes: products with chosen experts
+        self._before: set[bytes] = set()  # those before them, behind which a padded pass stops
+        self._rows = self._padding = 0
+        self._reported = False
+        self._cut: set[int] = set()  # tensors of chosen experts that are shortened
+
+    def learn(self, context: Any) -> None:
+        """Find the experts' nodes; none where they cannot be looked into."""
+        self._seen = addresses = list[int]()
+        stop = llama_cpp.ggml_abort_callback(lambda data: True)
+        try:
+            llama_cpp.llama_set_abort_callback(context, stop, None)
+            llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1))
+        finally:
+            llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+            self._seen = None
+        if not addresses or not is_known(addresses[0]):
+            return
+        for before, address in pairwise(addresses):
+            node = node_at(address)
+            if node.op == b"MUL_MAT_ID" and is_here(address) and is_here(node.sources[2]):
+                self._users.add(node.name)
+                self._before.add(node_at(before).name)
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        """A pass starts; arguments as for `Mixture.begin`."""
+        self._rows, self._padding, self._reported = rows, 0 if prompt else padding, False
+
+    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
+        if self._seen is not None:
+            if ask:
+                self._seen.append(tensor)
+            return False
+        if not ask:
+            return True
+        if not self._padding:
+            return False
+        name = self._name_of(tensor)
+        if name in self._users:
+            numbers = GgmlTensor.from_address(tensor).src[2]
+            if self._reported and (numbers in self._cut or GgmlTensor.from_address(numbers).ne[1] == self._rows):
+                skip_rows(tensor, numbers, self._rows - self._padding)
+                self._cut.add(numbers)
+            elif numbers in self._cut:  # something else may need the memory of its result
+                GgmlTensor.from_address(numbers).ne[1] = self._rows
+        self._reported = name in self._before
+        return self._reported
+
+    @contextmanager
+    def signals_held(self) -> Iterator[None]:
+        """Nothing waits here."""
+        yield
+
+    def finish(self) -> None:
+        """The pass is over, or was given up."""
+        for numbers in self._cut:
+            GgmlTensor.from_address(numbers).ne[1] = self._rows
+        self._cut = set()
+
+    def close(self) -> None:
+        """Nothing is held."""
