@@ -15,6 +15,7 @@ from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
 
 from edgespec.backend import Work, prefill
+from edgespec.exact import settle
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -33,6 +34,8 @@ def test_the_grid(family: str, tmp_path: Path) -> None:
     target, draft = (load(str(path), context_length=128, budget=16, sessions=2) for path in (good, bad))
     assert target.capabilities.paths
     assert target.capabilities.max_leaves == 8
+    settle(target, str(good), keep=False)
+    assert target.capabilities.exact is None  # passes have the shape of their paths, which belong to no class
     gained = list[float]()
     for sampling in SAMPLINGS:
         plain, _ = write(target, NonePlanner(), PROMPT, sampling, 24)

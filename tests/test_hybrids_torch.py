@@ -1,7 +1,8 @@
 """Models with recurrent layers on PyTorch: all architectures write what plain decoding writes, however guessed."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,21 +10,22 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 from contract import chain_rows
-from edgespec.backends.path_states import states_of
+from edgespec.backends.path_states import Lane, states_of
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.offload import HostCopies
-from edgespec.backends.torch.paths import state_bytes
+from edgespec.backends.torch.paths import groups, state_bytes
 from hf_models import HYBRIDS, MAMBA, SMALL, perturbed, save, tiny_model, transformers
 from test_lossless_torch import OPTIONS, SAMPLINGS, check_lossless
 from test_torch import memory_for
 
-from edgespec.backend import Work, prefill
+from edgespec.backend import Capabilities, Work, prefill
 from edgespec.errors import ModelError
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
 PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
+SIZES = [(4, 2), (9, 1), (4, 3), (2, 1), (4, 2)]  # of works: the width of their lanes, and how many
 LAYERS = {
     "lfm2": ["conv", "conv", "full_attention", "conv", "conv"],
     "granite": ["mamba", "mamba", "attention", "mamba", "mamba"],
@@ -73,6 +75,43 @@ def test_streamed_weights(family: str, tmp_path: Path) -> None:
     assert sorted(owed)[6] == 3  # usually what the pass before has accepted
     row = target.forward([Work(session, nodes[:1], nodes[:1] - 1, nodes[:1])])[0].row(0)
     np.testing.assert_allclose(row, chain_rows(memory, [*session.token_ids, 0])[-1], atol=2e-3)
+    session.commit([0])
+    other = target.open()
+    prefill(target, other, PROMPT[:7])
+    batch = [
+        Work(session, nodes, nodes - 1, nodes),
+        Work(other, nodes[:3] + 9, np.array([-1, 0, 0], np.int32), nodes[:3]),
+    ]
+    found = target.forward(batch)  # other lanes, and more of them, in one pass
+    text = session.token_ids
+    np.testing.assert_allclose(found[0].row(5), chain_rows(memory, [*text, *range(6)])[-1], atol=2e-3)
+    np.testing.assert_allclose(found[1].row(2), chain_rows(memory, [*PROMPT[:7], 9, 11])[-1], atol=2e-3)
+
+
+def test_works_that_share_a_pass() -> None:
+    """Trees of one depth, as many as fit; prompts alone. Where weights are streamed all trees."""
+    limits = Capabilities(100, 20, 20, 8, 0.0, paths=True)
+    lanes: list[list[Lane[Any]]] = [[Lane(0, None, [1] * width, [])] * count for width, count in SIZES]
+    none = np.zeros(0, np.int32)
+    batch: list[Any] = [Work(cast(Any, None), none, none, none, prompt=width == 9) for width, _ in SIZES]
+    assert list(groups(batch, lanes, limits)) == [([0, 2], 4), ([4], 4), ([1], 9), ([3], 2)]
+    streams = replace(limits, streams=True)
+    assert list(groups(batch, lanes, streams)) == [([0, 2], 4), ([3, 4], 4), ([1], 9)]
+
+
+def test_a_prompt_beside_a_tree(tmp_path: Path) -> None:
+    target = load(str(save(tiny_model("lfm2"), tmp_path)), **OPTIONS, sessions=3)
+    writing, reading = target.open(), target.open()
+    prefill(target, writing, PROMPT[:9])
+    nodes = np.arange(5, dtype=np.int32)
+    tree = Work(writing, nodes + 30, np.array([-1, 0, 0, 2, 2], np.int32), nodes)
+    found = target.forward([tree, Work(reading, nodes + 50, nodes - 1, nodes[-1:], prompt=True)])
+    np.testing.assert_allclose(found[0].row(4), chain_rows(target, [*PROMPT[:9], 30, 32, 34])[-1], atol=2e-3)
+    np.testing.assert_allclose(found[1].row(4), chain_rows(target, [*range(50, 55)])[-1], atol=2e-3)
+    writing.commit([0, 2])
+    reading.commit([0, 1, 2, 3, 4])
+    assert reading.owed == 0
+    assert writing.owed == 2
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ class TestTextsThatShareAPass:
             plan = SimpleNamespace(plan=lambda most, texts: wide_tree(), work=lambda tree: (tree, owed))
             return SimpleNamespace(passed=0, session=SimpleNamespace(owed=owed, token_ids=[]), generation=plan)
 
-        batch, failed = plan_trees([slot(0), slot(4)], limits, 24, None, alone=True)
+        slots = [slot(0), slot(4)]
+        batch, failed = plan_trees(slots, slots, limits, 24, None, alone=True)
         assert failed == []
         assert sum(rows_of(tree.parents, owed) for _, (tree, owed) in batch) <= 24
         assert any(len(tree) > 1 for _, (tree, _) in batch)

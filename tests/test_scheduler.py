@@ -353,10 +353,10 @@ class Gone:
     def best(self, prompt):
         return "a file", len(prompt)
 
-    def load(self, path, session):
+    def load(self, path, session, draft=None):
         raise ModelError("the model is gone")
 
-    def put(self, session):
+    def put(self, session, draft=None):
         raise ModelError("the model is gone")
 
 

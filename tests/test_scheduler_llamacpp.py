@@ -33,8 +33,8 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
     shelf, loaded = None, list[bool]()
 
     class Counting(Shelf):
-        def load(self, path, session):
-            loaded.append(super().load(path, session) and bool(session.token_ids))
+        def load(self, path, session, draft=None):
+            loaded.append(super().load(path, session, draft) and bool(session.token_ids))
             return loaded[-1]
 
     try:

@@ -46,7 +46,7 @@ class Hint:
 @contextmanager
 def states_of(target: Backend, layers: Sequence[int]) -> Iterator[dict[int, Any]]:
     """The rows behind so many layers of the last pass, [n, d] each."""
-    model: Any = target._model  # type: ignore[attr-defined]
+    model: Any = target.model  # type: ignore[attr-defined]
     found = dict[int, Any]()
 
     def keep(count: int) -> Callable[..., None]:
@@ -67,7 +67,7 @@ def lens(target: Backend, states: Any, ids: Sequence[int]) -> list[float]:
     """Logits of these tokens, made of states [d] by the model's norm and output matrix."""
     import torch
 
-    model: Any = target._model  # type: ignore[attr-defined]
+    model: Any = target.model  # type: ignore[attr-defined]
     with torch.inference_mode():
         rows = model.lm_head.weight[torch.tensor(list(ids))]
         return [round(float(value), 4) for value in (rows @ model.model.norm(states)).float()]
@@ -123,7 +123,7 @@ def log_hints(
         done: called after every round.
     """
     there = {(one.kind, one.text, one.start) for one in read_hints(out)} if out.exists() else set()
-    count = len(target._model.model.layers)  # type: ignore[attr-defined]
+    count = len(target.model.model.layers)  # type: ignore[attr-defined]
     layers = [round(part * count) for part in PARTS]
     with whole_lines(out).open("a", encoding="utf-8") as file:
         for text in sorted(texts(rounds), key=lambda text: text[0].text):
