@@ -395,6 +395,8 @@ def load(
         model._notes, model.system = notes, defaults.system
         return model
     used = draft if planner in USE_DRAFT else None
+    if ahead and not used:
+        raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
     # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
     guesses = bool(used or datastore) if planner == "auto" else planner != "none"
     wide = fixed and budget >= WIDE and guesses

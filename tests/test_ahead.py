@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
 
+import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.jobs import Ended, Request, Wrote
@@ -341,3 +342,9 @@ def test_a_draft_bound_to_its_thread_does_not_go_ahead():
     assert not goes_ahead(None, True, draft)
     with pytest.raises(UsageError, match="--ahead"):
         goes_ahead(True, True, draft)
+
+
+@pytest.mark.parametrize("planner", [None, "none", "sssd"])
+def test_without_a_draft_nothing_goes_on(planner):
+    with pytest.raises(UsageError, match="name one with --draft"):
+        edgespec.load("model.gguf", planner=planner, ahead=True)
