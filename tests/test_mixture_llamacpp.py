@@ -210,6 +210,22 @@ def test_a_system_that_cannot_move_memory(monkeypatch, from_disk, mixtures):
     assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
 
 
+def test_the_page_cache_is_spared_experts_of_padding(monkeypatch, from_disk, mixtures):
+    monkeypatch.setitem(OPTIONS, "exact", "narrow")
+    there, found, left = load(str(mixtures["mixtral"]), kv_type="f16", **OPTIONS), [], []
+    monkeypatch.setenv("EDGESPEC_PAGE_CACHE", "1")
+    cached, skip = from_disk("mixtral", 2), ggml_tensor.skip_rows
+    monkeypatch.setattr(llamacpp_sparing, "skip_rows", lambda *given: left.append(given) or skip(*given))
+    for backend in (there, cached):
+        settle(backend, str(mixtures["mixtral"]), "narrow", keep=False)
+        left.clear()
+        found.append(logits_of(backend))
+        assert left
+    there.close()
+    assert cached.mixture is None
+    assert all(np.array_equal(*rows) for rows in zip(*found, strict=True))
+
+
 def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):
     monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -385,6 +385,9 @@ def load(
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen or not plan):
             params.cb_eval = watch.callback
+        elif watch and plan and plan.cached and in_order and exact != "off" and gpu_layers == 0:
+            watch.sparing = Sparing()  # the page cache is spared experts of padding, too
+            params.cb_eval = watch.sparing.callback
         if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
         context = llama_cpp.llama_init_from_model(model, params)
@@ -395,9 +398,9 @@ def load(
             context = llama_cpp.llama_init_from_model(model, params)
         if not context:
             raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
-        if isinstance(watch, Sparing):
-            watch.learn(context)
-        elif watch and plan and chosen:
+        if watch and watch.sparing:
+            watch.sparing.learn(context)
+        elif isinstance(watch, LayerWatch) and plan and chosen:
             watch.mixture = open_mixture(path, plan, watch.nodes(context, whole=gpu_layers != 0), notes, progress)
             if watch.mixture is None:
                 plan = watch.streamer.plan = replace(plan, slots_of_experts=-1, pool_bytes=0)

@@ -30,6 +30,7 @@ class Sparing:
 
     def __init__(self) -> None:
         self.stop: Stop | None = None
+        self.sparing: Sparing | None = self
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self._name_of = ggml_base().ggml_get_name
         self._seen: list[int] | None = None  # only the nodes are wanted, not the pass

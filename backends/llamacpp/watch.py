@@ -11,6 +11,7 @@ from edgespec.weights.ring import Streamer
 
 from .files import ggml_base, llama_cpp
 from .mixture import Mixture
+from .sparing import Sparing
 from .stop import Stop
 
 
@@ -28,6 +29,7 @@ class LayerWatch:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
+        self.sparing: Sparing | None = None  # where the page cache keeps its experts
         self.stop: Stop | None = None  # when it is set, the pass ends
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
@@ -41,8 +43,8 @@ class LayerWatch:
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         """A pass starts; arguments as for `Mixture.begin`. Raises ModelError: the weights cannot be read any more."""
         self.streamer.begin()
-        if self.mixture:
-            self.mixture.begin(prompt=prompt, rows=rows, padding=padding)
+        if chooser := self.mixture or self.sparing:
+            chooser.begin(prompt=prompt, rows=rows, padding=padding)
         self.error = None
         self._learning = bool(self._streamed) and not self._last_nodes
         self._layer, self._name, self._reported = -1, b"", True
@@ -124,8 +126,8 @@ class LayerWatch:
     def finish(self) -> None:
         """The pass is over, or was given up."""
         self.streamer.finish()
-        if self.mixture:
-            self.mixture.finish()
+        if chooser := self.mixture or self.sparing:
+            chooser.finish()
 
     def _asked(self, name: bytes, tensor: int) -> bool:
         layer = self._layer_of.get(name)
