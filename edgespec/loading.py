@@ -15,7 +15,7 @@ from edgespec.same_vocab import check_same_vocab
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
 DEFAULT_CONTEXT = 4096
-FOR_TARGET = ("memory", "gpu_memory", "lenders")  # the draft is to fit beside it
+FOR_TARGET = ("memory", "gpu_layers", "gpu_memory", "lenders")  # the draft is to fit beside it
 FOR_BOTH = ("gpu_memory",)  # … where an engine plans for both: the draft has what the target leaves of it
 RESIDENT = {"resident": True, "in_order": False}  # how a draft is loaded
 
@@ -87,6 +87,8 @@ def open_backends(
         "wide": wide,
         "sessions": sessions,
     }
+    if options.get("gpu_layers") == 0:
+        common["gpu_layers"] = 0  # the GPU is not to be used at all; any other number is the target's
     for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact}
     for_target["lenders"] = for_target["lenders"] or ()
     for_target |= {"progress": progress} if progress else {}

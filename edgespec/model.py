@@ -336,7 +336,7 @@ def load(
         backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
             files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
-        gpu_layers: llamacpp: layers to keep on the GPU; -1 = all. Default: as many as `gpu_memory` takes.
+        gpu_layers: llamacpp, torch: layers of the target to keep on the GPU; -1 = all. Default: what fits `gpu_memory`.
         memory: what the program may take of this machine's memory, in bytes or as "12G"; weights that do not fit are
             streamed from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is

@@ -115,9 +115,9 @@ def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "option", "others"),
     [
-        ("torch", ["--gpu-layers", "0"], "threads, memory, device, dtype, gpu_memory"),
-        ("torch", ["--kv-type", "q8_0"], "threads, memory, device, dtype, gpu_memory"),
+        ("torch", ["--kv-type", "q8_0"], "threads, gpu_layers, memory, device, dtype, gpu_memory"),
         ("mlx", ["--threads", "2"], "memory"),
+        ("mlx", ["--gpu-layers", "0"], "memory"),
         ("mlx", ["--dtype", "float16"], "memory"),
         ("llamacpp", ["--device", "cpu"], "threads, gpu_layers, memory, kv_type, gpu_memory"),
         ("mlx", ["--kv-type", "q8_0"], "memory"),

@@ -346,6 +346,27 @@ class TestOffload:
         load(str(llama), **OPTIONS, gpu_memory=2**40, copies=lambda *arguments: made.append(arguments))
         assert made == []
 
+    @pytest.mark.parametrize(("asked", "kept"), [(-1, 6), (7, 6), (6, 5), (3, 2), (1, 0), (0, 0), (99, 6)])
+    def test_so_many_layers_stay(self, llama, asked, kept):
+        backend = load(str(llama), **OPTIONS, gpu_layers=asked, copies=Recorder)
+        assert (len(backend.streamer.blocks) if backend.streamer else 0) == 6 - kept
+        backend.close()
+
+    def test_layers_that_do_not_fit(self, llama, monkeypatch):
+        monkeypatch.setattr("backends.torch.loading.count_resident", lambda *_: 2)
+        for asked in (4, -1):
+            with pytest.raises(UsageError, match=rf"with --gpu-layers {asked} [36] layers stay .* 2 of 6 fit"):
+                load(str(llama), **OPTIONS, gpu_layers=asked, copies=Recorder)
+
+    def test_layers_and_memory_of_the_gpu(self, llama):
+        with pytest.raises(UsageError, match="give one of them"):
+            load(str(llama), **OPTIONS, gpu_layers=2, gpu_memory="1G", copies=Recorder)
+
+    def test_layers_without_a_gpu(self, llama):
+        backend = load(str(llama), **OPTIONS, device="cpu", gpu_layers=2)
+        assert backend.streamer is None
+        assert any("--gpu-layers changes nothing" in note for note in backend.notes)
+
     @pytest.mark.parametrize("memory", ["1M", 2**29])
     def test_memory_smaller_than_two_layers(self, llama, memory):
         with pytest.raises(UsageError, match=r"cannot hold 2 layers of .* MiB besides the .*: give at least "):

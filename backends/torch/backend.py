@@ -191,6 +191,7 @@ def load(
     threads: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    gpu_layers: int | None = None,
     gpu_memory: str | int | None = None,
     memory: str | int | None = None,
     copies: Callable[[Any, int], CopyEngine] | None = None,
@@ -205,6 +206,8 @@ def load(
         threads: compute threads on the CPU, for all models of the process; default: PyTorch's choice.
         device: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default: as in the folder.
+        gpu_layers: layers that stay on a GPU, counted as llama.cpp does: the output is the first, -1 = all. The others
+            are streamed from host memory. Default: as many as `gpu_memory` takes.
         gpu_memory: bytes of GPU memory to use, such as "10G", what was loaded before included; layers beyond that are
             streamed from host memory. Default: what is free.
         memory: bytes of host memory that the program may take, such as "12G"; layers that neither the GPU nor this can
@@ -220,7 +223,10 @@ def load(
     place = find_device(device)
     if gpu_memory is not None and place.type != "cuda" and copies is None:
         raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {place.type}")
+    if gpu_memory is not None and gpu_layers is not None:
+        raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
     there = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    on_gpu = gpu_layers if place.type == "cuda" or copies else None
     room = parse_size(memory) if isinstance(memory, str) else memory
     if room is not None and place.type == "mps":
         raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
@@ -239,10 +245,12 @@ def load(
             there, host = (None, None) if plenty else (most, Host(folder, most, needed, apart=False))
         backend = assemble(
             model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=there,
-            copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
+            gpu_layers=on_gpu, copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
             form=nf4_form(place) if dtype == NF4 else PLAIN,
         )  # fmt: skip
     backend._files = weight_files(path)
+    if gpu_layers and on_gpu is None:
+        backend.notes = [*backend.notes, f"the device is {place.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
         backend.computing["dtype"] = NF4
     elif place.type == "cpu" and dtype is None and backend.streamer is None:
@@ -259,6 +267,7 @@ def assemble(
     budget: int,
     sessions: int,
     memory: int | None,
+    gpu_layers: int | None = None,
     copies: Callable[[Any, int], CopyEngine] = CudaCopies,
     host: Host | None = None,
     form: Form = PLAIN,
@@ -273,6 +282,7 @@ def assemble(
         budget: …
         sessions: …
         memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
+        gpu_layers: …
         copies: makes the copy engine.
         host: where layers wait that do not fit; None: in host memory.
         form: what layers are brought to.
@@ -308,12 +318,12 @@ def assemble(
         memory = memory or free
     form.make(decoder_layers(model)[0])  # how large its parts are decides how much room computing takes
     streamer, notes = None, list[str]()
-    if memory is not None or form is not PLAIN:
+    if memory is not None or gpu_layers is not None or form is not PLAIN:
         caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         if host and not host.apart:
             fixed -= WORKSPACE  # a processor has none
-        streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form)
+        streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form, gpu_layers)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True, experts=None)  # of streamed layers all experts are moved
         notes = streaming_notes(streamer, config.num_hidden_layers)

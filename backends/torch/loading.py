@@ -196,6 +196,7 @@ def place_layers(
     copies: Callable[[Any, int], CopyEngine],
     host: Host | None = None,
     form: Form = PLAIN,
+    gpu_layers: int | None = None,
 ) -> Streamer | None:
     """Bring layers to their form; empty those that do not fit on the device, and start streaming them.
 
@@ -207,9 +208,10 @@ def place_layers(
         copies: makes the copy engine.
         host: where they wait; None: in host memory, all of them.
         form: of the layers.
+        gpu_layers: how many stay on a GPU, the output included; -1: all; None: as many as fit.
 
     Raises:
-        NoRoom: the device's memory cannot hold two layers, or the host's not three.
+        NoRoom: the device's memory cannot hold two layers or those that are to stay, or the host's not three.
         ModelError: a layer cannot be written to where it is to be streamed from.
     """
     layers = list(decoder_layers(model))
@@ -218,7 +220,15 @@ def place_layers(
         count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
         streamed = on_disk = streamed_layers(len(layers), count)
     else:
-        streamed = streamed_layers(len(layers), count_resident(memory, sizes, fixed))
+        count = count_resident(memory, sizes, fixed)
+        if gpu_layers is not None:
+            asked = len(layers) if gpu_layers < 0 else min(len(layers), max(0, gpu_layers - 1))
+            if asked > count:
+                raise NoRoom(
+                    f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(layers)} fit"
+                )
+            count = asked
+        streamed = streamed_layers(len(layers), count)
         on_disk = _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else []
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]

@@ -36,7 +36,7 @@ LENDER_OPTION = click.option(
     callback=lambda context, option, value: list(value) or None,
     help="llamacpp: where `edgespec lend` listens; layers that do not fit here go there. Repeatable.",
 )
-GPU_LAYERS_HELP = "llamacpp: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
+GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
 GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: what suits --exact]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
