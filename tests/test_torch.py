@@ -353,7 +353,7 @@ class TestOffload:
         backend.close()
 
     def test_layers_that_do_not_fit(self, llama, monkeypatch):
-        monkeypatch.setattr("backends.torch.loading.count_resident", lambda *_: 2)
+        monkeypatch.setattr("edgespec.backends.torch.loading.count_resident", lambda *_: 2)
         for asked in (4, -1):
             with pytest.raises(UsageError, match=rf"with --gpu-layers {asked} [36] layers stay .* 2 of 6 fit"):
                 load(str(llama), **OPTIONS, gpu_layers=asked, copies=Recorder)
