@@ -1,5 +1,6 @@
 """A draft that goes on while the target works: the text is the same, whatever it finds, and whenever it is stopped."""
 
+import json
 import random
 import threading
 import time
@@ -279,7 +280,8 @@ def test_the_guard_tries_both_and_leaves_alone_what_loses():
     assert sum(found) / len(found) < 0.1
     starts = [i for i in range(1, 400) if found[i] and not found[i - 1]]
     gaps = [right - left for left, right in pairwise(starts)]
-    assert gaps[:3] == [REST + BLOCK, 2 * REST + BLOCK, 4 * REST + BLOCK]
+    assert gaps[:3] == [2 * REST + BLOCK, 4 * REST + BLOCK, 8 * REST + BLOCK]
+    assert not any(found[:REST])
 
 
 def test_the_guard_goes_on_where_that_gains():
@@ -293,6 +295,17 @@ def test_the_guard_follows_a_change():
     assert guard.better is False
     turns(guard, 400, {False: 1.2, True: 1.0})
     assert guard.better is True
+
+
+@pytest.mark.parametrize("seconds", [{False: 1.0, True: 1.2}, {False: 1.2, True: 1.0}])
+def test_the_next_run_begins_with_what_this_one_found(seconds):
+    before, after = Pace(), Pace()
+    assert before.guard.as_list() == []
+    turns(before.guard, 100, seconds)
+    after.recall(json.loads(json.dumps(before.as_dict())))
+    better = seconds[True] < seconds[False]
+    assert turns(after.guard, 2 * REST, seconds) == [better] * (2 * REST)
+    assert sum(turns(after.guard, 400, seconds)) / 400 == pytest.approx(float(better), abs=0.1)
 
 
 def test_what_does_not_come_true_does_not_count():

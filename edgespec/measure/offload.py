@@ -207,7 +207,9 @@ def text_speeds(
             for name, task in tasks.items():
                 say(f"{name}, part {number + 1} of {rounds}")
                 by = name == BY_PAGE_CACHE
-                found[name].append(run(replace(task, prompts=part), group, limit, files, page_cache=by))
+                learned = next((before["pace"] for before in reversed(found[name]) if "pace" in before), None)
+                task = replace(task, prompts=part, pace=learned)
+                found[name].append(run(task, group, limit, files, page_cache=by))
     report: dict[str, Any] = {"target": target, "draft": draft, "room": room, "needed": needed, "limit": limit}
     report["variants"] = {name: text_summary(results) for name, results in found.items()}
     plain = report["variants"].get("mapped, none", {})

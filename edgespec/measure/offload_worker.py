@@ -39,6 +39,7 @@ class Task:
     memory: int = 0  # bytes given to streaming; 0 = what is free
     budget: int = DEFAULT_BUDGET
     by_cost: bool = False  # no more guesses than pay
+    pace: dict[str, Any] | None = None  # what the parts before have learned of that, as `Pace.as_dict` has it
     context_length: int = 2048
     nodes: list[int] = field(default_factory=list)  # tree sizes to time
     repeats: int = 3
@@ -104,13 +105,16 @@ def _measure_texts(task: Task) -> dict[str, Any]:
     try:
         limits = backends[0].capabilities
         pace = new_pace(limits.streams, limits.experts) if task.by_cost else None
+        if pace and task.pace:
+            pace.recall(task.pace)
         planner = make_planner(task.planner, backends, pace=pace, ahead=task.ahead, **task.planner_options)
         with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
             read, before, runs = bytes_read(), processor_seconds(), []
             for prompt in task.prompts:
                 result = model.generate(user_messages(prompt, None), max_tokens=task.max_tokens)
                 runs.append({**result.stats.as_dict(), "token_ids": result.token_ids})
-        return {"runs": runs, **_used(read, before), **_plan_of(backends[0])}
+        learned = {"pace": pace.as_dict()} if pace else {}
+        return {"runs": runs, **learned, **_used(read, before), **_plan_of(backends[0])}
     finally:
         close_all(backends)
 

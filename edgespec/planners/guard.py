@@ -6,14 +6,15 @@ the next tree, so a sample is the time from one pass's beginning to the next one
 tree is expected to write: 1 + the sum of its nodes' probabilities, which varies far less than what is written. How far
 these hold is learned for each way, from what the trees it made did write.
 
-The ways take turns in blocks of `BLOCK` rounds at first. Then the better one goes on, and the other is tried again
-after 16, 32, 64, … rounds, as long as it loses: what a text can lose shrinks as it grows.
+First come `REST` rounds alone, then `BLOCK` beside. The better way goes on, and the other is tried again after 32, 64
+… rounds, as long as it loses: what can be lost by trying shrinks. Which was better is remembered from run to run.
 """
 
 from dataclasses import dataclass, field
 
-BLOCK = 4  # rounds
-REST = 16  # rounds between trials, doubled with each that is lost
+BLOCK = 4  # rounds of a trial
+REST = 16  # rounds between trials, doubled with each that is lost …
+LONGEST = 1024  # … up to so many
 AUDITED = 32  # trees that tell how far a way's probabilities hold
 MARGIN = 1.01  # by which going on must be better
 
@@ -51,11 +52,22 @@ class Guard:
     beside: Way = field(default_factory=Way)
     goes_on: bool = False  # beside the pass that was begun last
     better: bool | None = None  # whether going on was, when last compared
-    _left: int = BLOCK  # rounds of this turn
+    _left: int = REST  # rounds of this turn
     _rest: int = REST
     _since: float | None = None  # when that pass began; None: something else came between
     _hoped: float = 0.0  # tokens expected of its tree
     _maker: Way | None = None  # that made this tree
+
+    def as_list(self) -> list[int]:
+        """What another run may begin with; empty: nothing was found out."""
+        return [] if self.better is None else [int(self.better), self._rest]
+
+    def recall(self, known: list[int]) -> None:
+        """Begin with what `as_list` gave. Raises TypeError, ValueError: it did not."""
+        if known:
+            better, rest = known
+            self.better, self._rest = bool(better), min(LONGEST, max(REST, int(rest)))
+            self._turn(self.better, self._rest)
 
     def next(self, expected: float, now: float) -> bool:
         """A pass begins, over a tree that is expected to write so many tokens: whether the draft shall go on beside it.
@@ -89,7 +101,7 @@ class Guard:
             self._turn(not self.goes_on, BLOCK)
             return
         better = self.beside.rate > MARGIN * self.alone.rate
-        self._rest = 2 * self._rest if better == self.better else REST
+        self._rest = REST if self.better is not None and better != self.better else min(LONGEST, 2 * self._rest)
         self.better = better
         self._turn(better, self._rest)
 

@@ -75,13 +75,14 @@ class Pace:
     copies: Share = field(default_factory=lambda: Share(0.99))  # copied guesses that were right, of those foretold
     agreement: Share = field(default_factory=lambda: Share(0.998))  # tokens the draft knew best, of all it was asked
     worth: Share = field(default_factory=lambda: Share(0.98))  # tokens that drafted rounds wrote, of those foretold
-    guard: Guard = field(default_factory=Guard)  # of drafts that go on while the target works; of this run
+    guard: Guard = field(default_factory=Guard)  # of drafts that go on while the target works
     runs: int = 0  # in which it was learned
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         shares = {name: [share.came, share.hoped] for name, share in self._shares()}
-        return {"target": self.target.as_list(), "draft": self.draft.as_list(), "runs": self.runs, **shares}
+        costs = {"target": self.target.as_list(), "draft": self.draft.as_list()}
+        return {**costs, "ahead": self.guard.as_list(), "runs": self.runs, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
         """Start from what `as_dict` gave. Every so many runs what is known of the draft is left out.
@@ -94,6 +95,7 @@ class Pace:
         again = self.runs % RETRIED == 0
         if not again:
             self.draft.recall(known["draft"])
+            self.guard.recall(known["ahead"])
         for name, share in self._shares():
             if name == "copies" or not again:
                 share.came, share.hoped = map(float, known[name])
