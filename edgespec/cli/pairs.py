@@ -53,8 +53,11 @@ def pair(
         recommendation,
         table,
     )
+    from edgespec.measure.pictures import check_picture
     from edgespec.measure.recording import questions
 
+    if png:
+        check_picture(png)
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
     for name, value in (("max tokens", max_tokens), ("budget", budget)):
         if value < 1:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cost import Curve
-from edgespec.errors import MissingPackage, UsageError
+from edgespec.errors import UsageError
 from edgespec.measure.exit_gain import (
     BESIDE,
     Beside,
@@ -30,6 +30,7 @@ from edgespec.measure.exit_gain import (
 )
 from edgespec.measure.exits import Searched
 from edgespec.measure.hints import BAR, Hint, told_late
+from edgespec.measure.pictures import check_picture
 
 DRAWN = 4  # nodes of a draft pass beside the target's, in what goes by seconds
 GRID = np.round(np.geomspace(0.05, 12.8, 17), 3)  # seconds of drafting beside a pass
@@ -205,10 +206,9 @@ def picture(found: dict[str, Any], out: Path) -> None:
         MissingPackage: matplotlib is not installed.
         UsageError: it cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "the picture") from error
+    check_picture(out)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for kind, one in found["kinds"].items():

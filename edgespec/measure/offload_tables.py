@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.errors import MissingPackage
 from edgespec.measure.offload_folders import lines, title
+from edgespec.measure.pictures import check_picture
 from edgespec.weights.machine import format_size
 
 
@@ -96,15 +96,10 @@ def _text(view: Table) -> str:
 
 
 def draw(report: dict[str, Any], path: str) -> None:
-    """A picture: seconds per pass against nodes, a curve for each limit and way.
+    """A picture: seconds per pass against nodes, a curve for each limit and way. Raises as `check_picture`."""
+    check_picture(path)
+    import matplotlib
 
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "drawing") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
+from edgespec.errors import EdgespecError, RegistryError, UsageError
 from edgespec.measure.pair import Measured, Row
+from edgespec.measure.pictures import check_picture
 from edgespec.models.registry import OWN, read_models
 from edgespec.remembered import machine
 
@@ -64,11 +65,10 @@ def _times(row: Row, plain: float) -> str:
 
 
 def picture(found: Measured, out: Path) -> None:
-    """Tokens per pass and per second by budget. Raises MissingPackage, or EdgespecError: it cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "the picture") from error
+    """Tokens per pass and per second by budget. Raises as `check_picture`, or EdgespecError: it cannot be written."""
+    check_picture(out)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in dict.fromkeys(row.planner for row in found.rows[1:]):
