@@ -17,7 +17,7 @@ here the engine's own suffice.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
@@ -37,6 +37,7 @@ FEW = 4  # rows: a class that reaches no further has no room for a tree
 MANY = 32  # rows: a class that reaches from few to so many is good for everything
 BLOCK = 512  # tokens of a prompt that are read together where rows depend on each other
 REPEATED = 5  # times that a pass is timed
+TRYING = "finding passes that agree to the bit, once for this model on this machine"
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
 
 
@@ -100,24 +101,56 @@ def price(found: Found, exact: Exact | None, streams: bool) -> list[str]:
 
 def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None]) -> list[Group]:
     """What `probe` finds of a small model like this one, or of this one, or has found before; arguments as above."""
-    about = {
-        "kind": "exact", "engine": backend.name, "build": backend.build, "machine": machine(),
-        "target": identity(path), "sizes": str(SIZES), **backend.computing,
-    }  # fmt: skip
-    key = json.dumps(about, sort_keys=True)
-    if key not in _known and keep and (rows := recall(about)) is not None:
-        with suppress(TypeError):  # written by another version
-            _known[key] = [Group(**row) for row in rows]
-    if key not in _known:
-        say("finding passes that agree to the bit, once for this model on this machine")
+    about = _about(backend.name, backend.build, backend.computing, path)
+    if (found := _recall(about, keep)) is None:
+        say(TRYING)
         try:
             with load_specimen(backend.name, path, **backend.computing) or nullcontext(backend) as small:
-                _known[key] = probe(small)
+                found = probe(small)
         except ModelError:  # of its file no smaller one can be made
-            _known[key] = probe(backend)
-        if keep and (not _known[key] or _open_ended(_known[key][-1])):  # else others may ask for more than was tried
-            remember(about, [asdict(group) for group in _known[key]])
-    return _known[key]
+            found = probe(backend)
+        _keep(about, found, keep)
+    return found
+
+
+def find_early(
+    name: str, path: str, *, keep: bool, say: Callable[[str], None]
+) -> Callable[[str, Mapping[str, Any]], None]:
+    """The same for an engine that is about to fill memory with weights: a small model has room before that only.
+
+    Returns:
+        What the engine calls then, with its `build` and `computing`. `find` knows the answer afterwards.
+    """
+
+    def look(build: str, computing: Mapping[str, Any]) -> None:
+        about = _about(name, build, computing, path)
+        if _recall(about, keep) is None and (small := load_specimen(name, path, **computing)):
+            say(TRYING)
+            with suppress(ModelError), small as backend:
+                _keep(about, probe(backend), keep)
+
+    return look
+
+
+def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return {
+        "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
+        "sizes": str(SIZES), **computing,
+    }  # fmt: skip
+
+
+def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
+    key = json.dumps(about, sort_keys=True)
+    if key not in _known and kept and (rows := recall(about)) is not None:
+        with suppress(TypeError):  # written by another version
+            _known[key] = [Group(**row) for row in rows]
+    return _known.get(key)
+
+
+def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
+    _known[json.dumps(about, sort_keys=True)] = found
+    if keep and (not found or _open_ended(found[-1])):  # else others may ask for more than was tried
+        remember(about, [asdict(group) for group in found])
 
 
 def probe(backend: Backend) -> list[Group]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from edgespec.backend import Backend, choose_backend, load_backend, load_options
 from edgespec.errors import UsageError
-from edgespec.exact import check_choice, settle
+from edgespec.exact import check_choice, find_early, settle
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.paced import Pace
 from edgespec.remembered import identity, machine, recall
@@ -92,6 +92,8 @@ def open_backends(
     for_target: dict[str, Any] = {name: options.get(name) for name in FOR_TARGET} | {"exact": exact}
     for_target["lenders"] = for_target["lenders"] or ()
     for_target |= {"progress": progress} if progress else {}
+    if exact != "off":
+        for_target["before_filling"] = find_early(names[0], paths[0], keep=remember, say=say)
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
     backends: list[Backend] = []

@@ -9,8 +9,9 @@ from conftest import Run
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.context import KV_TYPES, ContextSize
 from edgespec.backends.llamacpp.files import ggml_base
-from edgespec.backends.llamacpp.memory import KV_TYPES, MIN_NODES, ContextSize, memory_needs
+from edgespec.backends.llamacpp.memory import MIN_NODES, memory_needs
 
 from edgespec.backend import prefill
 from edgespec.errors import ModelError, UsageError

@@ -24,13 +24,18 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
 from conftest import Run
+from edgespec.backends.llamacpp import backend as llamacpp_backend
 from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
-from edgespec.backends.llamacpp.memory import MIN_NODES, ContextSize
+from edgespec.backends.llamacpp.context import ContextSize
+from edgespec.backends.llamacpp.memory import MIN_NODES
 
+from edgespec import exact as exact_module
 from edgespec.backend import Work, prefill
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.generate import generate_tokens
+from edgespec.loading import open_backends
+from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -824,3 +829,31 @@ def test_an_ordinary_user_streams_without_locking_and_is_told(smollm2: Path) -> 
     assert re.search(r"; 0 MiB locked in memory, \d+ MiB kept in the page cache; the limit .* is 0 MiB", lines[0])
     assert int(lines[1]) <= 64  # KiB
     assert lines[2] == "False"
+
+
+def test_classes_are_found_before_weights_fill_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model that is tried for them has contexts and logits of its own, which no plan knows."""
+    order = list[str]()
+    start = llamacpp_backend.start_streaming
+
+    def fill(*arguments: Any) -> Any:
+        order.append("fill")
+        return start(*arguments)
+
+    def probe(small: LlamaBackend) -> list[exact_module.Group]:
+        order.append("probe")
+        assert small.streamer is None
+        return [exact_module.Group(2, 63, trees=True, company=True), exact_module.Group(64, 128, True, True)]
+
+    monkeypatch.setattr(llamacpp_backend, "start_streaming", fill)
+    monkeypatch.setattr(exact_module, "probe", probe)
+    monkeypatch.setattr(exact_module, "_known", {})
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    entry = Entry(name="target", target=f"file:{tiny}", defaults=Defaults())
+    for asked, expected in ((None, ["probe", "fill"]), ("off", ["fill"])):
+        order.clear()
+        memory = least_memory(str(tiny), **OPTIONS)
+        (backend,) = open_backends(entry, None, None, exact=asked, remember=False, memory=memory, **OPTIONS)
+        assert backend.capabilities.streams
+        backend.close()
+        assert order == expected

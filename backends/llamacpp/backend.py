@@ -4,7 +4,7 @@ Trees need no kernel of their own: `session.py` says how one lives in llama.cpp'
 A model larger than memory is streamed: `memory.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import monotonic
@@ -24,6 +24,7 @@ from . import paths
 from .apart import Apart, load_apart
 from .batch import Batch
 from .cells import TILE, Cells, Rows
+from .context import KV_OF_NARROW, ContextSize, check_options, kv_types, make_context, suits_narrow
 from .files import (
     engine_build,
     last_log,
@@ -37,20 +38,7 @@ from .gpu import devices, kept_off
 from .ids import Ids
 from .lending import lent_line, lent_options
 from .logits import LlamaLogits
-from .memory import (
-    KV_OF_NARROW,
-    MIN_NODES,
-    SHARE,
-    ContextSize,
-    check_options,
-    choose_gpu_layers,
-    is_plenty,
-    keeps_experts,
-    kv_types,
-    plan_memory,
-    start_streaming,
-    suits_narrow,
-)
+from .memory import MIN_NODES, SHARE, choose_gpu_layers, is_plenty, keeps_experts, plan_memory, start_streaming
 from .mixture import Mixture, open_mixture
 from .paths import PathSession, ids_of_session, is_recurrent, most_paths, why_not
 from .session import LlamaSession, Placement
@@ -292,6 +280,7 @@ def load(
     exact: str | None = "off",
     share: float | None = None,
     progress: Progress = lambda done, total: None,
+    before_filling: Callable[[str, Mapping[str, Any]], None] = lambda build, computing: None,
     lenders: Sequence[str] = (),
     borrowed: Any = None,
 ) -> LlamaBackend | Apart:
@@ -315,15 +304,14 @@ def load(
             f16, for float32 weights f32. With another, float32 weights are computed less exactly.
         beside: further model files that will be loaded, with the same options, and stay in memory: the draft.
         resident: do not stream, whatever is free: another model's plan has left room for this one.
-        wide: passes will mostly have 16 nodes and more. For fewer llama.cpp is quicker with weights repacked at load,
-            where there is memory for both, for more without: on two processors with AVX-512 (AMD EPYC; Intel, AMX left
-            out) the 1.5 B of 4 bits made 54 and 6 tokens/s of 2 nodes repacked, 35 and 8 as in the file, but 178 and
-            40 against 253 and 55 of 64 nodes.
+        wide: passes will mostly have 16 nodes and more. For fewer llama.cpp may be quicker with weights repacked at
+            load, where there is memory for both; for more it is without (docs/measured.md).
         exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
             those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
         share: sessions take cells of the cache from one pool, which has one context and this part of one for each
             further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
+        before_filling: called with `build` and `computing` before weights that are streamed fill the memory.
         lenders: addresses HOST:PORT of `edgespec lend`; layers that do not fit here go there (`apart.py`).
         borrowed: what `lending.borrow` returned: the same, within the process of its own that `apart.py` starts.
 
@@ -333,7 +321,8 @@ def load(
     """
     check_options(context_length, budget, sessions, threads)
     if lenders:
-        given = {name: value for name, value in locals().items() if name not in ("path", "lenders", "progress")}
+        apart = ("path", "lenders", "progress", "before_filling")
+        given = {name: value for name, value in locals().items() if name not in apart}
         return load_apart(path, list(lenders), given, progress)
     memory = parse_size(memory) if isinstance(memory, str) else memory
     plenty = is_plenty(path, memory, beside)
@@ -371,17 +360,21 @@ def load(
     try:
         if is_recurrent(model) and (reason := why_not(model)):
             raise ModelError(f"{path}: {reason}; use another model")
+        n_threads = threads or compute_cores()
+        fits = plan is None or not (plan.streamed or plan.cached)
         if plan:
+            if not fits and not is_recurrent(model):
+                computing = {"threads": n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
+                before_filling(engine_build(), computing)
             streamer, speed, kept = start_streaming(path, plan, known, progress)
             watch = LayerWatch(streamer)
         elif in_order and exact != "off" and gpu_layers == 0 and may_spare(path):
             watch = Sparing()
         streams = bool(plan and plan.streamed)
-        fits = plan is None or not (plan.streamed or plan.cached)
         if exact in (None, "narrow") and fits and suits_narrow(model, size):
             size = replace(size, kv_type=KV_OF_NARROW)
         params = size.params(model)
-        params.n_threads = params.n_threads_batch = threads or compute_cores()
+        params.n_threads = params.n_threads_batch = n_threads
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen or not plan):
             params.cb_eval = watch.callback
@@ -390,14 +383,7 @@ def load(
             params.cb_eval = watch.sparing.callback
         if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
-        context = llama_cpp.llama_init_from_model(model, params)
-        if not context and size.kv_type != kv_type:  # some models take no cache of 8 bits
-            size = replace(size, kv_type=kv_type)
-            types = size.params(model)
-            params.type_k, params.type_v = types.type_k, types.type_v
-            context = llama_cpp.llama_init_from_model(model, params)
-        if not context:
-            raise ModelError(f"{path}: no context of {context_length} tokens can be made: {last_log()}")
+        context, size = make_context(path, model, size, params, kv_type)
         if watch and watch.sparing:
             watch.sparing.learn(context)
         elif isinstance(watch, LayerWatch) and plan and chosen:

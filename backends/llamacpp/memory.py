@@ -1,4 +1,4 @@
-"""llama.cpp models larger than memory: what their contexts take, what of the weights stays, and moving the rest.
+"""llama.cpp models larger than memory: what of the weights stays beside a context, and moving the rest.
 
 `plan_memory` has llama.cpp rehearse a context to learn the size of its buffers, and leaves the choice to
 `residency.py`. `start_streaming` has `ring.py` move the weights that do not stay, and `watch.py` keeps the movement in
@@ -9,13 +9,12 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.models.gguf_header import own_values
-from edgespec.paths import MOST_OWED
 from edgespec.weights.disk import USUAL, recall_reading
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
@@ -33,137 +32,25 @@ from edgespec.weights.residency import EXPERTS, MARGIN, SAFETY, Plan, Tensor, co
 from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
 from edgespec.weights.system import HUGE
 
-from .cells import EXTRA_IDS, TILE
+from .context import ContextSize
 from .files import (
-    FILE_TYPE_BF16,
-    FILE_TYPE_F16,
-    FILE_TYPE_F32,
     file_size,
     last_log,
     llama_cpp,
     load_model,
-    metadata,
     parts,
     read_tensors,
     size_lines,
 )
 from .gpu import auto_layers, check_spans, devices, experts_too_large
 from .lending import choose_lent, memory_of_lenders
-from .paths import ids_of_session, is_recurrent, most_paths
 
-LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
 SHARE = 1 / 4  # of a context, for each further session where memory is counted
 CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
 BESIDE_POOLS = 1 / 32  # of memory, and a MARGIN: libraries' pages, page tables
 ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
-
-
-# Types of keys and values that llama.cpp's cache takes (`kv_cache_types` in common/arg.cpp; `ggml_type` in ggml.h).
-KV_TYPES = {
-    "f16": 1, "q8_0": 8, "bf16": 30, "f32": 0, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
-}  # fmt: skip
-PLAIN_TYPES = ("f16", "bf16", "f32")
-
-
-def kv_types(name: str) -> tuple[str, str]:
-    """The types of keys and of values: "f16/q8_0", or one name for both."""
-    keys, _, values = name.partition("/")
-    return keys, values or keys
-
-
-@dataclass(frozen=True, slots=True)
-class ContextSize:
-    """How large a context is asked for."""
-
-    context_length: int  # 0 = as trained
-    budget: int
-    sessions: int
-    chunk: int  # prompt tokens per pass
-    kv_type: str | None = None  # of keys and values, or K/V, each one of KV_TYPES; None: f16, for float32 weights f32
-    share: float = 1.0  # of a context: what each session but one adds to the cells that all share
-
-    def __post_init__(self) -> None:
-        if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
-            names = ", ".join(KV_TYPES)
-            raise UsageError(f"kv_type is {self.kv_type!r}, but must be one of {names}, or two of them as in f16/q8_0")
-
-    @property
-    def max_nodes(self) -> int:
-        return max(self.chunk, self.budget + 1)
-
-    @property
-    def max_leaves(self) -> int:
-        return min(max(self.budget, 32), LLAMA_MAX_SEQ - EXTRA_IDS - self.sessions + 1)
-
-    @property
-    def ids(self) -> int:
-        """Of sequences: one for each session, and those that all of them share."""
-        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - EXTRA_IDS)
-
-    def length(self, model: Any) -> int:
-        """Most tokens of one text."""
-        return self.context_length or int(llama_cpp.llama_model_n_ctx_train(model))
-
-    def tokens(self, model: Any) -> int:
-        """Most tokens of all texts together."""
-        length = self.length(model)
-        return length + int(self.share * length) * (self.sessions - 1)
-
-    def kept_in(self, model: Any) -> str:
-        """The type of keys and values, or both, as in "f16/q8_0"."""
-        return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
-
-    def params(self, model: Any) -> Any:
-        """llama.cpp's parameters for it."""
-        params = llama_cpp.llama_context_default_params()
-        tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
-        rows = self.max_nodes + tiles
-        params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
-        params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
-        params.n_seq_max = self.ids + EXTRA_IDS
-        params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
-        if lanes := most_paths(model, self.budget, self.sessions):
-            params.n_seq_max = ids_of_session(lanes) * self.sessions
-            rows = self.max_nodes + 2 * MOST_OWED
-            # Cells of all paths of a pass, beside texts as long as may be; few layers have cells.
-            nodes = max(rows, (lanes + 1) * (self.budget + 1 + 2 * MOST_OWED))
-            params.n_ctx = self.sessions * (self.length(model) + nodes)
-            params.n_batch = params.n_ubatch = rows
-            params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
-        params.kv_unified = True
-        params.swa_full = True  # a sliding window that forgets could not be rewound
-        params.no_perf = True
-        float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
-        types = kv_types(self.kept_in(model))
-        params.type_k, params.type_v = (KV_TYPES[name] for name in types)
-        if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
-            # Who keeps weights in float32 wants float32 arithmetic: flash attention rounds keys, values and scores to
-            # 16 bits. But there is no other for a quantised cache.
-            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        return params
-
-
-KV_OF_NARROW = "q8_0"
-LONG = 4096  # tokens of context
-
-
-def suits_narrow(model: Any, size: ContextSize) -> bool:
-    """Whether passes of few rows are to have a cache of type `KV_OF_NARROW` where none is asked for.
-
-    With equal float types llama.cpp splits the cache of a pass over one row among threads, so such a pass would have to
-    be padded to two rows: of the 1.5 B in 4 bits 133 instead of 88 ms after 500 tokens, 162 instead of 112 after 4,000.
-    With 8 bits one row is 91 and 115 ms. But only float types have a quick kernel for long prompts.
-    """
-    if is_recurrent(model):  # has no classes
-        return False
-    heads, width = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_embd(model)
-    key = metadata(model, f"{metadata(model, 'general.architecture').decode()}.attention.key_length")
-    head = int(key) if key.isdigit() else width // max(1, heads)
-    # Products of float weights differ between one row and more, too, so there padding is needed anyway.
-    floats = metadata(model, "general.file_type") in (FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16)
-    return size.kv_type is None and not floats and head % 32 == 0 and 0 < size.context_length <= LONG
 
 
 def plan_memory(
@@ -420,15 +307,3 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
             raise
     except OSError as error:
         raise ModelError(f"{path}: cannot be streamed: {error}") from error
-
-
-def check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
-    """Raise UsageError: a number is out of range."""
-    for name, value, low, high in [
-        ("context length", context_length, 0, 2**24),
-        ("budget", budget, 1, 2**15),
-        ("sessions", sessions, 1, LLAMA_MAX_SEQ),
-        ("threads", threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")

@@ -1,7 +1,7 @@
 """How much a logit moves with the shape of its pass."""
 
+from .context import kv_types
 from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32
-from .memory import kv_types
 
 # Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
 # for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
