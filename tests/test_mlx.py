@@ -216,10 +216,11 @@ def test_memory_limits_on_a_mac(monkeypatch):
     monkeypatch.setattr(mx, "set_cache_limit", lambda size: seen.append(("cache", size)))
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert backend_module.set_memory_limits(10**12) == []
-    assert seen == []
+    assert seen == [("cache", 32 << 20)]
+    seen.clear()
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 16 * 10**9})
     assert backend_module.set_memory_limits(14 * 10**9) == []
-    assert seen == [("wired", 16 * 10**9), ("cache", 10**9)]
+    assert seen == [("cache", 10**9), ("wired", 16 * 10**9)]
     (note,) = backend_module.set_memory_limits(15 * 10**9)
     assert "15.0 GB" in note
     assert "16.0 GB" in note

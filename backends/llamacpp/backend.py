@@ -364,8 +364,8 @@ def load(
         fits = plan is None or not (plan.streamed or plan.cached)
         if plan:
             if not fits and not is_recurrent(model):
-                computing = {"threads": n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
-                before_filling(engine_build(), computing)
+                kv_type_now = size.kept_in(model)
+                before_filling(engine_build(), {"threads": n_threads, "gpu_layers": gpu_layers, "kv_type": kv_type_now})
             streamer, speed, kept = start_streaming(path, plan, known, progress)
             watch = LayerWatch(streamer)
         elif in_order and exact != "off" and gpu_layers == 0 and may_spare(path):

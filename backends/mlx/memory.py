@@ -214,6 +214,7 @@ def free_memory() -> int:
 
 
 WIRED_SHARE = 0.9  # of what a Mac's GPU can hold may be weights; where mlx-lm warns, too
+KEPT = 32 << 20  # bytes of freed buffers that are kept on other systems
 CACHE_SHARE = 16  # … and 1 / CACHE_SHARE of it freed buffers that are kept for reuse
 
 
@@ -223,12 +224,12 @@ def gpu_memory() -> int:
 
 
 def freed_buffers() -> int:
-    """Bytes of freed buffers that MLX may keep."""
-    return gpu_memory() // CACHE_SHARE
+    """Bytes of freed buffers that MLX may keep; it sets itself no limit without a GPU."""
+    return gpu_memory() // CACHE_SHARE or KEPT
 
 
 def set_memory_limits(weights: int) -> list[str]:
-    """On a Mac, keep weights in the GPU's memory and bound the freed buffers that MLX keeps. Nothing elsewhere.
+    """Bound the freed buffers that MLX keeps; on a Mac, keep weights in the GPU's memory.
 
     Args:
         weights: bytes of the weights that stay in memory.
@@ -237,10 +238,10 @@ def set_memory_limits(weights: int) -> list[str]:
         What the user should know.
     """
     size = gpu_memory()
+    mx.set_cache_limit(freed_buffers())
     if not size:
         return []
     mx.set_wired_limit(size)
-    mx.set_cache_limit(freed_buffers())
     if weights <= WIRED_SHARE * size:
         return []
     return [f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes will be slow"]

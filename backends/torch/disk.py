@@ -29,7 +29,7 @@ from edgespec.weights import ring
 from edgespec.weights.direct import ALIGNED, DirectFiles
 from edgespec.weights.disk import recall_reading
 from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.system import HUGE
+from edgespec.weights.system import HUGE, read_buffer
 
 from .offload import CopyEngine, pin_memory, stored_tensors, unpin_memory
 
@@ -71,7 +71,7 @@ class Staging:
         self.plan = Plan(0, 0, (), layers, (), min(STAGING, len(layers)), len(layers))
         size = max(extent.size for extent in extents) + ALIGNED
         try:
-            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(self.plan.slots)]
+            self._buffers = [torch.frombuffer(read_buffer(size), dtype=torch.uint8) for _ in range(self.plan.slots)]
             for buffer in self._buffers if pin else []:
                 pin_memory(buffer)
                 self._pinned.append(buffer)
