@@ -448,7 +448,8 @@ def test_prompts_are_read_in_larger_pieces(tmp_path, monkeypatch):
     """Where a pass over more tokens hardly takes more memory, and every pass reads the weights."""
     folder = write_model(tmp_path / "model", many_layers(FAMILIES["llama"]))
     monkeypatch.setattr(memory_module, "private_memory", lambda: 0)
-    monkeypatch.setattr(memory_module, "MARGIN", 0)
+    for name in ("MARGIN", "KEPT"):
+        monkeypatch.setattr(memory_module, name, 0)
     monkeypatch.setattr(memory_module, "work_bytes", lambda config, size, item: size.max_nodes)
     monkeypatch.setattr(memory_module, "cell_bytes", lambda *_: (1, 4))
     weights = find_layout(backend_module.load_weights(folder), folder).size
@@ -462,7 +463,8 @@ def test_a_draft_takes_room(llama, monkeypatch):
     for name in ("private_memory", "work_bytes"):
         monkeypatch.setattr(memory_module, name, lambda *_: 0)
     monkeypatch.setattr(memory_module, "cell_bytes", lambda *_: (0, 4))
-    monkeypatch.setattr(memory_module, "MARGIN", 0)
+    for name in ("MARGIN", "KEPT"):
+        monkeypatch.setattr(memory_module, name, 0)
     alone = load(str(llama), memory=room - 100)
     beside = load(str(llama), memory=room - 100, beside=[str(llama)])
     assert (alone.plan is None, beside.plan is None) == (True, False)
