@@ -16,7 +16,7 @@ are: each further node adds fewer, until all are there (MoESD, arXiv 2505.19645,
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from statistics import fmean, median
@@ -54,32 +54,41 @@ class Curve:
     """Seconds of a pass by its number of nodes: straight lines between the sizes seen, and on beyond them.
 
     With `experts` the lines are straight over the weights of a pass, not over its nodes: `weight`.
+
+    Of texts that share their passes, each pays a part. The drafts of all of them work before the pass, one after the
+    other. If all guess alike, the best round of one, with its part of the pass, is the best for all.
     """
 
     sizes: FloatArray  # [k], rising
     took: FloatArray  # [k] seconds; falling at `TILED` nodes if anywhere
     slope: float  # seconds of each node, or weight, beyond the largest size
     experts: tuple[int, int] | None = None  # of a layer, and used by a token, if passes read those used
+    texts: int = 1  # that share each pass, with as many nodes each
+
+    def shared(self, texts: int) -> "Curve":
+        """Of passes that so many texts share: one's nodes, and its part of the time."""
+        return replace(self, texts=texts)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
         """What passes over `nodes` nodes will take; the shape of `nodes`."""
+        nodes = np.asarray(nodes) * self.texts
         wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: down the same slope, but never as if all of a pass were its nodes.
         below = np.maximum(took[0] - self.slope * (size[0] - wanted), took[0] * wanted / size[0])
         found = np.where(wanted < size[0], below, np.interp(wanted, size, took))
-        return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found)
+        return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found) / self.texts
 
     @cached_property
     def plain(self) -> float:
         """Seconds of a pass over one node."""
-        return float(self.took[0] if self.plain_was_seen else self.seconds(1))
+        return float(self.took[0] if self.plain_was_seen and self.texts == 1 else self.seconds(1))
 
     @cached_property
     def least(self) -> float:
         """Of a plain pass, what a node of the tree whose nodes are cheapest costs: a guess less likely cannot pay."""
-        far = self.sizes > 1
+        far, whole = self.sizes > self.texts, self.plain * self.texts
         on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
-        return float(min([on, *((self.took[far] - self.plain) / (self.sizes[far] - 1))]) / self.plain)
+        return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.texts))]) / self.plain)
 
     @property
     def plain_was_seen(self) -> bool:

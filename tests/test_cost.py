@@ -37,6 +37,25 @@ def test_one_size_is_continued_by_what_is_usual(slope):
     assert seen((11, 2 + 20 * slope), slope=slope).plain == pytest.approx(2.0)
 
 
+@given(
+    st.integers(1, 8),
+    st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12),
+    st.floats(0.0, 2.0),
+    st.sampled_from([line(1.0, 0.05), line(0.1, 1.0), line(5.0, 0.0)]),
+)
+def test_texts_that_guess_alike_each_pay_their_part_of_a_pass(texts, probabilities, spent, cost):
+    """The best tree of one, by its part of the pass, is the best for all together."""
+    log_probs = np.sort(np.log(probabilities))[::-1]
+    size, rate = best_size(log_probs, spent, cost.shared(texts))
+    sizes = np.arange(len(log_probs) + 1)
+    tokens = texts * (1 + np.concatenate([[0.0], np.cumsum(np.exp(log_probs))]))
+    together = tokens / (texts * spent + cost.seconds(texts * (1 + sizes)))
+    assert together[size] == pytest.approx(together.max())
+    assert rate == pytest.approx(together.max())
+    assert cost.shared(texts).plain == pytest.approx(float(cost.seconds(texts)) / texts)
+    assert cost.shared(texts).least == pytest.approx(cost.slope / cost.shared(texts).plain, abs=1e-9)
+
+
 def test_sizes_close_together_do_not_set_the_slope():
     assert seen((1, 1.0), (2, 9.0)).slope == pytest.approx(STEEP)
     assert seen((2, 1.0), (4, 9.0), (8, 13.0)).slope == pytest.approx(2.0)  # from 2 to 8: 4 is too near to 8

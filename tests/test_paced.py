@@ -1,6 +1,7 @@
 """What guesses in a round: by costs and gains that are given here, never by a clock."""
 
 import json
+from dataclasses import replace
 
 import hypothesis
 import numpy as np
@@ -147,6 +148,21 @@ def test_the_first_pass_of_all_is_plain_in_memory_and_full_where_weights_are_str
         )
         generation.read_prompt()
         assert (len(generation.plan()) > 8) == streams
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(streams):
+    """Eight roots cost what one does; eight drafts cost eight times what one does, and all texts wait for them."""
+    for texts, asked in ((1, True), (8, False)):
+        pace = given((1.0, 1e-3), (0.3, 0.0))
+        planner = PacedPlanner("auto", pace, draft=drafting(pace, perturbed(MODEL, 0.2, 1)))
+        target = ReferenceBackend(MODEL)
+        target.capabilities = replace(target.capabilities, streams=streams)
+        generation = Generation(
+            target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
+        )
+        generation.read_prompt()
+        assert (len(generation.plan(24, texts)) > 1) == asked
 
 
 def test_how_much_faster_than_plain_is_told_only_where_a_plain_pass_was_measured():

@@ -197,9 +197,10 @@ class PacedPlanner:
     def plan(self, context: Context, budget: int) -> DraftTree:
         """The tree that promises most."""
         length, pace = len(context.token_ids), self._pace
-        known = pace.target.at(length)
+        if known := pace.target.at(length):
+            known = known.shared(context.texts)
         # Before the first pass of all only proportions are known: enough for copies.
-        cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope, pace.target.experts)
+        cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope, pace.target.experts, context.texts)
         head = context.head
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
