@@ -286,7 +286,22 @@ def test_the_guard_tries_both_and_leaves_alone_what_loses():
 
 def test_the_guard_goes_on_where_that_gains():
     found = turns(Guard(), 400, {False: 1.2, True: 1.0})
-    assert sum(found) / len(found) > 0.9
+    assert sum(found) / len(found) > 0.88
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.9, 0.0, 0.1), (1.0, 0.0, 0.2), (1.4, 0.6, 1.0)])
+def test_trees_that_differ_mislead_the_guard_seldom(gain, least, most):
+    """Trees promise 1 to 9 tokens by chance; mean share of rounds in which the draft goes on, of 30 texts."""
+    shares = []
+    for seed in range(30):
+        draw, guard, now, found = random.Random(seed), Guard(), 0.0, []
+        for _ in range(500):
+            expected = 1 + 8 * draw.random() ** 2
+            found.append(guard.next(expected, now))
+            guard.wrote(round(expected))
+            now += 1 / gain if found[-1] else 1.0
+        shares.append(sum(found) / len(found))
+    assert least <= sum(shares) / len(shares) <= most
 
 
 def test_the_guard_follows_a_change():
@@ -300,7 +315,7 @@ def test_the_guard_follows_a_change():
 @pytest.mark.parametrize("seconds", [{False: 1.0, True: 1.2}, {False: 1.2, True: 1.0}])
 def test_the_next_run_begins_with_what_this_one_found(seconds):
     before, after = Pace(), Pace()
-    assert before.guard.as_list() == []
+    assert not before.guard.better
     turns(before.guard, 100, seconds)
     after.recall(json.loads(json.dumps(before.as_dict())))
     better = seconds[True] < seconds[False]
@@ -325,7 +340,7 @@ def test_a_pause_is_not_counted():
     guard.pause()
     guard.next(3.0, 1000.0)
     guard.next(3.0, 1001.0)
-    assert guard.alone.seconds == 1.0
+    assert list(guard.alone.samples) == [(3.0, 1.0)]
 
 
 def test_the_default_needs_a_processor_for_the_draft_alone():

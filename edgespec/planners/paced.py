@@ -82,7 +82,7 @@ class Pace:
         """For JSON."""
         shares = {name: [share.came, share.hoped] for name, share in self._shares()}
         costs = {"target": self.target.as_list(), "draft": self.draft.as_list()}
-        return {**costs, "ahead": self.guard.as_list(), "runs": self.runs, **shares}
+        return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
         """Start from what `as_dict` gave. Every so many runs what is known of the draft is left out.
