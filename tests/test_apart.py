@@ -1,8 +1,10 @@
 """A model in a process of its own, as borrowed layers need it, is a backend like any other; here nobody lends."""
 
+import inspect
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import contract
 import pytest
@@ -68,3 +70,13 @@ def test_ctrl_c_before_an_answer_does_not_shift_the_next(smollm2_tiny: Path, mon
 def test_what_a_lender_does_not_take_is_refused(smollm2_tiny: Path) -> None:
     with pytest.raises(UsageError, match="gpu_layers"):
         load(smollm2_tiny, gpu_memory=1 << 30)
+
+
+def test_every_option_reaches_the_process_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgespec.backends.llamacpp import backend as backend_module
+
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr(backend_module, "load_apart", lambda path, lenders, given, progress: told.append(given))
+    backend_module.load("big.gguf", budget=7, lenders=["127.0.0.1:50052"])
+    options = set(inspect.signature(backend_module.load).parameters) - set(backend_module.NOT_APART)
+    assert (set(told[0]), told[0]["budget"]) == (options, 7)

@@ -262,6 +262,9 @@ class LlamaBackend:
             self.context = self.model = None
 
 
+NOT_APART = ("path", "lenders", "progress", "before_filling")  # arguments that stay here where a model is loaded apart
+
+
 def load(
     path: str,
     *,
@@ -321,8 +324,7 @@ def load(
     """
     check_options(context_length, budget, sessions, threads)
     if lenders:
-        apart = ("path", "lenders", "progress", "before_filling")
-        given = {name: value for name, value in locals().items() if name not in apart}
+        given = {name: value for name, value in locals().items() if name not in NOT_APART}
         return load_apart(path, list(lenders), given, progress)
     memory = parse_size(memory) if isinstance(memory, str) else memory
     plenty = is_plenty(path, memory, beside)

@@ -1,6 +1,5 @@
 """llama.cpp's own server as a process, to be held against this one."""
 
-import os
 import socket
 import subprocess
 import time
@@ -50,12 +49,11 @@ def started(command: Sequence[str], enter: Callable[[], None] | None = None) -> 
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     whole = [*command, "--host", "127.0.0.1", "--port", str(port)]
     with TemporaryFile() as log:
         try:
             process = subprocess.Popen(
-                whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=enter, env=environment
+                whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=enter
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror or error}") from error
