@@ -128,6 +128,11 @@ class PassCost:
         self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
         self._curves.pop(at, None)
 
+    @property
+    def plain_passes(self) -> int:
+        """Of how many passes over one node the times are known, for texts of the length with the most."""
+        return max((len(sizes.get(1, ())) for sizes in self._passes.values()), default=0)
+
     def at(self, length: int) -> Curve | None:
         """The curve for texts of about this length, else for the nearest length seen; None: no pass was seen."""
         if not self._passes:

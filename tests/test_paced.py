@@ -15,7 +15,7 @@ from edgespec.generate import Generation, generate_tokens
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.drafting import agreed
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import BELIEF, RETRIED, Pace, PacedPlanner, Share, new_pace
+from edgespec.planners.paced import BELIEF, PLAIN, RETRIED, Pace, PacedPlanner, Share, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
@@ -32,7 +32,7 @@ class GivenCost(PassCost):
 
     def __init__(self, constant, slope):
         super().__init__()
-        for nodes in (1, 100):
+        for nodes in (1, 100) * PLAIN:
             super().add(nodes, constant + slope * nodes)
 
     def add(self, nodes, seconds, length=0):
@@ -148,6 +148,19 @@ def test_the_first_pass_of_all_is_plain_in_memory_and_full_where_weights_are_str
         )
         generation.read_prompt()
         assert (len(generation.plan()) > 8) == streams
+
+
+def test_one_slow_pass_does_not_make_guesses_look_cheap():
+    """The first after loading: were it believed, a draft would be asked, and no plain pass made again."""
+    pace = Pace(PassCost(STEEP), GivenCost(0.1, 0.0), worth=GivenShare(1.0))
+    times = iter([9.0, 0.1, 0.1, *[5.0] * 100])
+    add = pace.target.add
+    pace.target.add = lambda nodes, seconds, length=0: add(nodes, next(times) if nodes == 1 else 0.3 * nodes, length)
+    _, stats = write(
+        PacedPlanner("auto", pace, SssdPlanner(), drafting(pace, perturbed(MODEL, 0.2, 1))), max_tokens=PLAIN
+    )
+    assert (stats.passes, stats.drafted) == (PLAIN, 0)
+    assert pace.target.at(0).plain == 0.1
 
 
 @pytest.mark.parametrize("streams", [False, True])

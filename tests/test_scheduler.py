@@ -538,7 +538,7 @@ def test_a_text_can_be_written_plainly(name):
     usual.check()
     assert plain.stats.drafted == 0
     assert plain.stats.passes == 12
-    assert (usual.stats.drafted > 0) == (name != "none")
+    assert (usual.stats.drafted > 0) == (name in ("sssd", "specexec"))  # auto has not seen enough passes to guess
     scheduler.close()
 
 

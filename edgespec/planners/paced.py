@@ -40,6 +40,7 @@ EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of th
 MOST_EARLIER = 64  # … and no more than so many count
 LEAST_TRUST = 0.05
 HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
+PLAIN = 3  # passes in memory before anything is guessed: the first after loading may take twice as long as all others
 RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
 
 
@@ -204,6 +205,9 @@ class PacedPlanner:
         head = context.head
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
+        if pace.target.slope != FLAT and pace.target.plain_passes < PLAIN:
+            self._planned = planned
+            return tree
         if self._copies:
             trust = max(LEAST_TRUST, pace.copies.value(1.0))
             copied = self._copies.plan(replace(context, least=min(0.5, cost.least / trust)), budget)
