@@ -423,10 +423,12 @@ class Scheduler:
         for slot in self._slots:
             if slot.job:
                 self._end(slot, error)
-        for job in [*self._inbox, *self._waiting]:
+        with self._wake:  # who comes now is not lost
+            jobs = [*self._inbox, *self._waiting]
+            self._inbox.clear()
+            self._waiting.clear()
+        for job in jobs:
             self._finish(job, error)
-        self._inbox.clear()
-        self._waiting.clear()
 
     def _finish(self, job: Job, error: Exception | None) -> None:
         if error is not None:

@@ -247,3 +247,22 @@ def test_all_that_is_told_of_a_held_text_is_one_end():
     scheduler.close()
     assert sum(isinstance(event, Ended) for event in held.events) == 1
     assert held.tokens == alone(*held.key)[: len(held.tokens)]
+
+
+def test_who_comes_while_all_are_ended_is_not_lost():
+    scheduler = Scheduler(backend(), planners("none", 3), budget=4)
+    first = Reader(scheduler, 1)
+    later, finish = [], scheduler._finish
+
+    def finished(job, error):
+        if not later:
+            later.append(Reader(scheduler, 2))
+        finish(job, error)
+
+    scheduler._finish = finished
+    scheduler._end_all(ZeroDivisionError("in the scheduler"))
+    scheduler._finish = finish
+    run(scheduler)
+    assert isinstance(first.ended.error, ZeroDivisionError)
+    later[0].check()
+    scheduler.close()
