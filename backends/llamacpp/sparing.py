@@ -11,7 +11,8 @@ from typing import Any
 
 from edgespec.models.gguf_header import own_values
 
-from .files import ggml_base, llama_cpp
+from .callback import NodeCallback
+from .files import ggml_base
 from .ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .mixture import node_at
 from .stop import Stop
@@ -31,9 +32,9 @@ class Sparing:
     def __init__(self) -> None:
         self.stop: Stop | None = None
         self.sparing: Sparing | None = self
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self._watched = NodeCallback(self._called)
+        self.callback = self._watched.callback
         self._name_of = ggml_base().ggml_get_name
-        self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
         self._users: set[bytes] = set()  # nodes: products with chosen experts
         self._before: set[bytes] = set()  # those before them, behind which a padded pass stops
         self._rows = self._padding = 0
@@ -42,15 +43,7 @@ class Sparing:
 
     def learn(self, context: Any) -> None:
         """Find the experts' nodes; none where they cannot be looked into."""
-        self._seen = addresses = list[int]()
-        stop = llama_cpp.ggml_abort_callback(lambda data: True)
-        try:
-            llama_cpp.llama_set_abort_callback(context, stop, None)
-            llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1))
-        finally:
-            llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
-            self._seen = None
+        addresses = self._watched.nodes(context)
         if not addresses or not is_known(addresses[0]):
             return
         for before, address in pairwise(addresses):
@@ -63,11 +56,7 @@ class Sparing:
         """A pass starts; arguments as for `Mixture.begin`."""
         self._rows, self._padding, self._reported = rows, 0 if prompt else padding, False
 
-    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
-        if self._seen is not None:
-            if ask:
-                self._seen.append(tensor)
-            return False
+    def _called(self, tensor: int, ask: bool) -> bool:
         if not ask:
             return True
         if not self._padding:

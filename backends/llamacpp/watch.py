@@ -9,7 +9,8 @@ from typing import Any
 from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
 
-from .files import ggml_base, llama_cpp
+from .callback import NodeCallback
+from .files import ggml_base
 from .mixture import Mixture
 from .sparing import Sparing
 from .stop import Stop
@@ -26,7 +27,8 @@ class LayerWatch:
 
     def __init__(self, streamer: Streamer) -> None:
         self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self._watched = NodeCallback(self._called)
+        self.callback = self._watched.callback
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
         self.sparing: Sparing | None = None  # where the page cache keeps its experts
@@ -35,7 +37,6 @@ class LayerWatch:
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
         self._name_of = ggml_base().ggml_get_name
         self._last_nodes: set[bytes] = set()  # before a streamed layer
-        self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
         self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
         self._handlers: dict[int, Any] = {}
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
@@ -55,23 +56,9 @@ class LayerWatch:
         return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:
-        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.
-
-        With `whole` all is: a GPU's nodes come in graphs of their own, and the next is not begun before.
-        """
-        stop = llama_cpp.ggml_abort_callback(lambda data: True)
-        self._seen = found = list[int]()
-        try:
-            if not whole:
-                llama_cpp.llama_set_abort_callback(context, stop, None)
-            token = (llama_cpp.llama_token * 1)(0)
-            with self.signals_held():
-                llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
-        finally:
-            llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
-            self._seen = None
-        return found
+        """As `NodeCallback.nodes`."""
+        with self.signals_held():
+            return self._watched.nodes(context, whole)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -105,11 +92,7 @@ class LayerWatch:
             number, frame = self._signals.pop()
             self._handlers[number](number, frame)
 
-    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
-        if self._seen is not None:
-            if ask:
-                self._seen.append(tensor)
-            return False
+    def _called(self, tensor: int, ask: bool) -> bool:
         if not ask:
             return self.error is None  # False ends the pass
         if self.error is not None:

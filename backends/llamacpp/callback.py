@@ -1,0 +1,43 @@
+"""What llama.cpp calls at every node of a pass; and the nodes of a pass, found by it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .files import llama_cpp
+
+
+class NodeCallback:
+    """Has a function told of each node: first asked whether it shall be reported, then, if so, told it is computed."""
+
+    def __init__(self, called: Callable[[int, bool], bool]) -> None:
+        """
+        Args:
+            called: with a tensor's address, and whether this is the question. Its answer to a report: go on.
+        """
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self._told = called
+        self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
+
+    def nodes(self, context: Any, whole: bool = False) -> list[int]:
+        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.
+
+        With `whole` all is: a GPU's nodes come in graphs of their own, and the next is not begun before.
+        """
+        self._seen = found = list[int]()
+        stop, token = llama_cpp.ggml_abort_callback(lambda data: True), (llama_cpp.llama_token * 1)(0)
+        try:
+            if not whole:
+                llama_cpp.llama_set_abort_callback(context, stop, None)
+            llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
+        finally:
+            llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+            self._seen = None
+        return found
+
+    def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
+        if self._seen is None:
+            return self._told(tensor, ask)
+        if ask:
+            self._seen.append(tensor)
+        return False
