@@ -67,6 +67,8 @@ class Curve:
 
     def shared(self, texts: int) -> "Curve":
         """Of passes that so many texts share: one's nodes, and its part of the time."""
+        if texts == self.texts:  # a new one would forget `plain` and `least`
+            return self
         return replace(self, texts=texts)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:

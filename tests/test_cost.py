@@ -52,6 +52,7 @@ def test_texts_that_guess_alike_each_pay_their_part_of_a_pass(texts, probabiliti
     together = tokens / (texts * spent + cost.seconds(texts * (1 + sizes)))
     assert together[size] == pytest.approx(together.max())
     assert rate == pytest.approx(together.max())
+    assert (cost.shared(texts) is cost) == (texts == 1)
     assert cost.shared(texts).plain == pytest.approx(float(cost.seconds(texts)) / texts)
     assert cost.shared(texts).least == pytest.approx(cost.slope / cost.shared(texts).plain, abs=1e-9)
 
