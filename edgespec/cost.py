@@ -131,9 +131,13 @@ class PassCost:
         self._curves.pop(at, None)
 
     @property
-    def plain_passes(self) -> int:
-        """Of how many passes over one node the times are known, for texts of the length with the most."""
-        return max((len(sizes.get(1, ())) for sizes in self._passes.values()), default=0)
+    def least_seen(self) -> int:
+        """How many passes of the smallest size seen are known, for texts of the length with the most of them.
+
+        The first pass after loading may take twice as long as all others, and were it alone, larger ones would look
+        cheap. Texts that share their passes make none over one node.
+        """
+        return max((len(sizes[min(sizes)]) for sizes in self._passes.values()), default=0)
 
     def at(self, length: int) -> Curve | None:
         """The curve for texts of about this length, else for the nearest length seen; None: no pass was seen."""

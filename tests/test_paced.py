@@ -163,6 +163,22 @@ def test_one_slow_pass_does_not_make_guesses_look_cheap():
     assert pace.target.at(0).plain == 0.1
 
 
+def test_passes_that_texts_share_tell_what_they_cost():
+    """Two texts make none over one node, however long they share."""
+    found = []
+    for passes in range(PLAIN + 1):
+        pace = Pace(PassCost(0.1))
+        for _ in range(passes):
+            pace.target.add(2, 1.0)
+        planner, target = PacedPlanner("auto", pace, SssdPlanner()), ReferenceBackend(MODEL)
+        text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
+        options = {"max_tokens": 20, "budget": 24, "stats": GenerationStats()}
+        generation = Generation(target, target.open(), planner, text, GREEDY, **options)
+        generation.read_prompt()
+        found.append(len(generation.plan(24, 2)) > 1)
+    assert found == [False] * PLAIN + [True]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(streams):
     """Eight roots cost what one does; eight drafts cost eight times what one does, and all texts wait for them."""

@@ -205,7 +205,7 @@ class PacedPlanner:
         head = context.head
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
-        if pace.target.slope != FLAT and pace.target.plain_passes < PLAIN:
+        if pace.target.slope != FLAT and pace.target.least_seen < PLAIN:
             self._planned = planned
             return tree
         if self._copies:
