@@ -286,7 +286,7 @@ def test_the_guard_tries_both_and_leaves_alone_what_loses():
 
 def test_the_guard_goes_on_where_that_gains():
     found = turns(Guard(), 400, {False: 1.2, True: 1.0})
-    assert sum(found) / len(found) > 0.88
+    assert sum(found) / len(found) > 0.9
 
 
 @pytest.mark.parametrize(("gain", "least", "most"), [(0.9, 0.0, 0.1), (1.0, 0.0, 0.2), (1.4, 0.6, 1.0)])

@@ -6,9 +6,10 @@ the next tree, so a sample is the time from one pass's beginning to the next one
 tree is expected to write: 1 + the sum of its nodes' probabilities, which varies far less than what is written. How far
 these hold is learned for each way, from what the trees it made did write.
 
-First come `REST` rounds alone, then `BLOCK` beside, again and again after 32, 64, … rounds: what can be lost by trying
-shrinks. Trees differ, so a few rounds say little. The draft goes on only once that is better by more than chance would
-have it, and no longer than it is better. What was found out is remembered from run to run.
+First come `REST` rounds alone, then `BLOCK` beside, again and again after 32, 64, … rounds, from 32 again when the
+better way changes: what can be lost by trying shrinks. Trees differ, so a few rounds say little. The draft goes on only
+once that is better by more than chance would have it, and no longer than it is better. What was found out is remembered
+from run to run.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from math import sqrt
 from typing import Any
 
 BLOCK = 6  # rounds of a trial
-REST = 16  # rounds between trials, doubled with each that changes nothing …
+REST = 16  # rounds before the first trial; twice as many after each, and 32 again after one that changes something …
 LONGEST = 1024  # … up to so many
 SAMPLES = 64  # last rounds of each way that count
 AUDITED = 32  # trees that tell how far a way's probabilities hold
@@ -115,7 +116,7 @@ class Guard:
         alone, beside = self.alone, self.beside
         doubt = 0.0 if self.better else SURE * sqrt(alone.error**2 + beside.error**2)
         better = beside.rate > MARGIN * alone.rate + doubt
-        self._rest = min(LONGEST, 2 * self._rest) if better == self.better else REST
+        self._rest = min(LONGEST, 2 * (self._rest if better == self.better else REST))
         self.better = better
         self._turn(better, self._rest)
 
