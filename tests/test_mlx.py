@@ -15,6 +15,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import loading as loading_module
+from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import device_top, load, load_vocab
 from edgespec.backends.mlx.tree import Pass, TreeRope, takes_array
 from mlx import nn
@@ -210,17 +211,19 @@ def test_candidates_that_tie_on_the_device():
     assert len(set(ids.tolist())) == 5
 
 
-def test_memory_limits_on_a_mac(monkeypatch):
+def test_memory_limits(monkeypatch):
     seen = []
     monkeypatch.setattr(mx, "set_wired_limit", lambda size: seen.append(("wired", size)))
     monkeypatch.setattr(mx, "set_cache_limit", lambda size: seen.append(("cache", size)))
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
-    assert backend_module.set_memory_limits(10**12) == []
-    assert seen == [("cache", 32 << 20)]
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "no Mac's"})
+    for gpu, limits in ((True, []), (False, [("cache", 32 << 20)])):
+        monkeypatch.setattr(memory_module, "on_gpu", lambda gpu=gpu: gpu)
+        assert backend_module.set_memory_limits(10**12) == []
+        assert seen == limits
     seen.clear()
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 16 * 10**9})
     assert backend_module.set_memory_limits(14 * 10**9) == []
-    assert seen == [("cache", 10**9), ("wired", 16 * 10**9)]
+    assert seen == [("wired", 16 * 10**9), ("cache", 10**9)]
     (note,) = backend_module.set_memory_limits(15 * 10**9)
     assert "15.0 GB" in note
     assert "16.0 GB" in note

@@ -42,7 +42,16 @@ from edgespec.weights.ring import measure_disk, supported
 from ..hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
 from ..interrupts import interruptible
 from .loading import check_files, find_windows, load_weights
-from .memory import MIN_NODES, Layout, PassSize, beside_bytes, parameter_bytes, plan_memory, set_memory_limits
+from .memory import (
+    MIN_NODES,
+    Layout,
+    PassSize,
+    beside_bytes,
+    on_gpu,
+    parameter_bytes,
+    plan_memory,
+    set_memory_limits,
+)
 from .paths import LaneCache, MlxPathSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
@@ -359,11 +368,6 @@ def _stream(model: Any, layout: Layout, plan: Plan, progress: Progress, path: st
         raise
     speed = measure_disk(layout.paths, plan)
     return sweep, [plan.line(speed), *filter(None, [plan.warning(speed)])]
-
-
-def on_gpu() -> bool:
-    """Does MLX compute on a GPU?"""
-    return bool(mx.default_device() == mx.gpu)
 
 
 def _tolerance(model: Any) -> float:

@@ -214,8 +214,13 @@ def free_memory() -> int:
 
 
 WIRED_SHARE = 0.9  # of what a Mac's GPU can hold may be weights; where mlx-lm warns, too
-KEPT = 32 << 20  # bytes of freed buffers that are kept on other systems
 CACHE_SHARE = 16  # … and 1 / CACHE_SHARE of it freed buffers that are kept for reuse
+KEPT = 32 << 20  # bytes of freed buffers that are kept where MLX computes on the CPU
+
+
+def on_gpu() -> bool:
+    """Does MLX compute on a GPU?"""
+    return bool(mx.default_device() == mx.gpu)
 
 
 def gpu_memory() -> int:
@@ -224,8 +229,8 @@ def gpu_memory() -> int:
 
 
 def freed_buffers() -> int:
-    """Bytes of freed buffers that MLX may keep; it sets itself no limit without a GPU."""
-    return gpu_memory() // CACHE_SHARE or KEPT
+    """Bytes of freed buffers that MLX may keep; 0: MLX's own limit holds. On the CPU it sets itself none."""
+    return gpu_memory() // CACHE_SHARE or (0 if on_gpu() else KEPT)
 
 
 def set_memory_limits(weights: int) -> list[str]:
@@ -237,12 +242,12 @@ def set_memory_limits(weights: int) -> list[str]:
     Returns:
         What the user should know.
     """
-    size = gpu_memory()
-    mx.set_cache_limit(freed_buffers())
-    if not size:
-        return []
-    mx.set_wired_limit(size)
-    if weights <= WIRED_SHARE * size:
+    size, freed = gpu_memory(), freed_buffers()
+    if size:
+        mx.set_wired_limit(size)
+    if freed:
+        mx.set_cache_limit(freed)
+    if not size or weights <= WIRED_SHARE * size:
         return []
     return [f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes will be slow"]
 
