@@ -52,9 +52,7 @@ def started(command: Sequence[str], enter: Callable[[], None] | None = None) -> 
     whole = [*command, "--host", "127.0.0.1", "--port", str(port)]
     with TemporaryFile() as log:
         try:
-            process = subprocess.Popen(
-                whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=enter
-            )  # fmt: skip
+            process = subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=enter)
         except OSError as error:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror or error}") from error
         try:
