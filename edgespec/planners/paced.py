@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backend import Session
-from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
+from edgespec.cost import FLAT, RECALLED, STEEP, Curve, PassCost, chain_goodput
 from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
 from edgespec.planners.drafting import agreed
@@ -205,7 +205,9 @@ class PacedPlanner:
         head = context.head
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
-        if pace.target.slope != FLAT and pace.target.least_seen < PLAIN:
+        # What was remembered of passes over one node has to do where texts share all of theirs.
+        wanted = RECALLED if pace.runs and context.texts > 1 else PLAIN
+        if pace.target.slope != FLAT and pace.target.least_seen < wanted:
             self._planned = planned
             return tree
         if self._copies:
