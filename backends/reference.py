@@ -21,11 +21,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, kept_of_prompt
+from edgespec.backend import Capabilities, Logits, Work, check_batch, kept_of_prompt
 from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
 from edgespec.paths import CHEAP, MOST_OWED, States, paths_of, step_from
 from edgespec.sampling import Float32Array
 from edgespec.saved import identity_of, look, read, write
+from edgespec.shapes import Exact
 from edgespec.tree import IntArray, depths, is_leaf, nodes_below, parents_among, path_to
 
 from .interrupts import interruptible

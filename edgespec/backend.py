@@ -20,25 +20,8 @@ import numpy as np
 
 from edgespec.errors import ContextFull, MissingPackage, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores
+from edgespec.shapes import Exact, ShapeClass
 from edgespec.tree import IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeClass:
-    """Numbers of rows a pass may have so that not a bit of a row depends on how many there are, or on the others."""
-
-    least: int  # the backend pads shorter passes to so many rows
-    most: int
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """How passes are kept in shapes that agree to the bit: `exact.py` finds them."""
-
-    name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
-    trees: ShapeClass  # of passes over trees
-    prompts: ShapeClass  # of passes over prompts; if another class, a prompt's part that was written is read again
-    blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,21 +387,6 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> ShapeClass | None:
     if exact is None:
         return None
     return exact.prompts if any(work.prompt for work in batch) else exact.trees
-
-
-def also_wanted(wanted: Sequence[int], rows: int, least: int) -> list[int]:
-    """Further rows of a pass whose logits are computed, so that the output matrix has at least so many, if it has any.
-
-    Args:
-        wanted: rows whose logits are needed.
-        rows: of the pass, at least `least`.
-        least: of its class.
-    """
-    missing = least - len(wanted)
-    if missing <= 0 or len(wanted) == 0:
-        return []
-    needed = set(wanted)
-    return [row for row in range(rows) if row not in needed][-missing:]
 
 
 def kept_of_prompt(limits: Capabilities, read: int, length: int) -> int:

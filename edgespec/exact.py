@@ -11,6 +11,9 @@ A text is then written in one class of shapes, chosen when the model is loaded:
     wide        many: short passes are padded. Where every pass waits for weights, that costs next to nothing
     any         the same kernels for few and many
 
+Some kernels take four rows at a time, and what is left over one by one, by another: llama.cpp's for weights that it has
+repacked, the quickest for one row. Their passes over many rows agree where all have a multiple of four.
+
 Prompts are read in the class of the largest passes. What was written counts as prompt in the next turn of a chat; if
 the classes differ it is read again then, since a fresh session would read it so. Related: batch-invariant kernels;
 here the engine's own suffice.
@@ -25,15 +28,18 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backend import Backend, Capabilities, Exact, Session, ShapeClass, Work, load_specimen, prefill
+from edgespec.backend import Backend, Capabilities, Session, Work, load_specimen, prefill
 from edgespec.errors import ModelError, UsageError
 from edgespec.remembered import identity, machine, recall, remember
+from edgespec.shapes import Exact, ShapeClass
 
 CHOICES = ("narrow", "wide", "off")
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
-SMALL = 6  # nodes of a tree that tells whether gaps matter
-FEW = 4  # rows: a class that reaches no further has no room for a tree
+SMALL = 3  # nodes of a tree that tells whether gaps matter: fewer than any kernel takes together
+TOGETHER = 4  # rows that a kernel may take at a time, and what is left over by another
+MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of it
+FEW = 3  # rows: a class that reaches no further has no room for a tree
 MANY = 32  # rows: a class that reaches from few to so many is good for everything
 BLOCK = 512  # tokens of a prompt that are read together where rows depend on each other
 REPEATED = 5  # times that a pass is timed
@@ -50,6 +56,7 @@ class Group:
     trees: bool  # gaps between a node's ancestors change no bit
     company: bool  # nor does it what the other rows are
     seconds: float = 0.0  # of a pass over `least` rows after a long text
+    step: int = 1  # of their sizes only the multiples of this
 
 
 Found = Sequence[Group]
@@ -114,20 +121,24 @@ def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None])
 
 
 def find_early(
-    name: str, path: str, *, keep: bool, say: Callable[[str], None]
-) -> Callable[[str, Mapping[str, Any]], None]:
-    """The same for an engine that is about to fill memory with weights: a small model has room before that only.
+    name: str, path: str, asked: str | None, *, keep: bool, say: Callable[[str], None]
+) -> Callable[[str, Mapping[str, Any]], bool]:
+    """The same for an engine that still has a choice, or is about to fill memory with weights: a small model has room
+    before that only.
 
     Returns:
-        What the engine calls then, with its `build` and `computing`. `find` knows the answer afterwards.
+        What the engine calls with the `build` and `computing` that it would have. It tells whether texts could be
+        written so in the class that is `asked` for; `find` knows the answer afterwards.
     """
 
-    def look(build: str, computing: Mapping[str, Any]) -> None:
+    def look(build: str, computing: Mapping[str, Any]) -> bool:
         about = _about(name, build, computing, path)
-        if _recall(about, keep) is None and (small := load_specimen(name, path, **computing)):
+        if (found := _recall(about, keep)) is None and (small := load_specimen(name, path, **computing)):
             say(TRYING)
             with suppress(ModelError), small as backend:
-                _keep(about, probe(backend), keep)
+                _keep(about, found := probe(backend), keep)
+        good = usable(found or ())
+        return any(group.most >= MANY for group in good) if asked == "wide" else bool(good)
 
     return look
 
@@ -159,7 +170,6 @@ def probe(backend: Backend) -> list[Group]:
     most = min(limits.max_nodes, limits.max_wanted, limits.max_leaves, limits.context_length // 2)
     sizes = [size for size in SIZES if size <= most]
     contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
-    agree = np.ones(len(sizes) - 1, np.bool_)  # each size with the next
     chains = [(prompt, tokens(backend, sizes[-1], 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]
     session = backend.open()
     try:
@@ -167,23 +177,36 @@ def probe(backend: Backend) -> list[Group]:
         prefill(backend, session, prompt)
         if not _gaps_change_nothing(backend, session, chain, _rows(backend, session, chain[: min(SMALL, sizes[-1])])):
             return []
-        for prompt, chain in chains:
-            prefill(backend, session, prompt)
-            before = _rows(backend, session, chain[: sizes[0]])
-            for i, size in enumerate(sizes[1:]):
-                rows = _rows(backend, session, chain[:size])
-                agree[i] &= np.array_equal(rows[: len(before)], before)
-                before = rows
-        edges = np.flatnonzero(~agree).tolist()
-        ends = zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True)
-        groups = [Group(sizes[i], sizes[j], trees=True, company=True) for i, j in ends]
-        seconds = _seconds(backend, session, chain, [group.least for group in groups])
+        groups = _agreeing(backend, session, chains, sizes)
+        if groups[-1].least == groups[-1].most and sizes[-1] == SIZES[-1]:  # large passes differ from their neighbours
+            together = _agreeing(backend, session, chains, MULTIPLES)
+            if together[-1].least < together[-1].most:
+                few = [group for group in groups if group.most < TOGETHER]
+                groups = [*few, *(replace(group, step=TOGETHER) for group in together)]
+        seconds = _seconds(backend, session, chains[-1][1], [group.least for group in groups])
         for prompt, chain in reversed(chains):  # the last is still there
             prefill(backend, session, prompt)
             groups = [_looked_at(group, backend, session, chain) for group in groups]
         return [replace(group, seconds=took) for group, took in zip(groups, seconds, strict=True)]
     finally:
         session.close()
+
+
+def _agreeing(
+    backend: Backend, session: Session, chains: Sequence[tuple[list[int], list[int]]], sizes: Sequence[int]
+) -> list[Group]:
+    """Which of these sizes agree on chains; a chain is a text, and what comes after it."""
+    agree = np.ones(len(sizes) - 1, np.bool_)  # each size with the next
+    for prompt, chain in chains:
+        prefill(backend, session, prompt)
+        before = _rows(backend, session, chain[: sizes[0]])
+        for i, size in enumerate(sizes[1:]):
+            rows = _rows(backend, session, chain[:size])
+            agree[i] &= np.array_equal(rows[: len(before)], before)
+            before = rows
+    edges = np.flatnonzero(~agree).tolist()
+    ends = zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True)
+    return [Group(sizes[i], sizes[j], trees=True, company=True) for i, j in ends]
 
 
 def _looked_at(group: Group, backend: Backend, session: Session, chain: list[int]) -> Group:
@@ -296,7 +319,8 @@ def usable(found: Found) -> list[Group]:
 
 def _shape(group: Group, most: int) -> ShapeClass:
     """What is true of the largest of `SIZES` is taken to be true of larger passes."""
-    return ShapeClass(group.least, most if _open_ended(group) else min(group.most, most))
+    most = most if _open_ended(group) else min(group.most, most)
+    return ShapeClass(group.least, most - most % group.step, group.step)
 
 
 def _open_ended(group: Group) -> bool:
@@ -322,4 +346,5 @@ def line(found: Found, exact: Exact | None, paths: bool = False) -> str:
 
 
 def _name(group: Group) -> str:
-    return f"{group.least} and more" if _open_ended(group) else f"{group.least} to {group.most}"
+    sizes = f"{group.least} and more" if _open_ended(group) else f"{group.least} to {group.most}"
+    return sizes if group.step == 1 else f"{sizes} in multiples of {group.step}"

@@ -93,7 +93,7 @@ def open_backends(
     for_target["lenders"] = for_target["lenders"] or ()
     for_target |= {"progress": progress} if progress else {}
     if exact != "off":
-        for_target["before_filling"] = find_early(names[0], paths[0], keep=remember, say=say)
+        for_target["agrees"] = find_early(names[0], paths[0], exact, keep=remember, say=say)
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
     backends: list[Backend] = []
@@ -175,7 +175,7 @@ def recall_pace(
         "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
         "target": identity(local_path(sources[0], fetch=False)),
         "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
-        "exact": target.capabilities.exact.name if target.capabilities.exact else "",
+        "exact": str(target.capabilities.exact or ""),
         "experts": str(target.capabilities.experts),
         **options,
     }  # fmt: skip

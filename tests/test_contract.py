@@ -11,8 +11,9 @@ import pytest
 from contract import CHECKS, TREE, Factory, chain_rows, loaded, nodes_below_a_commit, random_tokens, work
 from edgespec.backends import reference
 
-from edgespec.backend import Backend, Exact, Session, ShapeClass, prefill
+from edgespec.backend import Backend, Session, prefill
 from edgespec.errors import ModelError
+from edgespec.shapes import Exact, ShapeClass
 from edgespec.tree import nodes_below, path_to
 
 

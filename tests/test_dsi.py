@@ -11,11 +11,11 @@ from dsi_models import Slow, SlowSpec
 from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
 
 from edgespec import asking
-from edgespec.backend import Exact, ShapeClass
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
 from edgespec.jobs import Request, Wrote
 from edgespec.measure.dsi_wall import SIZE, Recorded, open_places, plain_text
 from edgespec.sampling import SamplingParams
+from edgespec.shapes import Exact, ShapeClass
 from edgespec.stats import GenerationStats
 from edgespec.targets.coordinator import Targets
 from edgespec.targets.guesser import DraftGuesser, Guesser

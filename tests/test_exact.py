@@ -9,13 +9,14 @@ from conftest import Run
 from edgespec.backends.reference import ReferenceBackend, random_model
 
 from edgespec import exact
-from edgespec.backend import Capabilities, Exact, Logits, ShapeClass, Work, check_batch, most_nodes, prefill
+from edgespec.backend import Capabilities, Logits, Work, check_batch, most_nodes, prefill
 from edgespec.errors import UsageError
 from edgespec.exact import Group, choose, comb, line, price, probe, settle
 from edgespec.generate import generate_tokens
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
+from edgespec.shapes import Exact, ShapeClass, also_wanted
 from edgespec.stats import GenerationStats
 
 LIMITS = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0)
@@ -53,6 +54,29 @@ class Switching(ReferenceBackend):
         return [Shifted(logits, shift) for logits in found]  # type: ignore[misc]
 
 
+class Together(ReferenceBackend):
+    """Rows are taken four at a time, and those that are left over one by one, by another kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(random_model(0), context_length=300, max_nodes=140, max_leaves=140)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        found = super().forward(batch)
+        rows = sum(len(work.token_ids) for work in batch)
+        return [Left(logits, rows - rows % 4) for logits in found]  # type: ignore[misc]
+
+
+class Left(Shifted):
+    """Logits of rows from `first` on are off."""
+
+    def __init__(self, logits: Logits, first: int) -> None:
+        super().__init__(logits, 0.5)
+        self._first = first
+
+    def row(self, node: int) -> np.ndarray:
+        return super().row(node) if node >= self._first else self._logits.row(node)
+
+
 def groups(backend: ReferenceBackend) -> list[tuple[int, int, bool, bool]]:
     return [(group.least, group.most, group.trees, group.company) for group in probe(backend)]
 
@@ -71,6 +95,30 @@ def test_switches_are_found() -> None:
     ]
     assert groups(Switching([64], gaps_from=64)) == [(1, 63, True, True), (64, 128, False, True)]
     assert groups(Switching([8], copies_from=8)) == [(1, 7, True, True), (8, 128, True, False)]
+
+
+def test_kernels_that_take_four_rows_together() -> None:
+    """Few rows agree, and multiples of four do; 16 and 17 rows do not, though their first 16 are alike."""
+    found = probe(Together())
+    assert [(group.least, group.most, group.step) for group in found] == [(1, 3, 1), (4, 128, 4)]
+    assert all(group.trees and group.company for group in found)
+    assert choose(found, LIMITS, None) == Exact("narrow", ShapeClass(1, 3), ShapeClass(4, 512, 4))
+    limits = replace(LIMITS, max_nodes=150, max_wanted=70)
+    assert choose(found, limits, "wide") == Exact("wide", ShapeClass(4, 68, 4), ShapeClass(4, 68, 4))
+    assert "1 to 3, 4 and more in multiples of 4" in line(found, None)
+
+
+def test_a_switch_at_the_largest_passes_is_none_of_these() -> None:
+    assert groups(Switching([128])) == [(1, 65, True, True), (128, 128, True, True)]
+
+
+def test_passes_are_padded_to_multiples() -> None:
+    shape = ShapeClass(8, 60, step=4)
+    assert [shape.rows(count) for count in (1, 8, 9, 12, 57)] == [8, 8, 12, 12, 60]
+    assert [ShapeClass(2, 7).rows(count) for count in (1, 2, 5)] == [2, 2, 5]
+    assert also_wanted([0], 12, shape) == [5, 6, 7, 8, 9, 10, 11]
+    assert also_wanted(range(9), 12, shape) == [9, 10, 11]
+    assert also_wanted([], 12, shape) == []
 
 
 def test_where_gaps_matter_nothing_is_found() -> None:

@@ -11,10 +11,11 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import quantised
 from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.files import llama_cpp, without_amx
 
-from edgespec.backend import Exact, ShapeClass, Work, prefill
+from edgespec.backend import Work, prefill
 from edgespec.errors import UsageError
-from edgespec.exact import settle
+from edgespec.exact import find_early, settle
 from edgespec.generate import Generation, generate_tokens
 from edgespec.model import Model
 from edgespec.models.made_up import Shape, write_made_up
@@ -24,6 +25,7 @@ from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
+from edgespec.shapes import Exact, ShapeClass
 from edgespec.stats import GenerationStats
 
 # llama_ftype in llama.h. SmolLM2's rows of 576 fit no block of 256, but those of its feed-forward, 1536, do.
@@ -48,10 +50,16 @@ SHORT = "Once upon a time, a fox"
 LONG = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 34
 
 
+# Intel's AMX rules other kernels out (`without_amx`), so there weights are never repacked.
+REPACKS = not without_amx(llama_cpp.llama_print_system_info())
+
+
 @contextmanager
-def loaded(path, asked=None, **options):
-    """With two threads: with one, llama.cpp does not split the cache."""
-    backend = load(str(path), **{"context_length": 1024, "threads": 2, "budget": 64, "exact": asked} | options)
+def loaded(path, asked=None, *, repack=True, **options):
+    """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
+    sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
+    early = find_early("llamacpp", str(path), asked, keep=False, say=lambda text: None)
+    backend = load(str(path), **sizes | options, agrees=early if repack else lambda build, computing: False)
     try:
         settle(backend, str(path), asked)
         yield backend
@@ -59,7 +67,7 @@ def loaded(path, asked=None, **options):
         backend.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a module's end may come twice where modules share processes
 def weights(smollm2, smollm2_folder):
     """Paths of models by the kind of their weights: SmolLM2 with six layers, or made up."""
     made = {}
@@ -203,17 +211,42 @@ def test_a_wrong_class_is_noticed(weights):
         contract.tree_equals_chains(factory)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [ShapeClass(8, 63), pytest.param(ShapeClass(8, 60, step=4), marks=pytest.mark.skipif(not REPACKS, reason="AMX"))],
+    ids=["as they are", "repacked"],
+)
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
-def test_contract(check, weights):
+def test_contract(check, shape, weights):
     """Trees, forks, rewinds and company, to the bit. Prompts are read in the trees' class, so any chain tells."""
 
     def factory(**options):
-        backend = load(str(weights("made up")), threads=2, exact="wide", **options)
-        shape = ShapeClass(8, 63)
+        repack = shape.step > 1
+        path = str(weights("made up"))
+        backend = load(path, threads=2, exact="wide", agrees=lambda build, computing: repack, **options)
+        assert ("repacked" in backend.computing) == repack
         backend.keep_to(Exact("wide", shape, shape))
         return backend
 
     check(factory)
+
+
+@pytest.mark.skipif(not REPACKS, reason="with Intel's AMX weights are never repacked")
+def test_repacked_weights_have_classes(weights):
+    """Few rows one by one, many four at a time: prompts and trees are in classes of their own."""
+    with loaded(weights("made up")) as target:
+        exact = target.capabilities.exact
+        assert target.computing["repacked"]
+        assert (exact.trees, exact.prompts.step) == (ShapeClass(1, 3), 4)
+    with loaded(weights("made up"), "off") as target:
+        rows = []
+        for size in (1, 4):
+            session = target.open()
+            prefill(target, session, list(range(100, 700)))
+            nodes = np.arange(size, dtype=np.int32)
+            rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
+            session.close()
+        assert not np.array_equal(*rows)  # else the classes say nothing
 
 
 @pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", "f16")])
@@ -238,7 +271,7 @@ def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
 @pytest.mark.parametrize("asked", ["narrow", "wide"])
 def test_company_changes_nothing(weights, asked):
     """Six texts that begin and end at different times in one forward, and each alone."""
-    guesses = 5 if asked == "wide" else 0  # narrow passes hold seven rows
+    guesses = 5 if asked == "wide" else 0  # narrow passes hold three rows or seven
     prompts = [f"{i}. {LONG[: 150 + 210 * i]}" for i in range(6)]
     sampling = [SamplingParams(temperature=1.0, seed=i) for i in range(6)]
     lengths = [30, 50, 24, 40, 35, 20]
@@ -267,8 +300,9 @@ def test_company_changes_nothing(weights, asked):
             generation.session.close()
 
         together, running, waiting = {}, [], list(range(6))
+        most = min(6, target.capabilities.exact.trees.most // (1 + guesses))
         while running or waiting:
-            if waiting:
+            if waiting and len(running) < most:
                 running.append((waiting[0], start(waiting.pop(0))))
             for turn in range(4):
                 if turn == 2:  # as when the cache is full: every text is put back into other cells
@@ -290,7 +324,7 @@ def test_families(weights, kind):
     with loaded(weights(kind), budget=32) as target:
         exact = target.capabilities.exact
         assert exact is not None
-        if kind in MIXTURES:
+        if kind in MIXTURES and "repacked" not in target.computing:
             assert exact.trees.most < 8
         for sampling in SAMPLINGS:
             plain, _ = write(target, NonePlanner(), LONG[:400], sampling, 24)
@@ -299,7 +333,7 @@ def test_families(weights, kind):
 
 def test_experts_make_large_passes_no_class(weights):
     path = weights("mixtral")
-    with pytest.raises(UsageError, match="at most 7 rows agree"), loaded(path, "wide"):
+    with pytest.raises(UsageError, match="at most 7 rows agree"), loaded(path, "wide", repack=False):
         pass
 
 

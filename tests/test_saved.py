@@ -10,10 +10,11 @@ from contract import check_session, random_tokens
 from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
 
 from edgespec import saved
-from edgespec.backend import Exact, ShapeClass, prefill
+from edgespec.backend import prefill
 from edgespec.errors import SessionFileError
 from edgespec.model import Model
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.shapes import Exact, ShapeClass
 from edgespec.shelf import Shelf
 
 MODEL = random_model(4)

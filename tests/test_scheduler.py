@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec.asking as asking
-from edgespec.backend import Exact, ShapeClass, prefill
+from edgespec.backend import prefill
 from edgespec.cost import Curve, goodput, split
 from edgespec.errors import ContextFull, ModelError, UsageError
 from edgespec.generate import generate_tokens
@@ -32,6 +32,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
+from edgespec.shapes import Exact, ShapeClass
 from edgespec.stats import GenerationStats
 
 CONTEXT = 300

@@ -22,10 +22,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work
+from edgespec.backend import Capabilities, Logits, Vocab, Work
 from edgespec.errors import ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores
 from edgespec.saved import content_of, identity_of
+from edgespec.shapes import Exact
 from edgespec.tree import IntArray
 
 from .files import parts

@@ -10,10 +10,11 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-from edgespec.backend import Capabilities, Exact, Logits, Work, check_batch, shape_of
+from edgespec.backend import Capabilities, Logits, Work, check_batch, shape_of
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array
 from edgespec.saved import content_of, identity_of
+from edgespec.shapes import Exact
 from edgespec.weights.linux import mappings
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
@@ -24,16 +25,8 @@ from . import paths
 from .apart import Apart, load_apart
 from .batch import Batch
 from .cells import TILE, Cells, Rows
-from .context import KV_OF_NARROW, ContextSize, check_options, kv_types, make_context, suits_narrow
-from .files import (
-    engine_build,
-    last_log,
-    llama_cpp,
-    load_model,
-    metadata,
-    parts,
-    without_amx,
-)
+from .context import ContextSize, check_options, classes_lost, kv_types, make_context, suiting
+from .files import engine_build, last_log, llama_cpp, load_model, metadata, parts, without_amx
 from .gpu import devices, kept_off
 from .ids import Ids
 from .lending import lent_line, lent_options
@@ -43,7 +36,7 @@ from .mixture import Mixture, open_mixture
 from .paths import PathSession, ids_of_session, is_recurrent, most_paths, why_not
 from .session import LlamaSession, Placement
 from .sparing import Sparing, may_spare
-from .specimen import load_specimen
+from .specimen import REPACKED, load_specimen
 from .stop import ABORTED, Stop
 from .threads import compute_cores, crowd, threads_for
 from .tolerance import tolerance
@@ -181,7 +174,7 @@ class LlamaBackend:
         self.cells.end += len(rows.tokens)
         count = len(rows.tokens)
         if shape := shape_of(self.capabilities, batch):
-            rows.fill(shape.least, self.cells.padding_id)
+            rows.fill(shape, self.cells.padding_id)
         if self.state_width:
             llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))  # all rows or none
         try:
@@ -262,7 +255,7 @@ class LlamaBackend:
             self.context = self.model = None
 
 
-NOT_APART = ("path", "lenders", "progress", "before_filling")  # arguments that stay here where a model is loaded apart
+NOT_APART = ("path", "lenders", "progress", "agrees")  # arguments that stay here where a model is loaded apart
 
 
 def load(
@@ -283,7 +276,7 @@ def load(
     exact: str | None = "off",
     share: float | None = None,
     progress: Progress = lambda done, total: None,
-    before_filling: Callable[[str, Mapping[str, Any]], None] = lambda build, computing: None,
+    agrees: Callable[[str, Mapping[str, Any]], bool] = lambda build, computing: False,
     lenders: Sequence[str] = (),
     borrowed: Any = None,
 ) -> LlamaBackend | Apart:
@@ -309,12 +302,13 @@ def load(
         resident: do not stream, whatever is free: another model's plan has left room for this one.
         wide: passes will mostly have 16 nodes and more. For fewer llama.cpp may be quicker with weights repacked at
             load, where there is memory for both; for more it is without (docs/measured.md).
-        exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are not repacked, for
-            those kernels take four rows at a time, and for narrow passes the cache has 8 bits where none is asked for.
+        exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are repacked only if
+            some `agrees`, and for narrow passes the cache has 8 bits where none is asked for.
         share: sessions take cells of the cache from one pool, which has one context and this part of one for each
             further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
-        before_filling: called with `build` and `computing` before weights that are streamed fill the memory.
+        agrees: tells of a `build` and `computing` whether passes of some shape agree to the bit, as `exact` asks. Also
+            called before weights that are streamed fill the memory, when there is still room to try.
         lenders: addresses HOST:PORT of `edgespec lend`; layers that do not fit here go there (`apart.py`).
         borrowed: what `lending.borrow` returned: the same, within the process of its own that `apart.py` starts.
 
@@ -347,7 +341,18 @@ def load(
         )  # fmt: skip
         notes += more
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if plan else set()
-    repack = plenty and not wide and exact == "off"  # repacked weights are copies outside the file's mapping
+    n_threads = threads or compute_cores()
+    computing: dict[str, Any] = {"threads": n_threads, "gpu_layers": gpu_layers}
+    bitwise = in_order and exact != "off" and gpu_layers == 0 and not borrowed  # what was read keeps its bits
+    # Repacked weights are copies outside the file's mapping.
+    repack = plenty and not wide and not without_amx(llama_cpp.llama_print_system_info())
+    if repack and exact != "off":
+
+        def found(kv_type: str) -> bool:
+            return bitwise and agrees(engine_build(), computing | REPACKED | {"kv_type": kv_type})
+
+        repack = not classes_lost(path, size, exact, found)
+    computing |= REPACKED if repack else {}
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
         options["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -362,25 +367,23 @@ def load(
     try:
         if is_recurrent(model) and (reason := why_not(model)):
             raise ModelError(f"{path}: {reason}; use another model")
-        n_threads = threads or compute_cores()
         fits = plan is None or not (plan.streamed or plan.cached)
+        if not fits and not is_recurrent(model):
+            agrees(engine_build(), computing | {"kv_type": size.kept_in(model)})
         if plan:
-            if not fits and not is_recurrent(model):
-                kv_type_now = size.kept_in(model)
-                before_filling(engine_build(), {"threads": n_threads, "gpu_layers": gpu_layers, "kv_type": kv_type_now})
             streamer, speed, kept = start_streaming(path, plan, known, progress)
             watch = LayerWatch(streamer)
-        elif in_order and exact != "off" and gpu_layers == 0 and may_spare(path):
+        elif bitwise and may_spare(path):
             watch = Sparing()
         streams = bool(plan and plan.streamed)
-        if exact in (None, "narrow") and fits and suits_narrow(model, size):
-            size = replace(size, kv_type=KV_OF_NARROW)
+        if fits:
+            size = suiting(model, size, exact)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = n_threads
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
         if watch and (streams or chosen or not plan):
             params.cb_eval = watch.callback
-        elif watch and plan and plan.cached and in_order and exact != "off" and gpu_layers == 0:
+        elif watch and plan and plan.cached and bitwise:
             watch.sparing = Sparing()  # the page cache is spared experts of padding, too
             params.cb_eval = watch.sparing.callback
         if streams or chosen or borrowed:
@@ -420,14 +423,11 @@ def load(
     yielding = 0 if threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()  # begins to look around now, so that the first pass knows
-    computing = {"threads": params.n_threads, "gpu_layers": gpu_layers, "kv_type": size.kept_in(model)}
-    computing |= {"lenders": len(borrowed) - 1} if borrowed else {}
+    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(borrowed) - 1} if borrowed else {})
     backend = LlamaBackend(
         model, context, capabilities, sessions, in_order, watch, yielding, ids=ids, computing=computing
     )
     backend._files = parts(path)
-    if repack and not without_amx(llama_cpp.llama_print_system_info()):
-        notes.append("weights are repacked for passes of few tokens; a --budget of 16 or more leaves them as they are")
     backend.notes, backend.plan = notes, plan
     return backend
 

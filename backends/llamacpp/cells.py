@@ -20,8 +20,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from edgespec.backend import also_wanted, common_prefix
+from edgespec.backend import common_prefix
 from edgespec.errors import ContextFull, ModelError
+from edgespec.shapes import ShapeClass, also_wanted
 
 from .files import llama_cpp
 
@@ -52,10 +53,10 @@ class Rows:
         self.add([0] * count, places, [[seq]] * count)
         self.padding += count
 
-    def fill(self, least: int, seq: int) -> None:
-        """See that there are so many rows, and so many logits, for the head's shape is theirs, if there are any."""
-        self.pad(max(0, least - len(self.tokens)), seq)
-        self.wanted += also_wanted(self.wanted, len(self.tokens), least)
+    def fill(self, shape: ShapeClass, seq: int) -> None:
+        """See that rows are of this class, and logits, for the head's shape is theirs, if there are any."""
+        self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
+        self.wanted += also_wanted(self.wanted, len(self.tokens), shape)
 
 
 class Holder(Protocol):

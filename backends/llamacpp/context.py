@@ -1,5 +1,6 @@
 """How large a context is asked for, and what llama.cpp is told of that."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,7 +8,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.paths import MOST_OWED
 
 from .cells import EXTRA_IDS, TILE
-from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32, last_log, llama_cpp, metadata
+from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32, last_log, llama_cpp, load_model, metadata
 from .paths import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
@@ -116,6 +117,33 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any, kv_type:
 
 KV_OF_NARROW = "q8_0"
 LONG = 4096  # tokens of context
+
+
+def suiting(model: Any, size: ContextSize, exact: str | None) -> ContextSize:
+    """The size, with a cache of the type that suits passes of few rows if they are asked for; see `suits_narrow`."""
+    narrow = exact in (None, "narrow") and suits_narrow(model, size)
+    return replace(size, kv_type=KV_OF_NARROW) if narrow else size
+
+
+def classes_lost(path: str, size: ContextSize, exact: str | None, agrees: Callable[[str], bool]) -> bool:
+    """Whether a model that is not loaded yet would have no shapes of passes that agree to the bit, but could have.
+
+    Args:
+        path: of the model.
+        size: of its context.
+        exact: as for `load`, but "off".
+        agrees: tells whether there are such shapes with a cache of this type.
+
+    Raises:
+        ModelError: as for `load_model`.
+    """
+    model = load_model(
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
+    )
+    try:
+        return not is_recurrent(model) and not agrees(suiting(model, size, exact).kept_in(model))
+    finally:
+        llama_cpp.llama_model_free(model)
 
 
 def suits_narrow(model: Any, size: ContextSize) -> bool:

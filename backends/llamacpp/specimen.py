@@ -22,6 +22,7 @@ from .files import keep_log, last_log, llama_cpp, parts, read_tensors
 LEAST_LAYERS = 2
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems: what lies there is in no plan
 HEADROOM = 1 << 28  # bytes of the disk that are left alone
+REPACKED = {"repacked": True}  # in `computing`: weights are kept in another order, for other kernels
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
@@ -82,15 +83,20 @@ def load_specimen(path: str, load: Callable[..., Any], **options: Any) -> Iterat
     Args:
         path: of the model.
         load: of this engine.
-        options: for it.
+        options: for it, and `REPACKED` or not.
 
     Raises:
         ModelError: there is none.
     """
+    repacked = bool(options.pop("repacked", False))
     if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
     with specimen(path) as copy:
-        backend = load(copy, **options, context_length=1024, budget=128, resident=True, exact="wide")
+        size = {"context_length": 1024, "budget": 128, "resident": True, "exact": "wide"}
+        backend = load(copy, **options, **size, agrees=lambda build, computing: repacked)
+        if repacked != ("repacked" in backend.computing):
+            backend.close()
+            raise ModelError(f"{path}: there is no memory for a specimen of it with weights repacked")
         backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
         try:
             yield backend

@@ -30,10 +30,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.backend import Capabilities, Exact, Logits, Work, also_wanted, check_batch, shape_of
+from edgespec.backend import Capabilities, Logits, Work, check_batch, shape_of
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.saved import content_of, identity_of
+from edgespec.shapes import Exact, ShapeClass, also_wanted
 from edgespec.weights.machine import parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
@@ -241,7 +242,7 @@ class MlxBackend:
     def _begin(self, session: MlxSession, work: Work) -> Any:
         """The graph of one work."""
         if shape := shape_of(self.capabilities, [work]):
-            work = padded(work, session.nodes, shape.least)
+            work = padded(work, session.nodes, shape)
         tokens, rows = session.place(work)
         return self._graph(session, tokens, rows if len(rows) else None)
 
@@ -263,14 +264,14 @@ class MlxBackend:
         mx.clear_cache()
 
 
-def padded(work: Work, first: int, least: int) -> Work:
-    """The work with as many more nodes, which see only the text, and rows wanted, as a pass must have.
+def padded(work: Work, first: int, shape: ShapeClass) -> Work:
+    """The work with as many more nodes, which see only the text, and rows wanted, as a pass of this class has.
 
     Their cells are written over by the next pass, since the session does not learn of them.
     """
-    more = max(0, least - len(work.token_ids))
-    count = len(work.token_ids) + more
-    extra = also_wanted((work.wanted - first).tolist(), count, least)
+    count = shape.rows(len(work.token_ids))
+    more = count - len(work.token_ids)
+    extra = also_wanted((work.wanted - first).tolist(), count, shape)
     wanted = np.concatenate([work.wanted, first + np.array(extra, np.int32)])
     tokens = np.concatenate([work.token_ids, np.zeros(more, np.int32)])
     parents = np.concatenate([work.parents, np.full(more, -1, np.int32)])

@@ -25,9 +25,10 @@ from weakref import WeakSet
 
 import torch
 
-from edgespec.backend import Capabilities, Exact, Logits, Vocab, Work, also_wanted, check_batch, shape_of
+from edgespec.backend import Capabilities, Logits, Vocab, Work, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
 from edgespec.saved import content_of, identity_of
+from edgespec.shapes import Exact, also_wanted
 from edgespec.weights.disk import disk_speed
 from edgespec.weights.machine import available_memory, format_size, parse_size, private_memory
 from edgespec.weights.residency import MARGIN, SAFETY
@@ -143,9 +144,9 @@ class TorchBackend:
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
             parts.append(self._part(session, placement, slice(start, len(tokens))))
         if shape := shape_of(self.capabilities, batch):
-            more = max(0, shape.least - len(tokens))
+            more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
-            wanted += also_wanted(wanted, len(tokens), shape.least)
+            wanted += also_wanted(wanted, len(tokens), shape)
         with torch.inference_mode(), _out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
