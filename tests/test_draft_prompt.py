@@ -16,6 +16,7 @@ from edgespec.sampling import SamplingParams
 from edgespec.scheduler import Scheduler
 from edgespec.server.drafts import MOST_DRAFTS
 from edgespec.server.typed import PREPARED, stable_prefix
+from edgespec.turns import wanted
 
 TYPED = "Why is the sky blue, and the sea, and not the grass? " * 3
 PATH = "/edgespec/draft-prompt"
@@ -41,11 +42,13 @@ def client():
 def settled(scheduler, passes):
     """Nothing is done any more, after at least so many passes."""
     until(lambda: scheduler.counts.passes >= passes)
-    before = -1
-    while before != scheduler.counts.passes:
-        before = scheduler.counts.passes
-        time.sleep(0.05)
-    return before
+    until(lambda: not busy(scheduler))
+    return scheduler.counts.passes
+
+
+def busy(scheduler):
+    with scheduler.turn:
+        return bool(scheduler._inbox or scheduler._waiting or wanted(scheduler._slots))
 
 
 def test_stable_tokens_are_those_that_all_versions_share():
