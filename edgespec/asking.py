@@ -1,12 +1,13 @@
 """Asking for texts, and making passes with the thread that wants them, until there are several such threads."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from queue import SimpleQueue
 
-from edgespec.jobs import Ended, Event, Job, Request
+from edgespec.jobs import Chunk, Ended, Event, Job, Reading, Request, Wrote
 from edgespec.scheduler import Scheduler
 from edgespec.stats import GenerationStats
+from edgespec.tree import Source
 
 
 def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
@@ -44,3 +45,14 @@ def together(
     finally:
         for job in jobs:
             job.cancel()
+
+
+def chunks_in(event: Event, progress: Callable[[int, int], None] | None = None) -> Sequence[Chunk]:
+    """What an event tells a reader; raises what ended the text."""
+    if isinstance(event, Ended):
+        if event.error is not None:
+            raise event.error
+        return [Chunk(event.rest, None, Source.TARGET)] if event.rest else ()
+    if isinstance(event, Reading) and progress:
+        progress(event.done, event.total)
+    return event.chunks if isinstance(event, Wrote) else ()

@@ -34,10 +34,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What became certain with one token."""
+    """What became certain with one token, or at the end without one."""
 
     text: str  # may be empty: half a character, or what may become a stop string
-    token_id: int
+    token_id: int | None  # None: what was held back of earlier tokens, where a text ended for lack of room
     source: Source  # who guessed the token
     log_probs: LogProbs | None = None
 
@@ -71,6 +71,7 @@ class Ended:
     """The last event of a text."""
 
     error: Exception | None = None
+    rest: str = ""  # of the text, which no token has told: see `Job.cut_short`
 
 
 Event = Reading | Wrote | Foresaw | Ended
@@ -92,6 +93,7 @@ class Job:
         self.stats = stats
         self.cancelled = False
         self.text = text
+        self.rest = ""  # told when it has ended
         self.emit = emit
         self.when_cancelled: Callable[[], None] = lambda: None
         self.since = perf_counter()
@@ -103,6 +105,11 @@ class Job:
     def waits(self) -> bool:
         """Prepared as far as it may be."""
         return self.hold is not None and self.stats.tokens >= self.hold
+
+    def cut_short(self) -> None:
+        """The text ends here, between two passes, as it would if no more tokens had been wanted."""
+        self.rest = self.text.finish()
+        self.stats.finish_reason = "stop" if self.text.stopped else "length"
 
     def cancel(self) -> None:
         """Stop after the pass that is being made, or within it if nobody else is in it. From any thread, also twice."""

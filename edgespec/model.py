@@ -17,7 +17,7 @@ from edgespec.backend import Backend, check_room
 from edgespec.crowding import open_best
 from edgespec.errors import UsageError
 from edgespec.grammar import Compiled, Compiler, Grammar
-from edgespec.jobs import Chunk, Ended, Event, Reading, Request, Wrote
+from edgespec.jobs import Chunk, Ended, Event, Request
 from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_pace
 from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
@@ -45,6 +45,12 @@ class GenerationResult:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     stats: GenerationStats = field(default_factory=GenerationStats)
+
+    def add(self, chunk: Chunk) -> None:
+        """More is written."""
+        self.text += chunk.text
+        if chunk.token_id is not None:
+            self.token_ids.append(chunk.token_id)
 
     @property
     def finish_reason(self) -> str:
@@ -140,7 +146,7 @@ class Model:
     ) -> Iterator[Chunk]:
         with closing(asking.events(self.scheduler, request, stats)) as events:
             for event in events:
-                yield from _chunks(event, progress)
+                yield from asking.chunks_in(event, progress)
 
     async def astream(
         self,
@@ -170,10 +176,11 @@ class Model:
         job = self.scheduler.submit(request, emit, stats)
         self.scheduler.start()
         try:
-            while not isinstance(event := await events.get(), Ended):
-                for chunk in _chunks(event, progress):
+            event: Event | None = None
+            while not isinstance(event, Ended):
+                event = await events.get()
+                for chunk in asking.chunks_in(event, progress):
                     yield chunk
-            _chunks(event, progress)
         finally:
             job.cancel()
 
@@ -221,8 +228,7 @@ class Model:
         """Generate and return everything at once; arguments as for `stream`."""
         result = GenerationResult(stats=options.pop("stats", None) or GenerationStats())
         for chunk in self.stream(prompt, stats=result.stats, **options):
-            result.text += chunk.text
-            result.token_ids.append(chunk.token_id)
+            result.add(chunk)
         return result
 
     def branch(self, prompt: Prompt, k: int, **options: Any) -> list[GenerationResult]:
@@ -251,9 +257,8 @@ class Model:
         results = [GenerationResult() for _ in requests]
         with closing(asking.together(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
-                for chunk in _chunks(event, None):
-                    results[number].text += chunk.text
-                    results[number].token_ids.append(chunk.token_id)
+                for chunk in asking.chunks_in(event):
+                    results[number].add(chunk)
         return results
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
@@ -431,15 +436,6 @@ def load(
         sources = [entry.target, *([find_model(used, models_file).target] if used else [])]
         model._at_close = recall_pace(pace, sources, backends[0], engine | {"lenders": ",".join(lenders or ())})
     return model
-
-
-def _chunks(event: Event, progress: Callable[[int, int], None] | None) -> Sequence[Chunk]:
-    """What an event tells a reader; raises what ended the text."""
-    if isinstance(event, Ended) and event.error is not None:
-        raise event.error
-    if isinstance(event, Reading) and progress:
-        progress(event.done, event.total)
-    return event.chunks if isinstance(event, Wrote) else ()
 
 
 def _known(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -361,7 +361,7 @@ class Scheduler:
         job = slot.job
         assert job
         if job.stats.tokens:
-            job.stats.finish_reason = "length"
+            job.cut_short()
             self._end(slot, None)
         elif error:
             self._end(slot, error)
@@ -441,7 +441,7 @@ class Scheduler:
         if job.hold is None:
             reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
             self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
-        self._tell(job, Ended(error))
+        self._tell(job, Ended(error, job.rest))
 
     def _tell(self, job: Job, event: Event) -> None:
         try:

@@ -1,14 +1,18 @@
 """Cells and leaves in one pool, passes that nobody wants, and texts on disk: no text changes."""
 
+import asyncio
+from dataclasses import replace
 from threading import Event
 from time import monotonic, sleep
 
 import pytest
+from edgespec.backends.reference import ReferenceBackend, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, play, run
 
 from edgespec.jobs import Wrote
+from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler import Scheduler
@@ -16,8 +20,6 @@ from edgespec.shelf import Shelf
 
 
 def pooled(cells=None, spare_leaves=None, slots=3, shape="any", kind=Recording, context=300):
-    from dataclasses import replace
-
     target = backend(shape, sessions=slots, kind=kind)
     target.capabilities = replace(
         target.capabilities, cells=cells, spare_leaves=spare_leaves, context_length=context
@@ -90,6 +92,55 @@ def test_texts_that_grow_beyond_their_share_end_but_never_all(monkeypatch):
     scheduler.close()
 
 
+def growing():
+    """A model whose two texts outgrow the pool; its tokens are bytes, which begin many a character."""
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=2, context_length=120, cells=100)
+    target.model.unembedding[1] = 0  # texts seldom end early
+    return Model(target, [NonePlanner() for _ in range(2)], budget=4)
+
+
+def test_a_text_that_ends_for_lack_of_room_is_told_whole(monkeypatch):
+    """What may become a stop string, and half a character, as if no more tokens had been wanted."""
+    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    options, held = {"max_tokens": 90, "temperature": 0.9}, set()
+    for seed in range(8):
+        with growing() as model:
+            cut = model.branch("hello", 2, seed=seed, **options)[1]
+        assert cut.stats.tokens == len(cut.token_ids) < 90
+        stop = [cut.text[-3:] + "never", cut.text[-1] + "\N{REPLACEMENT CHARACTER}"]
+        for stops in ([], stop[:1], stop):
+            with growing() as model:
+                found = model.branch("hello", 2, seed=seed, stop=stops, **options)[1]
+                more = options | {"seed": seed + 1, "stop": stops}
+                alone = model.generate("hello", **more | {"max_tokens": len(found.token_ids)})
+                pieces = [chunk.text for chunk in model.stream("hello", **more)]
+            assert replace(found, stats=alone.stats) == alone
+            assert found.finish_reason == alone.finish_reason
+            held.add("".join(pieces[: len(found.token_ids)]) != found.text)
+    assert held == {True, False}
+
+
+def test_a_task_is_told_it_too(monkeypatch):
+    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    options = {"max_tokens": 90, "temperature": 0.9}
+    with growing() as model:
+        expected = [one.text for one in model.branch("hello", 2, seed=0, **options)]
+
+    async def write(model, seed):
+        chunks = model.astream("hello", seed=seed, stop=[expected[1][-3:] + "never"], **options)
+        return "".join([chunk.text async for chunk in chunks])
+
+    async def both():
+        with growing() as model:
+            model.scheduler.turn.acquire()
+            tasks = [asyncio.create_task(write(model, seed)) for seed in range(2)]
+            await asyncio.sleep(0)
+            model.scheduler.turn.release()
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(both()) == expected
+
+
 def test_forks_count_once():
     """Choices of one prompt are written at once where four prompts would have no room."""
     target = pooled(cells=300, slots=4)
@@ -113,8 +164,6 @@ def alone_of(reader):
 
 def test_leaves_of_all_texts_fit_and_one_alone_gets_more():
     """Of the target and of the draft, whose trees stay until the target's pass is over."""
-    from dataclasses import replace
-
     for texts in (1, 2, 3):
         target, guesser = pooled(spare_leaves=4), draft(3)
         guesser.capabilities = replace(guesser.capabilities, spare_leaves=4)

@@ -5,6 +5,7 @@ import json
 import re
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -624,6 +625,31 @@ def test_silence_is_filled_with_pings():
             assert ": ping" in list(answer.iter_lines())
         with client.stream("POST", "/v1/messages", json=body) as answer:
             assert "event: ping" in list(answer.iter_lines())
+
+
+def test_what_was_held_back_is_sent_where_the_pool_is_too_small(monkeypatch):
+    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    body = {"prompt": "hello", "n": 2, "max_tokens": 90, "temperature": 0.9, "seed": 3}
+    with served(context=120) as client:
+        client.model.target.capabilities = replace(client.model.target.capabilities, cells=100)
+
+        def ask(**more):
+            client.model.scheduler.forget()
+            return client.post("/v1/completions", json=body | more).json()
+
+        stop = min((choice["text"] for choice in ask()["choices"]), key=len)[-3:] + "never"
+        whole = ask(stop=stop)
+        client.model.scheduler.forget()
+        parts = [
+            json.loads(part)["choices"][0] for part in stream(client, "/v1/completions", body | {"stop": stop})[:-1]
+        ]
+        counts = [stats["tokens"] for stats in whole["edgespec"]["stats"]]
+        assert min(counts) < max(counts) == 90
+        for index, (choice, count) in enumerate(zip(whole["choices"], counts, strict=True)):
+            expected = alone(client, "hello", max_tokens=count, temperature=0.9, seed=3 + index)
+            assert choice["text"] == expected
+            assert "".join(part["text"] for part in parts if part["index"] == index) == expected
+            assert choice["finish_reason"] == "length"
 
 
 def test_a_client_that_does_not_read_is_left():

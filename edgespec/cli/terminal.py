@@ -32,8 +32,7 @@ def write_answer(
         try:
             for chunk in model.stream(prompt, stats=result.stats, progress=bar.update, **options):
                 bar.stop()
-                result.text += chunk.text
-                result.token_ids.append(chunk.token_id)
+                result.add(chunk)
                 if not quiet:
                     click.echo(click.style(chunk.text, fg=COLOURS.get(chunk.source)) if tint else chunk.text, nl=False)
                     sys.stdout.flush()

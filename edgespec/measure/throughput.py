@@ -28,7 +28,8 @@ def write_at_once(
         for chunk in model.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=number):
             if not token_ids:
                 shared.first.append(perf_counter() - started)
-            token_ids.append(chunk.token_id)
+            if chunk.token_id is not None:
+                token_ids.append(chunk.token_id)
         return token_ids
 
     model.scheduler.forget()

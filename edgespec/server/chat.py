@@ -309,7 +309,8 @@ class ChatShape:
         """Log-probabilities, if they were asked for."""
         if not chunks or chunks[0].log_probs is None:
             return None
-        return {"content": [self._token(c.token_id, c.log_probs) for c in chunks if c.log_probs], "refusal": None}
+        content = [self._token(c.token_id, c.log_probs) for c in chunks if c.token_id is not None and c.log_probs]
+        return {"content": content, "refusal": None}
 
     def _token(self, token: int, told: LogProbs) -> dict[str, Any]:
         best = [self._named(other, value) for other, value in told.best]
@@ -345,7 +346,7 @@ class CompletionShape:
 
     def told(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         """Log-probabilities, if they were asked for."""
-        told = [(chunk.token_id, chunk.log_probs) for chunk in chunks if chunk.log_probs]
+        told = [(c.token_id, c.log_probs) for c in chunks if c.token_id is not None and c.log_probs]
         if not told:
             return None
         return {

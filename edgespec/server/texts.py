@@ -225,9 +225,9 @@ class Answer:
         self.chunks += chunks
         self._take(new)
 
-    def end(self) -> None:
-        """Nothing more comes."""
-        self._take(self.regions.finish())
+    def end(self, rest: str = "") -> None:
+        """Nothing more comes, but for what was held back."""
+        self._take([*self.regions.push(rest), *self.regions.finish()])
 
     def _take(self, pieces: Sequence[Piece]) -> None:
         self.new = joined(pieces)
@@ -309,7 +309,7 @@ class Texts:
                     answer.read(event.chunks)
                 elif isinstance(event, Ended):
                     left -= 1
-                    answer.end()
+                    answer.end(event.rest)
                     answer.stop_found = jobs[number].text.stop_found
                     if event.error is not None:
                         raise event.error
