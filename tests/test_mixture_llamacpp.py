@@ -3,8 +3,10 @@
 import ctypes
 import os
 import resource
+import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +285,39 @@ def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, 
     alone.close()
     for row, right in zip(found[3:], found[:3], strict=True):
         assert np.array_equal(row, right)
+
+
+def test_ctrl_c_while_padding_is_spared(mixtures, monkeypatch, capfd):
+    """Python handles a signal in the callback, from where no exception comes through: it has to wait for the end."""
+    there, pressed = load(str(mixtures["mixtral"]), kv_type="f16", exact="narrow", **OPTIONS), list[int]()
+    settle(there, str(mixtures["mixtral"]), "narrow", keep=False)
+    session, skip, node = there.open(), ggml_tensor.skip_rows, np.array([0], np.int32)
+    prefill(there, session, [1, 2, 3])
+    work = Work(session, node + 9, node - 1, node)
+
+    def press(*given):
+        if not pressed:
+            pressed.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return skip(*given)
+
+    monkeypatch.setattr(llamacpp_sparing, "skip_rows", press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            there.forward([work])
+        assert pressed
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert session.token_ids == [1, 2, 3]
+    row = there.forward([work])[0].row(0)
+    session.close()
+    session = there.open()
+    prefill(there, session, [1, 2, 3])
+    assert np.array_equal(there.forward([replace(work, session=session)])[0].row(0), row)
+    there.close()
+    assert "ignored" not in capfd.readouterr().err
 
 
 def test_too_little_memory_says_how_much_is_needed(mixtures):

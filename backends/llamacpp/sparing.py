@@ -4,8 +4,6 @@ Passes are padded so that they agree to the bit (`exact.py`), a plain pass often
 its experts', row by row: the second row would nearly double it. See `mixture.py` for those that are read from disk.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +31,7 @@ class Sparing:
         self.stop: Stop | None = None
         self.sparing: Sparing | None = self
         self._watched = NodeCallback(self._called)
-        self.callback = self._watched.callback
+        self.callback, self.signals_held = self._watched.callback, self._watched.signals_held
         self._name_of = ggml_base().ggml_get_name
         self._users: set[bytes] = set()  # nodes: products with chosen experts
         self._before: set[bytes] = set()  # those before them, behind which a padded pass stops
@@ -71,11 +69,6 @@ class Sparing:
                 GgmlTensor.from_address(numbers).ne[1] = self._rows
         self._reported = name in self._before
         return self._reported
-
-    @contextmanager
-    def signals_held(self) -> Iterator[None]:
-        """Nothing waits here."""
-        yield
 
     def finish(self) -> None:
         """The pass is over, or was given up."""

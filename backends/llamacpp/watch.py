@@ -1,9 +1,5 @@
 """In step with a pass: llama.cpp tells which node it computes next, and waits until that node's weights are there."""
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from edgespec.errors import Interrupted
@@ -28,7 +24,7 @@ class LayerWatch:
     def __init__(self, streamer: Streamer) -> None:
         self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
         self._watched = NodeCallback(self._called)
-        self.callback = self._watched.callback
+        self.callback, self.signals_held = self._watched.callback, self._watched.signals_held
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
         self.sparing: Sparing | None = None  # where the page cache keeps its experts
@@ -37,8 +33,6 @@ class LayerWatch:
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
         self._name_of = ggml_base().ggml_get_name
         self._last_nodes: set[bytes] = set()  # before a streamed layer
-        self._signals: list[tuple[int, Any]] = []  # that came while llama.cpp computed
-        self._handlers: dict[int, Any] = {}
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
@@ -57,8 +51,7 @@ class LayerWatch:
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:
         """As `NodeCallback.nodes`."""
-        with self.signals_held():
-            return self._watched.nodes(context, whole)
+        return self._watched.nodes(context, whole)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -66,39 +59,13 @@ class LayerWatch:
             self.mixture.close()
         self.streamer.close()
 
-    @contextmanager
-    def signals_held(self) -> Iterator[None]:
-        """Within, Ctrl-C is noted, and obeyed at the next node or at the end.
-
-        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
-        lost, and llama.cpp takes the pass for finished.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-        try:
-            for number in self._handlers:
-                signal.signal(number, lambda number, frame: self._signals.append((number, frame)))
-            yield
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._obey()
-
-    def _obey(self) -> None:
-        while self._signals:
-            number, frame = self._signals.pop()
-            self._handlers[number](number, frame)
-
     def _called(self, tensor: int, ask: bool) -> bool:
         if not ask:
             return self.error is None  # False ends the pass
         if self.error is not None:
             return True
         try:
-            self._obey()
+            self._watched.obey()
             if self.stop and self.stop.is_set:
                 raise Interrupted("the pass was interrupted")
             return self._asked(self._name_of(tensor), tensor)
