@@ -378,7 +378,7 @@ class Scheduler:
         self._pieces.add(nodes, seconds, prompt=self._read_last)
         if self._read_last:
             return
-        # A planner learns what a pass over its tree alone takes, and counts the rows of trees that go as paths.
+        # Planners learn of passes over trees alone. Paths of other lengths are calls of their own: rows tell no cost.
         if self._cost and len(batch) > 1 and not self.target.capabilities.paths:
             self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 
