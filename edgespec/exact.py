@@ -44,6 +44,7 @@ MANY = 32  # rows: a class that reaches from few to so many is good for everythi
 BLOCK = 512  # tokens of a prompt that are read together where rows depend on each other
 REPEATED = 5  # times that a pass is timed
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
+QUICKER = 1.05  # times as quick for one row: then kernels are worth passes of fewer rows
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
 
 
@@ -55,7 +56,7 @@ class Group:
     most: int
     trees: bool  # gaps between a node's ancestors change no bit
     company: bool  # nor does it what the other rows are
-    seconds: float = 0.0  # of a pass over `least` rows after a long text
+    seconds: float = 0.0  # of a pass over `least` rows after a long text, without logits: a small model has few layers
     step: int = 1  # of their sizes only the multiples of this
 
 
@@ -122,25 +123,32 @@ def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None])
 
 def find_early(
     name: str, path: str, asked: str | None, *, keep: bool, say: Callable[[str], None]
-) -> Callable[[str, Mapping[str, Any]], bool]:
+) -> Callable[..., bool]:
     """The same for an engine that still has a choice, or is about to fill memory with weights: a small model has room
     before that only.
 
     Returns:
-        What the engine calls with the `build` and `computing` that it would have. It tells whether texts could be
-        written so in the class that is `asked` for; `find` knows the answer afterwards.
+        What the engine calls with the `build` and `computing` that it would have, and perhaps another `computing`
+        instead. It tells whether texts could be written so in the class that is `asked` for, clearly quicker than
+        instead, where passes may hold more rows. `find` knows the answers afterwards.
     """
 
-    def look(build: str, computing: Mapping[str, Any]) -> bool:
+    def suiting(build: str, computing: Mapping[str, Any]) -> Group | None:
         about = _about(name, build, computing, path)
         if (found := _recall(about, keep)) is None and (small := load_specimen(name, path, **computing)):
             say(TRYING)
             with suppress(ModelError), small as backend:
                 _keep(about, found := probe(backend), keep)
-        good = usable(found or ())
-        return any(group.most >= MANY for group in good) if asked == "wide" else bool(good)
+        least = MANY if asked == "wide" else FEW
+        return next((group for group in usable(found or ()) if group.most >= least), None)
 
-    return look
+    def agrees(build: str, computing: Mapping[str, Any], instead: Mapping[str, Any] | None = None) -> bool:
+        if (group := suiting(build, computing)) is None or instead is None:
+            return group is not None
+        other = suiting(build, instead)
+        return other is None or other.seconds > QUICKER * group.seconds
+
+    return agrees
 
 
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -227,9 +235,12 @@ def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Se
 
 
 def _timed(backend: Backend, session: Session, chain: Sequence[int]) -> float:
+    numbers = np.arange(len(chain), dtype=np.int32)
     started = perf_counter()
-    _rows(backend, session, chain)
-    return perf_counter() - started
+    backend.forward([Work(session, np.array(chain, np.int32), numbers - 1, numbers[:0])])
+    took = perf_counter() - started
+    session.commit([])
+    return took
 
 
 def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], rows: Any) -> bool:

@@ -1,6 +1,7 @@
 """Finding shapes of passes that agree to the bit, with an engine whose switches are known."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from edgespec.backends.reference import ReferenceBackend, random_model
 from edgespec import exact
 from edgespec.backend import Capabilities, Logits, Work, check_batch, most_nodes, prefill
 from edgespec.errors import UsageError
-from edgespec.exact import Group, choose, comb, line, price, probe, settle
+from edgespec.exact import Group, choose, comb, find_early, line, price, probe, settle
 from edgespec.generate import generate_tokens
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -271,6 +272,45 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(exact, "_known", {})
     assert settled(keep=False) == first
     assert len(said) == 3
+
+
+REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 128, seconds=3.0), step=4)]
+
+
+@pytest.mark.parametrize(
+    ("repacked", "otherwise", "asked", "better"),
+    [
+        (REPACKED, [group(1, 7, seconds=1.3), group(8, 128)], None, True),
+        (REPACKED, [group(1, 7, seconds=1.02), group(8, 128)], None, False),  # as quick, and room for more guesses
+        (REPACKED, [group(1, 128, trees=False, seconds=1.0)], "narrow", True),  # otherwise there is none
+        ([group(1, 3, trees=False)], [group(1, 7, seconds=9.0)], None, False),
+        (REPACKED, [group(1, 7, seconds=1.0), group(8, 128, seconds=4.0)], "wide", True),
+        (REPACKED, [group(1, 7, seconds=9.0), group(8, 128, seconds=3.0)], "wide", False),
+        (REPACKED[:1], [group(1, 7)], "wide", False),
+    ],
+)
+def test_the_quicker_way_to_compute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, repacked: list[Group], otherwise: list[Group], asked: str | None,
+    better: bool,
+) -> None:  # fmt: skip
+    """Both are tried with a small model, once; without another way it is enough that there is a class."""
+    tried = list[bool]()
+
+    def specimen(name: str, path: str, **computing: bool):
+        tried.append("repacked" in computing)
+        return nullcontext(repacked if "repacked" in computing else otherwise)
+
+    monkeypatch.setattr(exact, "load_specimen", specimen)
+    monkeypatch.setattr(exact, "probe", lambda found: found)
+    monkeypatch.setattr(exact, "_known", {})
+    path = tmp_path / "model"
+    path.write_bytes(b"1")
+    agrees = find_early("engine", str(path), asked, keep=False, say=lambda text: None)
+    for _ in range(2):
+        assert agrees("build", {"repacked": True}, {}) == better
+    least = 32 if asked == "wide" else 3
+    assert agrees("build", {"repacked": True}) == any(one.trees and one.most >= least for one in repacked)
+    assert tried in ([True], [True, False])
 
 
 def test_engines_that_do_not_round_are_left_alone() -> None:

@@ -59,7 +59,7 @@ def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
     early = find_early("llamacpp", str(path), asked, keep=False, say=lambda text: None)
-    backend = load(str(path), **sizes | options, agrees=early if repack else lambda build, computing: False)
+    backend = load(str(path), **sizes | options, agrees=lambda *about: repack and early(*about[:2]))
     try:
         settle(backend, str(path), asked)
         yield backend
@@ -223,7 +223,7 @@ def test_contract(check, shape, weights):
     def factory(**options):
         repack = shape.step > 1
         path = str(weights("made up"))
-        backend = load(path, threads=2, exact="wide", agrees=lambda build, computing: repack, **options)
+        backend = load(path, threads=2, exact="wide", agrees=lambda *about: repack, **options)
         assert ("repacked" in backend.computing) == repack
         backend.keep_to(Exact("wide", shape, shape))
         return backend

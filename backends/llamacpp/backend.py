@@ -276,7 +276,7 @@ def load(
     exact: str | None = "off",
     share: float | None = None,
     progress: Progress = lambda done, total: None,
-    agrees: Callable[[str, Mapping[str, Any]], bool] = lambda build, computing: False,
+    agrees: Callable[..., bool] = lambda build, computing, instead=None: False,
     lenders: Sequence[str] = (),
     borrowed: Any = None,
 ) -> LlamaBackend | Apart:
@@ -307,8 +307,9 @@ def load(
         share: sessions take cells of the cache from one pool, which has one context and this part of one for each
             further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
-        agrees: tells of a `build` and `computing` whether passes of some shape agree to the bit, as `exact` asks. Also
-            called before weights that are streamed fill the memory, when there is still room to try.
+        agrees: tells of a `build` and `computing` whether passes of some shape agree to the bit, as `exact` asks, and
+            whether they are quicker than with another `computing` instead. Also called before weights that are streamed
+            fill the memory, when there is still room to try.
         lenders: addresses HOST:PORT of `edgespec lend`; layers that do not fit here go there (`apart.py`).
         borrowed: what `lending.borrow` returned: the same, within the process of its own that `apart.py` starts.
 
@@ -349,7 +350,8 @@ def load(
     if repack and exact != "off":
 
         def found(kv_type: str) -> bool:
-            return bitwise and agrees(engine_build(), computing | REPACKED | {"kv_type": kv_type})
+            instead = computing | {"kv_type": kv_type}
+            return bitwise and agrees(engine_build(), instead | REPACKED, instead)
 
         repack = not classes_lost(path, size, exact, found)
     computing |= REPACKED if repack else {}

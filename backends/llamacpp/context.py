@@ -126,13 +126,13 @@ def suiting(model: Any, size: ContextSize, exact: str | None) -> ContextSize:
 
 
 def classes_lost(path: str, size: ContextSize, exact: str | None, agrees: Callable[[str], bool]) -> bool:
-    """Whether a model that is not loaded yet would have no shapes of passes that agree to the bit, but could have.
+    """Whether a model that is not loaded yet would lose shapes of passes that agree to the bit, if it can have any.
 
     Args:
         path: of the model.
         size: of its context.
         exact: as for `load`, but "off".
-        agrees: tells whether there are such shapes with a cache of this type.
+        agrees: tells whether there are such shapes, and worth having, with a cache of this type.
 
     Raises:
         ModelError: as for `load_model`.

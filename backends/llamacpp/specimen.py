@@ -93,7 +93,7 @@ def load_specimen(path: str, load: Callable[..., Any], **options: Any) -> Iterat
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
     with specimen(path) as copy:
         size = {"context_length": 1024, "budget": 128, "resident": True, "exact": "wide"}
-        backend = load(copy, **options, **size, agrees=lambda build, computing: repacked)
+        backend = load(copy, **options, **size, agrees=lambda build, computing, instead=None: repacked)
         if repacked != ("repacked" in backend.computing):
             backend.close()
             raise ModelError(f"{path}: there is no memory for a specimen of it with weights repacked")
