@@ -111,11 +111,15 @@ class Job:
         self.rest = self.text.finish()
         self.stats.finish_reason = "stop" if self.text.stopped else "length"
 
-    def cancel(self) -> None:
-        """Stop after the pass that is being made, or within it if nobody else is in it. From any thread, also twice."""
+    def cancel(self, *, useful: bool = False) -> None:
+        """Stop after the pass that is being made, or within it if nobody else is in it. From any thread, also twice.
+
+        `useful`: what the pass reads will be wanted by a request that comes now, so it is not ended within.
+        """
         if not self.cancelled:
             self.cancelled = True
-            self.when_cancelled()
+            if not useful:
+                self.when_cancelled()
 
 
 class Passing:

@@ -1,6 +1,7 @@
 """A prompt that is still being typed is read ahead and answered ahead; nobody waits for it, and no text changes."""
 
 import time
+from threading import Event
 
 import pytest
 from edgespec.backends.reference import ReferenceBackend, random_model
@@ -67,6 +68,29 @@ def test_while_it_is_typed_the_prompt_is_read(client):
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 90
     expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
     assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+@pytest.mark.parametrize(
+    ("following", "ended"), [(TYPED[:120], False), (TYPED, False), ("Which colour has the grass?" * 4, True)]
+)
+def test_a_pass_is_ended_only_if_what_it_reads_is_changed(client, monkeypatch, following, ended):
+    """Who types is quicker than a pass: were each ended by the next letter, nothing would be read before a pause."""
+    scheduler, inner, begun, go_on, ends = client.model.scheduler, client.model.target.forward, Event(), Event(), []
+    monkeypatch.setattr(scheduler._passing, "_interrupt", lambda: ends.append(len(ends)))
+
+    def slow(batch):
+        begun.set()
+        assert go_on.wait(20)
+        return inner(batch)
+
+    monkeypatch.setattr(client.model.target, "forward", slow)
+    client.put(PATH, json=body(TYPED[:100]))
+    assert begun.wait(20)
+    told = client.put(PATH, json=body(following)).json()
+    assert bool(ends) == ended
+    go_on.set()
+    settled(scheduler, 2)
+    assert scheduler.kept_tokens >= told["tokens"] - 1
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -5,7 +5,7 @@ It gives way to whatever is asked for. The text is the one that the request woul
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from edgespec.jobs import Event, Request
 from edgespec.scheduler import Scheduler
@@ -22,6 +22,7 @@ class Prepared:
         """As for `Scheduler.submit`; only in the server's loop."""
         self.request = request
         self.stats = GenerationStats()
+        self.streams = scheduler.target.capabilities.streams
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self._kept = list[Event]()
@@ -36,11 +37,15 @@ class Prepared:
             self._end.cancel()
         self._end = self._loop.call_later(KEPT_SECONDS, self.job.cancel)
 
-    def drop(self) -> None:
-        """Nobody will ask for it; the session keeps its text."""
+    def drop(self, wanted: Sequence[int] = ()) -> None:
+        """Nobody will ask for it; the session keeps its text. `wanted`: tokens of the prompt that comes in its place.
+
+        Who types is quicker than passes: were each ended by the next letter, nothing would ever be read.
+        """
         if self._end:
             self._end.cancel()
-        self.job.cancel()
+        typed = self.request.prompt_ids[:-1]
+        self.job.cancel(useful=list(typed) == list(wanted[: len(typed)]))
 
     def _emit(self, event: Event) -> None:  # in the scheduler's thread
         self._loop.call_soon_threadsafe(lambda: self._reader(event))
@@ -71,7 +76,7 @@ class Drafts:
             known.keep()
             return
         if known:
-            known.drop()
+            known.drop(request.prompt_ids)
         self._latest[name] = Prepared(scheduler, request, hold)
         self._latest.move_to_end(name)
         while len(self._latest) > MOST_DRAFTS:
@@ -91,5 +96,6 @@ class Drafts:
             typed = prepared.request.prompt_ids[:-1]
             if typed == ids[: len(typed)]:
                 del self._latest[name]
-                prepared.drop()
+                # A pass over streamed weights takes as long for all of the prompt as for a part of it.
+                prepared.drop(() if prepared.streams else ids)
         return None
