@@ -1,7 +1,9 @@
 """How much waiting for tools a draft could hide that foresees calls: recorded conversations, replayed.
 
-The recorded model stands for the target. The draft writes on from where the target begins; if its first call is the
-recorded one, a tool that changes nothing could have started when the draft was done, instead of when the target was.
+The recorded model stands for the target. The draft writes on from where the target begins, and, if that is no call or
+another, once more from where the target has written that a call begins, as the server has it look ahead after each
+pass. If its first call is the recorded one, a tool that changes nothing could have started when the draft was done,
+instead of when the target was.
 """
 
 import gzip
@@ -19,7 +21,7 @@ from edgespec.jobs import Request, Wrote
 from edgespec.model import Model
 from edgespec.sampling import SamplingParams
 from edgespec.server.foreseen import same
-from edgespec.server.forms import HERMES, Call, form_of
+from edgespec.server.forms import HERMES, Call, Form, form_of
 from edgespec.server.regions import Regions
 from edgespec.server.tools import replayed
 from edgespec.text import Message, render_chat
@@ -32,8 +34,8 @@ class Turn:
     name: str
     named: bool  # the draft calls the same function …
     hit: bool  # … with the same arguments
-    tokens: int  # of the recorded call
-    draft_seconds: float  # reading what is new of the conversation included
+    tokens: int  # of the recorded call that the target had still to write
+    draft_seconds: float  # from there, reading what is new of the conversation included
 
     def hidden(self, wait: float, target_seconds: float) -> float:
         """Seconds of a tool's `wait` that pass before the target has written its call at so many seconds a token."""
@@ -77,6 +79,19 @@ def as_shown(messages: Sequence[dict[str, Any]]) -> list[Message]:
     return found
 
 
+def _first_call(draft: Model, form: Form, begun: str, ids: list[int]) -> Call | None:
+    """What the draft calls first, if anything, where `begun` of its answer is already written."""
+    regions, found = Regions(form), list[Call]()
+    regions.push(begun)
+    with closing(asking.events(draft.scheduler, Request(ids, SamplingParams(), 150))) as events:
+        for event in events:
+            text = "".join(chunk.text for chunk in event.chunks) if isinstance(event, Wrote) else ""
+            found += [piece for piece in regions.push(text) if isinstance(piece, Call)]
+            if found:
+                return found[0]
+    return next((piece for piece in regions.finish() if isinstance(piece, Call)), None)
+
+
 def replay(
     draft: Model, talk: Sequence[dict[str, Any]], tools: Sequence[Message], each: Callable[[], None] = lambda: None
 ) -> list[Turn]:
@@ -104,17 +119,16 @@ def replay(
         if len(ids) + 160 > draft.target.capabilities.context_length:
             break
         written = json.dumps({"name": true.name, "arguments": json.loads(true.arguments)})
-        started, regions, found = perf_counter(), Regions(form), list[Call]()
-        with closing(asking.events(draft.scheduler, Request(ids, SamplingParams(), 150))) as events:
-            for event in events:
-                text_so_far = "".join(chunk.text for chunk in event.chunks) if isinstance(event, Wrote) else ""
-                found += [piece for piece in regions.push(text_so_far) if isinstance(piece, Call)]
-                if found:
-                    break
-        found = found or [piece for piece in regions.finish() if isinstance(piece, Call)]
-        seconds, guess = perf_counter() - started, found[0] if found else None
-        tokens = len(vocab.encode(f"{HERMES.open[0]}\n{written}\n{HERMES.close}", add_bos=False, parse_special=True))
+        for begun in ("", form.open[0]):
+            head = vocab.encode(begun, add_bos=False, parse_special=True)
+            started = perf_counter()
+            guess = _first_call(draft, form, begun, [*ids, *head])
+            seconds = perf_counter() - started
+            if guess is not None and guess.name == true.name:
+                break
+        whole = vocab.encode(f"{HERMES.open[0]}\n{written}\n{HERMES.close}", add_bos=False, parse_special=True)
         named = guess is not None and guess.name == true.name
-        turns.append(Turn(true.name, named, guess is not None and same(guess, true), tokens, seconds))
+        hit = guess is not None and same(guess, true)
+        turns.append(Turn(true.name, named, hit, len(whole) - len(head), seconds))
         each()
     return turns
