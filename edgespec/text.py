@@ -134,11 +134,14 @@ def chat_text(
         more: what else the template is told, such as enable_thinking.
 
     Raises:
-        UsageError: the model has no chat template, or the template refuses the messages.
+        UsageError: the model has no chat template, these are no messages, or the template refuses them.
         ModelError: the template is broken.
     """
     if vocab.chat_template is None:
         raise UsageError("this model has no chat template: use --raw (in Python: generate with a text)")
+    for message in messages:
+        if not isinstance(message, Mapping):  # a template would show nothing of it, and say nothing
+            raise UsageError(f"a message is {message!r}, but must be like {{'role': 'user', 'content': 'Hi'}}")
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

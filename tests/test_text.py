@@ -113,6 +113,12 @@ def test_a_template_can_refuse_messages() -> None:
         render_chat(vocab, [{"role": "user", "content": "x"}])
 
 
+def test_what_is_no_message_is_said() -> None:
+    """Token ids, say: a template would show nothing of them."""
+    with pytest.raises(UsageError, match=r"a message is 5, but must be like .*role.*user"):
+        render_chat(ByteVocab("{% for m in messages %}{{ m.content }}{% endfor %}"), [5, 6])  # type: ignore[list-item]
+
+
 def test_no_template_is_said_clearly() -> None:
     with pytest.raises(UsageError, match="no chat template"):
         render_chat(ByteVocab(None), [{"role": "user", "content": "x"}])
