@@ -123,6 +123,8 @@ def test_proposals_are_confirmed_or_withdrawn(client):
     for texts, expected in [
         ([CALL % (right["city"], right["days"])], ["proposed", "confirmed"]),
         ([CALL % (wrong, 1)], ["proposed", "withdrawn"]),
+        ([(CALL % (right["city"], right["days"])).partition("\n</")[0]], ["proposed", "confirmed"]),  # without its end
+        ([(CALL % (right["city"], right["days"])).partition("}}")[0]], []),  # half of it
         (["Hello."], []),
     ]:
         Prophet.text = tuple(texts)

@@ -86,7 +86,7 @@ def _first_call(draft: Model, form: Form, begun: str, ids: list[int]) -> Call | 
     with closing(asking.events(draft.scheduler, Request(ids, SamplingParams(), 150))) as events:
         for event in events:
             text = "".join(chunk.text for chunk in event.chunks) if isinstance(event, Wrote) else ""
-            found += [piece for piece in regions.push(text) if isinstance(piece, Call)]
+            found += [piece for piece in regions.push(text) if isinstance(piece, Call)] + regions.whole()
             if found:
                 return found[0]
     return next((piece for piece in regions.finish() if isinstance(piece, Call)), None)

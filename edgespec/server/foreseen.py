@@ -14,7 +14,7 @@ from edgespec.backend import Vocab
 from edgespec.jobs import Ended, Event, Foresaw, Wrote
 from edgespec.server.channels import Reader
 from edgespec.server.forms import Call
-from edgespec.server.regions import Piece
+from edgespec.server.regions import Piece, Regions
 from edgespec.text import TextStream
 
 
@@ -52,7 +52,9 @@ class Foreseen:
     def _believed(self, event: Foresaw, regions: Reader, vocab: Vocab) -> list[Call]:
         text, ahead = TextStream(vocab, shown=event.shown), deepcopy(regions)
         pieces = ahead.push("".join(map(text.push, event.token_ids)))
-        if event.token_ids and event.token_ids[-1] in vocab.eog_ids:
+        whole = ahead.whole() if isinstance(ahead, Regions) else []  # a draft may look no further, or leave the end out
+        pieces += whole
+        if not whole and event.token_ids and event.token_ids[-1] in vocab.eog_ids:
             pieces += ahead.finish()
         return [piece for piece in pieces if isinstance(piece, Call)]
 

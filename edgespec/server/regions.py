@@ -6,7 +6,7 @@ What does not parse as a call is content: a history with it must not fail for ev
 from collections.abc import Mapping
 from typing import Any
 
-from edgespec.server.forms import Call, Form, Thought, Types
+from edgespec.server.forms import Call, Form, Thought, Types, as_object
 from edgespec.text import overlap
 
 Piece = str | Thought | Call
@@ -111,6 +111,13 @@ class Regions:
             found += calls_of(before, self._open, self._form, self._types)
             self._open, self._fresh, self._held = "", True, after
         return bool(seen)
+
+    def whole(self) -> list[Call]:
+        """The calls of a region whose end is still to come, if they are all there: JSON tells that by itself."""
+        if not (self._open and self._form and self._form.parse is as_object):
+            return []
+        pieces = calls_of(self._held.strip(), self._open, self._form, self._types)
+        return [piece for piece in pieces if isinstance(piece, Call)]
 
     def finish(self) -> list[Piece]:
         """What was held back when the text ended: a call that is cut is content."""
