@@ -130,14 +130,15 @@ class PassCost:
         self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
         self._curves.pop(at, None)
 
-    @property
-    def least_seen(self) -> int:
-        """How many passes of the smallest size seen are known, for texts of the length with the most of them.
+    def least_seen(self, texts: int = 1) -> int:
+        """How many passes are known of the smallest size seen that so many texts can share, for the length with most.
 
         The first pass after loading may take twice as long as all others, and were it alone, larger ones would look
         cheap. Texts that share their passes make none over one node.
         """
-        return max((len(sizes[min(sizes)]) for sizes in self._passes.values()), default=0)
+        shared = [[size for size in sizes if size >= texts.bit_length()] for sizes in self._passes.values()]
+        counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
+        return max(counts, default=0)
 
     def at(self, length: int) -> Curve | None:
         """The curve for texts of about this length, else for the nearest length seen; None: no pass was seen."""

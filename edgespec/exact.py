@@ -44,7 +44,7 @@ MANY = 32  # rows: a class that reaches from few to so many is good for everythi
 BLOCK = 512  # tokens of a prompt that are read together where rows depend on each other
 REPEATED = 5  # times that a pass is timed
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
-QUICKER = 1.05  # times as quick for one row: then kernels are worth passes of fewer rows
+QUICKER = 1.1  # times as quick for one row: then kernels are worth passes of a few rows less
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
 
 
@@ -145,8 +145,9 @@ def find_early(
     def agrees(build: str, computing: Mapping[str, Any], instead: Mapping[str, Any] | None = None) -> bool:
         if (group := suiting(build, computing)) is None or instead is None:
             return group is not None
-        other = suiting(build, instead)
-        return other is None or other.seconds > QUICKER * group.seconds
+        if (other := suiting(build, instead)) is None:
+            return True
+        return other.seconds > QUICKER * group.seconds and not other.most >= MANY > group.most
 
     return agrees
 
@@ -154,7 +155,7 @@ def find_early(
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
-        "sizes": str(SIZES), **computing,
+        "sizes": f"{SIZES} {MULTIPLES}, timed without logits", **computing,
     }  # fmt: skip
 
 

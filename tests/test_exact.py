@@ -282,6 +282,7 @@ REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 128, seconds=3.0), step=4
     [
         (REPACKED, [group(1, 7, seconds=1.3), group(8, 128)], None, True),
         (REPACKED, [group(1, 7, seconds=1.02), group(8, 128)], None, False),  # as quick, and room for more guesses
+        (REPACKED, [group(1, 128, seconds=1.3)], None, False),  # room for any number
         (REPACKED, [group(1, 128, trees=False, seconds=1.0)], "narrow", True),  # otherwise there is none
         ([group(1, 3, trees=False)], [group(1, 7, seconds=9.0)], None, False),
         (REPACKED, [group(1, 7, seconds=1.0), group(8, 128, seconds=4.0)], "wide", True),

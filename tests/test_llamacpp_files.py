@@ -25,6 +25,7 @@ def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch)
 
     monkeypatch.setattr(backend, "load_model", stop)
     monkeypatch.setattr(backend, "is_plenty", lambda *_: True)
+    monkeypatch.setattr(backend, "without_amx", lambda info: {})
     with pytest.raises(ModelError, match="enough"):
         backend.load(str(smollm2), wide=wide)
     assert asked["use_extra_bufts"] is not wide

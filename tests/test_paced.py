@@ -167,20 +167,21 @@ def test_passes_that_texts_share_tell_what_they_cost():
     """Two texts make none over one node, however long they share; those of earlier runs have to do."""
     found, known = [], Pace(PassCost(0.1))
     known.target.add(1, 0.9)
-    for passes in [*range(PLAIN + 1), "remembered"]:
+    for passes in [*range(PLAIN + 1), "after one alone", "remembered"]:
         pace = Pace(PassCost(0.1))
         if passes == "remembered":
             pace.recall(json.loads(json.dumps(known.as_dict())))
-        else:
-            for _ in range(passes):
-                pace.target.add(2, 1.0)
+        elif passes == "after one alone":
+            pace.target.add(1, 0.9)
+        for _ in range({"remembered": 0, "after one alone": PLAIN}.get(passes, passes)):
+            pace.target.add(2, 1.0)
         planner, target = PacedPlanner("auto", pace, SssdPlanner()), ReferenceBackend(MODEL)
         text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
         options = {"max_tokens": 20, "budget": 24, "stats": GenerationStats()}
         generation = Generation(target, target.open(), planner, text, GREEDY, **options)
         generation.read_prompt()
         found.append(len(generation.plan(24, 2)) > 1)
-    assert found == [False] * PLAIN + [True, True]
+    assert found == [False] * PLAIN + [True, True, True]
 
 
 @pytest.mark.parametrize("streams", [False, True])

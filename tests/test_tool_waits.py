@@ -29,6 +29,8 @@ TRUE, OTHER = Call("weather", '{"city":"Paris"}'), Call("news", "{}")
         (TRUE, None, True, True, [""]),
         (None, TRUE, True, True, ["", "<tool_call>"]),
         (OTHER, Call("weather", "{}"), True, False, ["", "<tool_call>"]),
+        (Call("weather", "{}"), TRUE, True, True, ["", "<tool_call>"]),
+        (Call("weather", "{}"), None, True, False, ["", "<tool_call>"]),
         (OTHER, None, False, False, ["", "<tool_call>"]),
     ],
 )

@@ -25,7 +25,7 @@ from . import paths
 from .apart import Apart, load_apart
 from .batch import Batch
 from .cells import TILE, Cells, Rows
-from .context import ContextSize, check_options, classes_lost, kv_types, make_context, suiting
+from .context import ContextSize, check_options, kv_types, make_context, may_repack, suiting
 from .files import engine_build, last_log, llama_cpp, load_model, metadata, parts, without_amx
 from .gpu import devices, kept_off
 from .ids import Ids
@@ -349,11 +349,11 @@ def load(
     repack = plenty and not wide and not without_amx(llama_cpp.llama_print_system_info())
     if repack and exact != "off":
 
-        def found(kv_type: str) -> bool:
-            instead = computing | {"kv_type": kv_type}
-            return bitwise and agrees(engine_build(), instead | REPACKED, instead)
+        def quicker(kv_type: str) -> bool:
+            usual = computing | {"kv_type": kv_type}
+            return agrees(engine_build(), usual | REPACKED, usual)
 
-        repack = not classes_lost(path, size, exact, found)
+        repack = bitwise and may_repack(path, size, exact, quicker)
     computing |= REPACKED if repack else {}
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:

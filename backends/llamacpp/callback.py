@@ -46,9 +46,10 @@ class NodeCallback:
 
     def obey(self) -> None:
         """Do what signals ask for that were held; raises KeyboardInterrupt after Ctrl-C."""
-        while self._signals:
-            number, frame = self._signals.popitem()
-            self._handlers[number](number, frame)
+        held = dict(self._signals)
+        self._signals.clear()
+        for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises
+            self._handlers[number](number, held[number])
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:
         """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.

@@ -125,14 +125,14 @@ def suiting(model: Any, size: ContextSize, exact: str | None) -> ContextSize:
     return replace(size, kv_type=KV_OF_NARROW) if narrow else size
 
 
-def classes_lost(path: str, size: ContextSize, exact: str | None, agrees: Callable[[str], bool]) -> bool:
-    """Whether a model that is not loaded yet would lose shapes of passes that agree to the bit, if it can have any.
+def may_repack(path: str, size: ContextSize, exact: str | None, agrees: Callable[[str], bool]) -> bool:
+    """Whether a model that is not loaded yet loses nothing by other kernels for its weights: see `agrees` in `load`.
 
     Args:
         path: of the model.
         size: of its context.
         exact: as for `load`, but "off".
-        agrees: tells whether there are such shapes, and worth having, with a cache of this type.
+        agrees: tells that of a type of its cache.
 
     Raises:
         ModelError: as for `load_model`.
@@ -141,7 +141,7 @@ def classes_lost(path: str, size: ContextSize, exact: str | None, agrees: Callab
         path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
     )
     try:
-        return not is_recurrent(model) and not agrees(suiting(model, size, exact).kept_in(model))
+        return is_recurrent(model) or agrees(suiting(model, size, exact).kept_in(model))  # the former has no classes
     finally:
         llama_cpp.llama_model_free(model)
 

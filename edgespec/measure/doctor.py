@@ -26,7 +26,7 @@ from edgespec.backend import (
     prefill,
 )
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.exact import check_choice, line, settle, tokens
+from edgespec.exact import check_choice, find_early, line, settle, tokens
 from edgespec.loading import RESIDENT, check_engine_options, choose_budget, choose_context
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.paths import note
@@ -268,6 +268,8 @@ def _try(
         )  # fmt: skip
     say("passes")
     streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
+    if exact != "off":
+        streaming["agrees"] = find_early(engine, path, exact, keep=True, say=say)
     with closing(_load(engine, path, options | streaming)) as backend:
         found = settle(backend, path, exact, say=say)
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)

@@ -119,16 +119,16 @@ def replay(
         if len(ids) + 160 > draft.target.capabilities.context_length:
             break
         written = json.dumps({"name": true.name, "arguments": json.loads(true.arguments)})
+        named = hit = False
         for begun in ("", form.open[0]):
             head = vocab.encode(begun, add_bos=False, parse_special=True)
             started = perf_counter()
             guess = _first_call(draft, form, begun, [*ids, *head])
             seconds = perf_counter() - started
-            if guess is not None and guess.name == true.name:
+            named = named or (guess is not None and guess.name == true.name)
+            if hit := guess is not None and same(guess, true):
                 break
         whole = vocab.encode(f"{HERMES.open[0]}\n{written}\n{HERMES.close}", add_bos=False, parse_special=True)
-        named = guess is not None and guess.name == true.name
-        hit = guess is not None and same(guess, true)
         turns.append(Turn(true.name, named, hit, len(whole) - len(head), seconds))
         each()
     return turns

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backend import Session
-from edgespec.cost import FLAT, RECALLED, STEEP, Curve, PassCost, chain_goodput
+from edgespec.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
 from edgespec.paths import best_part, rows_of
 from edgespec.planners import Context
 from edgespec.planners.drafting import agreed
@@ -205,9 +205,9 @@ class PacedPlanner:
         head = context.head
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
-        # What was remembered of passes over one node has to do where texts share all of theirs.
-        wanted = RECALLED if pace.runs and context.texts > 1 else PLAIN
-        if pace.target.slope != FLAT and pace.target.least_seen < wanted:
+        # Where texts share their passes, what was remembered of passes over one node has to do.
+        enough = (pace.runs and context.texts > 1) or pace.target.least_seen(context.texts) >= PLAIN
+        if pace.target.slope != FLAT and not enough:
             self._planned = planned
             return tree
         if self._copies:
