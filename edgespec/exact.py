@@ -358,5 +358,7 @@ def line(found: Found, exact: Exact | None, paths: bool = False) -> str:
 
 
 def _name(group: Group) -> str:
+    if group.least == group.most and not _open_ended(group):
+        return str(group.least)
     sizes = f"{group.least} and more" if _open_ended(group) else f"{group.least} to {group.most}"
     return sizes if group.step == 1 else f"{sizes} in multiples of {group.step}"

@@ -222,6 +222,9 @@ def test_what_is_found_is_said() -> None:
         "passes of these numbers of rows agree to the bit: 2 to 7, 8 to 63; used: narrow, at least 2"
     )
     assert "1 and more" in line([group(1, 128)], None)
+    assert "bit: 1 to 3, 4, 8 and more in multiples of 4" in line(
+        [group(1, 3), *(replace(one, step=4) for one in (group(4, 4), group(8, 128)))], None
+    )
 
 
 def test_padding_that_costs_is_said() -> None:
