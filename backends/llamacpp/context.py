@@ -8,7 +8,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.paths import MOST_OWED
 
 from .cells import EXTRA_IDS, TILE
-from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32, last_log, llama_cpp, load_model, metadata
+from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
 from .paths import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
@@ -137,9 +137,7 @@ def may_repack(path: str, size: ContextSize, exact: str | None, agrees: Callable
     Raises:
         ModelError: as for `load_model`.
     """
-    model = load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
-    )
+    model = load_header(path)
     try:
         return is_recurrent(model) or agrees(suiting(model, size, exact).kept_in(model))  # the former has no classes
     finally:

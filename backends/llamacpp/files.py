@@ -73,6 +73,13 @@ def load_model(path: str, **params: Any) -> Any:
     return model
 
 
+def load_header(path: str) -> Any:
+    """A llama_model with its tokenizer and sizes but without weights; otherwise as `load_model`."""
+    return load_model(
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
+    )
+
+
 def without_amx(system_info: bytes) -> dict[str, Any]:
     """Parameters of a model that keep llama.cpp's kernels for Intel's AMX out of use.
 

@@ -37,7 +37,7 @@ from .files import (
     file_size,
     last_log,
     llama_cpp,
-    load_model,
+    load_header,
     parts,
     read_tensors,
     size_lines,
@@ -246,9 +246,7 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
 
     llama.cpp goes through the motions without allocating caches and buffers, and says how large they would be.
     """
-    model = load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
-    )
+    model = load_header(path)
     needed = []
     try:
         private = private_memory() + MARGIN

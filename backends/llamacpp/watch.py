@@ -1,7 +1,5 @@
 """In step with a pass: llama.cpp tells which node it computes next, and waits until that node's weights are there."""
 
-from typing import Any
-
 from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
 
@@ -25,6 +23,7 @@ class LayerWatch:
         self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
         self._watched = NodeCallback(self._called)
         self.callback, self.signals_held = self._watched.callback, self._watched.signals_held
+        self.nodes = self._watched.nodes
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
         self.sparing: Sparing | None = None  # where the page cache keeps its experts
@@ -48,10 +47,6 @@ class LayerWatch:
     def wait_seconds(self) -> float:
         """Time that passes have waited for weights."""
         return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
-
-    def nodes(self, context: Any, whole: bool = False) -> list[int]:
-        """As `NodeCallback.nodes`."""
-        return self._watched.nodes(context, whole)
 
     def close(self) -> None:
         """Give all memory back."""

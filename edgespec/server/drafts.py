@@ -44,8 +44,12 @@ class Prepared:
         """
         if self._end:
             self._end.cancel()
+        self.job.cancel(useful=self.begins(wanted))
+
+    def begins(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt begins with this one, but for the last token."""
         typed = self.request.prompt_ids[:-1]
-        self.job.cancel(useful=list(typed) == list(wanted[: len(typed)]))
+        return typed == list(prompt_ids[: len(typed)])
 
     def _emit(self, event: Event) -> None:  # in the scheduler's thread
         self._loop.call_soon_threadsafe(lambda: self._reader(event))
@@ -93,8 +97,7 @@ class Drafts:
                 return prepared if prepared.adopt(reader) else None
         ids = request.prompt_ids
         for name, prepared in list(self._latest.items()):
-            typed = prepared.request.prompt_ids[:-1]
-            if typed == ids[: len(typed)]:
+            if prepared.begins(ids):
                 del self._latest[name]
                 # A pass over streamed weights takes as long for all of the prompt as for a part of it.
                 prepared.drop(() if prepared.streams else ids)
