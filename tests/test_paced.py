@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from edgespec.cost import FLAT, STEEP, PassCost
 from edgespec.generate import Generation, generate_tokens
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.choice import make_planner
 from edgespec.planners.drafting import agreed
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import BELIEF, PLAIN, RETRIED, Pace, PacedPlanner, Share, new_pace
+from edgespec.planners.paced import BELIEF, PATIENCE, PLAIN, RETRIED, Pace, PacedPlanner, Share, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
@@ -163,6 +164,22 @@ def test_one_slow_pass_does_not_make_guesses_look_cheap():
     assert pace.target.at(0).plain == 0.1
 
 
+def test_a_draft_of_which_nothing_is_known_is_tried_when_that_costs_little_of_what_was_written():
+    """Neither does it read the prompt before; but for a copy of the target that takes no time to ask it soon pays."""
+    pace, patience = Pace(GivenCost(1.0, 0.5), worth=GivenShare(1.0)), 20
+    draft = drafting(pace)
+    planner = PacedPlanner("auto", pace, draft=draft, patience=patience)
+    first = write(planner, max_tokens=patience + len(PROMPT), stop_ids=frozenset())[1]
+    assert (first.drafted, draft.model_passes) == (0, 0)
+    then = write(planner, max_tokens=4, stop_ids=frozenset())[1]  # the next text, or run, goes on from there
+    assert then.drafted > 0
+    assert pace.written == first.tokens + then.tokens
+    known = json.loads(json.dumps(pace.as_dict()))
+    later = Pace(GivenCost(1.0, 0.5))
+    later.recall(known)
+    assert later.written == pace.written
+
+
 def test_passes_that_texts_share_tell_what_they_cost():
     """Two texts make none over one node, however long they share; those of earlier runs have to do."""
     found, known = [], Pace(PassCost(0.1))
@@ -255,6 +272,17 @@ def test_a_pace_is_remembered():
     pace.recall(known)
     assert pace.as_dict() == known | {"runs": 1}
     assert pace.target.slope == STEEP
+
+
+@pytest.mark.parametrize(
+    ("name", "streams", "patience"), [("auto", False, PATIENCE), ("auto", True, 0), ("chain", False, 0)]
+)
+def test_who_asks_for_a_draft_gets_it_and_so_does_who_waits_for_a_disk(name, streams, patience):
+    target, pace = ReferenceBackend(MODEL), new_pace(streams)
+    target.capabilities = replace(target.capabilities, streams=streams)
+    planner = make_planner(name, [target, ReferenceBackend(MODEL)], pace=pace)
+    write(planner, prompt=[3, 1, 2], max_tokens=PATIENCE, stop_ids=frozenset())
+    assert (planner.model_passes == 0) == (patience > 0)
 
 
 def test_every_so_many_runs_the_draft_gets_a_new_chance():

@@ -11,7 +11,7 @@ from edgespec.planners import Planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import open_datastore
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import Pace, PacedPlanner
+from edgespec.planners.paced import PATIENCE, Pace, PacedPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -93,7 +93,8 @@ def make_planner(
         store = open_datastore(Path(datastore), target.vocab) if datastore else None
         copies = SssdPlanner(store, **_taken("sssd", options))
     if pace:
-        return PacedPlanner(name, pace, copies, draft)
+        patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
+        return PacedPlanner(name, pace, copies, draft, patience)
     planner: Planner | None = draft or copies
     assert planner is not None
     return planner

@@ -40,6 +40,7 @@ EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of th
 MOST_EARLIER = 64  # … and no more than so many count
 LEAST_TRUST = 0.05
 HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
+PATIENCE = 64  # tokens in memory, besides the prompt's number, before a draft is first asked: it costs a tenth of them
 PLAIN = 3  # passes in memory before anything is guessed: the first after loading may take twice as long as all others
 RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
 
@@ -78,12 +79,13 @@ class Pace:
     worth: Share = field(default_factory=lambda: Share(0.98))  # tokens that drafted rounds wrote, of those foretold
     guard: Guard = field(default_factory=Guard)  # of drafts that go on while the target works
     runs: int = 0  # in which it was learned
+    written: int = 0  # tokens, in all of them
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         shares = {name: [share.came, share.hoped] for name, share in self._shares()}
         costs = {"target": self.target.as_list(), "draft": self.draft.as_list()}
-        return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, **shares}
+        return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, "written": self.written, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
         """Start from what `as_dict` gave. Every so many runs what is known of the draft is left out.
@@ -91,7 +93,7 @@ class Pace:
         Raises:
             KeyError, TypeError, ValueError: it did not.
         """
-        self.runs = int(known["runs"]) + 1
+        self.runs, self.written = int(known["runs"]) + 1, int(known["written"])
         self.target.recall(known["target"])
         again = self.runs % RETRIED == 0
         if not again:
@@ -137,6 +139,7 @@ class PacedPlanner:
         pace: Pace,
         copies: SssdPlanner | None = None,
         draft: SpecExecPlanner | None = None,
+        patience: int = 0,
     ) -> None:
         """
         Args:
@@ -144,11 +147,13 @@ class PacedPlanner:
             pace: what is known; learned on.
             copies: makes copied guesses.
             draft: makes drafted guesses; counts its passes in `pace.draft`.
+            patience: tokens to be written before the draft is asked for the first time, besides those it has to read.
         """
         self.name = name
         self._pace = pace
         self._copies = copies
         self._draft = draft
+        self._patience, self._first_asked = patience, 0
         self._text = Share(0.98)  # as `pace.agreement`, of this text alone
         self._planned: _Planned | None = None
         self._beside = False  # the draft went on in this round
@@ -188,11 +193,15 @@ class PacedPlanner:
         """A generation starts; the draft reads the prompt if it is likely to be asked."""
         self._text, self._planned, self._beside = Share(self._text.fading), None, False
         self._pace.guard.pause()
+        if self._patience:
+            self._first_asked = self._patience + len(prompt_ids)
         if self._copies:
             self._copies.begin(prompt_ids)
         if self._draft:
             cost = self._pace.target.at(len(prompt_ids))
-            likely = cost is None or self._foretell(cost, len(prompt_ids), 1, self._draft.depth) > GAIN / cost.plain
+            likely = self._may_try
+            if cost is not None:
+                likely = self._foretell(cost, len(prompt_ids), 1, self._draft.depth) > GAIN / cost.plain
             self._draft.begin(prompt_ids, read=likely)
 
     def plan(self, context: Context, budget: int) -> DraftTree:
@@ -263,11 +272,16 @@ class PacedPlanner:
     def _agreement(self) -> float:
         return self._text.value(self._pace.agreement.value(AGREEMENT))
 
+    @property
+    def _may_try(self) -> bool:
+        """Whether a draft of which nothing is known may be asked: reading the text takes it a while, too."""
+        return self._pace.written >= self._first_asked
+
     def _foretell(self, cost: Curve, length: int, behind: int, depth: int, head: int | None = None) -> float:
         """Tokens per second that asking the draft may bring, in favour of the doubt."""
         draft_cost = self._pace.draft.at(length)
         if draft_cost is None:
-            return inf
+            return inf if self._may_try else 0.0
         asked = self._text.hoped + min(self._pace.agreement.hoped, MOST_EARLIER) / EARLIER
         agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
         return chain_goodput(agreement, behind, depth, cost, draft_cost, head) * self._pace.worth.value(1.0)
@@ -281,6 +295,7 @@ class PacedPlanner:
         if (planned := self._planned) is None or not tokens:
             return
         pace, gained = self._pace, len(tokens) - 1
+        pace.written += len(tokens)
         alone = seconds > 0
         beside, self._beside = self._beside, False
         if not alone:
