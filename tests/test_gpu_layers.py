@@ -4,6 +4,7 @@ import ctypes
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.files import load_model
 from edgespec.backends.llamacpp.gpu import RESERVE, Device, auto_layers, check_spans, devices, gpu_spans, wired
 
+from edgespec import loading
 from edgespec.backend import Work, prefill
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import open_backends
@@ -297,6 +299,33 @@ def test_a_draft_gets_what_the_target_leaves_of_the_gpu_memory(
             str(smollm2_tiny), size, memory=None, beside=(), resident=True, gpu_memory="4G"
         )
         assert chosen == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "expected"),
+    [("4G", 3 << 30), (2 << 30, 1 << 30), (None, None), ("1G", "but the draft takes 1.00 GiB")],
+)
+def test_a_target_on_another_engine_gets_what_its_draft_leaves(
+    gpu_memory: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Any]()
+
+    def load_with(name: str, path: str, options: dict[str, Any]) -> Any:
+        asked.append((name, options.get("gpu_memory")))
+        if name == "torch":
+            raise UsageError("asked")
+        return SimpleNamespace(gpu_bytes=1 << 30, close=lambda: asked.append("closed"))
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(loading, "_load_with", load_with)
+    monkeypatch.setattr(loading, "find_early", lambda *about, **more: None)
+    monkeypatch.setattr(loading, "choose_backend", lambda folder: "torch" if folder else "llamacpp")
+    entry = Entry(name="target", target=f"file:{tmp_path}", defaults=Defaults())
+    refused = expected if isinstance(expected, str) else "asked"
+    with pytest.raises(UsageError, match=refused):
+        open_backends(entry, "file:small.gguf", None, context_length=64, budget=8, gpu_memory=gpu_memory)
+    target = [] if isinstance(expected, str) else [("torch", expected)]
+    assert asked == [("llamacpp", None), *target, "closed"]
 
 
 def test_libraries_that_are_there_already_need_no_room_again() -> None:

@@ -136,6 +136,11 @@ class LlamaBackend:
     def wait_seconds(self) -> float:
         return self._watch.wait_seconds if self._watch else 0.0
 
+    @property
+    def gpu_bytes(self) -> int:
+        """What llama.cpp has taken of the memory of GPUs that have their own."""
+        return sum(device.used for device in devices() if not device.shared)
+
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 

@@ -126,6 +126,11 @@ class TorchBackend:
     def wait_seconds(self) -> float:
         return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
+    @property
+    def gpu_bytes(self) -> int:
+        """What PyTorch has taken of the GPU's memory."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
