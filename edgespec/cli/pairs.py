@@ -64,6 +64,8 @@ def pair(
             raise UsageError(f"{name} is {value}, but must be at least 1")
     if find and (draft or quick or write):
         raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick and --write")
+    if quick and (write or png):
+        raise UsageError("--quick measures no speed: it goes without --write and --png")
     own = check_writable(write) if write else None
     entry = find_model(target, options["models_file"])
     draft = None if find else draft or entry.draft
