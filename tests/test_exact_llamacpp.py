@@ -1,6 +1,7 @@
 """Passes kept in one class of shapes write equal texts, bit for bit, with weights whose kernels differ by shape."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import contract
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import quantised
+from edgespec.backends.llamacpp import attention
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.files import llama_cpp, without_amx
 
@@ -338,20 +340,44 @@ def test_experts_make_large_passes_no_class(weights):
 
 
 def test_what_the_cache_is_kept_in(weights, smollm2_tiny_f32):
-    """8 bits for narrow passes after short texts; otherwise as ever, or as was asked for."""
     path = weights("made up")
-    for asked, options, kv_type in [
-        (None, {}, "q8_0"),
-        ("narrow", {}, "q8_0"),
-        ("narrow", {"kv_type": "f16"}, "f16"),
-        ("narrow", {"context_length": 5000}, "f16"),
-        ("wide", {}, "f16"),
-        ("off", {}, "f16"),
-    ]:
-        with loaded(path, asked, **options) as target:
-            assert target.computing["kv_type"] == kv_type, (asked, options)
+    for asked, kv_type in [(None, None), ("narrow", "q8_0"), ("wide", None), ("off", "f16/q8_0")]:
+        with loaded(path, asked, kv_type=kv_type) as target:
+            assert target.computing["kv_type"] == (kv_type or "f16"), (asked, kv_type)
     with loaded(smollm2_tiny_f32) as target:
         assert target.computing["kv_type"] == "f32"
+
+
+def test_one_row_has_the_attention_of_a_few(weights, monkeypatch):
+    """So it needs no padding. Where the processor's backend cannot be told, one row is none of the class."""
+    prompt = list(range(100, 700))
+    path, least = weights("made up"), []
+    for device in (attention._device, lambda: None):
+        monkeypatch.setattr(attention, "_device", device)
+        with loaded(path, kv_type="f16", repack=False) as target:
+            assert ("attention" in target.computing) == (device() is not None)
+            least.append(target.capabilities.exact.trees.least)
+            rows = []
+            target.capabilities = replace(target.capabilities, exact=None)  # nothing is padded
+            for size in (1, 2):
+                session = target.open()
+                prefill(target, session, prompt)
+                nodes = np.arange(size, dtype=np.int32)
+                rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
+                session.close()
+            assert np.array_equal(*rows) == (device() is not None)
+    assert least == [1, 2]
+
+
+def test_only_what_is_made_while_it_is_looked_for_is_noted(weights):
+    with loaded(weights("made up"), "narrow", kv_type="f16") as first, attention.noted() as made:
+        assert made == []
+        with loaded(weights("made up"), "off") as second:
+            assert (len(made), second.computing.get("attention")) == (1, None)
+        assert first.computing["attention"] == "alike"
+    made.clear()
+    with loaded(weights("made up"), "off"):
+        assert made == []
 
 
 def test_a_class_that_is_not_there(smollm2_tiny_f32):

@@ -23,9 +23,10 @@ from edgespec.weights.ring import Streamer
 
 from . import paths
 from .apart import Apart, load_apart
+from .attention import ALIKE, TILED_TYPES, can_be_alike, chooser, noted
 from .batch import Batch
 from .cells import TILE, Cells, Rows
-from .context import ContextSize, check_options, kv_types, make_context, may_repack, suiting
+from .context import ContextSize, check_options, kept_of, kv_types, make_context
 from .files import engine_build, last_log, llama_cpp, load_model, metadata, parts, without_amx
 from .gpu import devices, kept_off
 from .ids import Ids
@@ -44,8 +45,6 @@ from .vocab import LlamaVocab, load_vocab
 from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
-
-TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention over many rows has another kernel
 
 
 class LlamaBackend:
@@ -83,6 +82,7 @@ class LlamaBackend:
         self.context = context
         self.windows = llama_cpp.llama_model_n_swa(model) > 0
         self._files: Sequence[str] = ()  # of the model
+        self._before_pass: Callable[[int], None] = lambda rows: None  # told how many rows the next one has
         self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else 1)
         self.cells = Cells(context, ids)
         self._open: list[Any] = []
@@ -226,6 +226,7 @@ class LlamaBackend:
             others = crowd().others(monotonic())
             threads = threads_for(self._yielding, others, total, self._most_cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
+        self._before_pass(total)
         with watch.signals_held() if watch else nullcontext():
             status = llama_cpp.llama_decode(self.context, self._batch.struct)
             llama_cpp.llama_synchronize(self.context)
@@ -308,7 +309,7 @@ def load(
         wide: passes will mostly have 16 nodes and more. For fewer llama.cpp may be quicker with weights repacked at
             load, where there is memory for both; for more it is without (docs/measured.md).
         exact: "off", or which passes shall agree to the bit, as for `edgespec.load`. Then weights are repacked only if
-            some `agrees`, and for narrow passes the cache has 8 bits where none is asked for.
+            some `agrees`.
         share: sessions take cells of the cache from one pool, which has one context and this part of one for each
             further session; default: 1 where memory is plentiful, else a quarter.
         progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
@@ -350,15 +351,15 @@ def load(
     n_threads = threads or compute_cores()
     computing: dict[str, Any] = {"threads": n_threads, "gpu_layers": gpu_layers}
     bitwise = in_order and exact != "off" and gpu_layers == 0 and not borrowed  # what was read keeps its bits
+    alike = bitwise and can_be_alike(kv_type)
+    computing |= ALIKE if alike else {}
     # Repacked weights are copies outside the file's mapping.
     repack = plenty and not wide and not without_amx(llama_cpp.llama_print_system_info())
     if repack and exact != "off":
-
-        def quicker(kv_type: str) -> bool:
-            usual = computing | {"kv_type": kv_type}
-            return agrees(engine_build(), usual | REPACKED, usual)
-
-        repack = bitwise and may_repack(path, size, exact, quicker)
+        repack = bitwise
+        if bitwise and (kept := kept_of(path, size)):  # models without classes lose nothing
+            usual = computing | {"kv_type": kept}
+            repack = agrees(engine_build(), usual | REPACKED, usual)
     computing |= REPACKED if repack else {}
     options: dict[str, Any] = {"use_extra_bufts": repack}
     if plan:
@@ -383,8 +384,6 @@ def load(
         elif bitwise and may_spare(path):
             watch = Sparing()
         streams = bool(plan and plan.streamed)
-        if fits:
-            size = suiting(model, size, exact)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = n_threads
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
@@ -395,7 +394,10 @@ def load(
             params.cb_eval = watch.sparing.callback
         if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
-        context, size = make_context(path, model, size, params, kv_type)
+        if alike and is_recurrent(model):  # has no classes
+            alike, _ = False, computing.pop(*ALIKE)
+        with noted() if alike else nullcontext(list[int]()) as processors:
+            context = make_context(path, model, size, params)
         if watch and watch.sparing:
             watch.sparing.learn(context)
         elif isinstance(watch, LayerWatch) and plan and chosen:
@@ -435,6 +437,8 @@ def load(
         model, context, capabilities, sessions, in_order, watch, yielding, ids=ids, computing=computing
     )
     backend._files = parts(path)
+    if alike:
+        backend._before_pass = chooser(processors[0])
     backend.notes, backend.plan = notes, plan
     return backend
 

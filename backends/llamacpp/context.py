@@ -1,14 +1,13 @@
 """How large a context is asked for, and what llama.cpp is told of that."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.paths import MOST_OWED
 
 from .cells import EXTRA_IDS, TILE
-from .files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
+from .files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
 from .paths import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
@@ -98,67 +97,25 @@ class ContextSize:
         return params
 
 
-def make_context(path: str, model: Any, size: ContextSize, params: Any, kv_type: str | None) -> tuple[Any, ContextSize]:
-    """A context of this size, or, where a model takes no cache of its type, with the one that was asked for.
-
-    Raises:
-        ModelError: there is none.
-    """
+def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
+    """A context of this size. Raises ModelError: there is none."""
     context = llama_cpp.llama_init_from_model(model, params)
-    if not context and size.kv_type != kv_type:
-        size = replace(size, kv_type=kv_type)
-        types = size.params(model)
-        params.type_k, params.type_v = types.type_k, types.type_v
-        context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
-    return context, size
+    return context
 
 
-KV_OF_NARROW = "q8_0"
-LONG = 4096  # tokens of context
-
-
-def suiting(model: Any, size: ContextSize, exact: str | None) -> ContextSize:
-    """The size, with a cache of the type that suits passes of few rows if they are asked for; see `suits_narrow`."""
-    narrow = exact in (None, "narrow") and suits_narrow(model, size)
-    return replace(size, kv_type=KV_OF_NARROW) if narrow else size
-
-
-def may_repack(path: str, size: ContextSize, exact: str | None, agrees: Callable[[str], bool]) -> bool:
-    """Whether a model that is not loaded yet loses nothing by other kernels for its weights: see `agrees` in `load`.
-
-    Args:
-        path: of the model.
-        size: of its context.
-        exact: as for `load`, but "off".
-        agrees: tells that of a type of its cache.
+def kept_of(path: str, size: ContextSize) -> str:
+    """The type of keys and values of a model that is not loaded yet; "" if it has recurrent layers.
 
     Raises:
         ModelError: as for `load_model`.
     """
     model = load_header(path)
     try:
-        return is_recurrent(model) or agrees(suiting(model, size, exact).kept_in(model))  # the former has no classes
+        return "" if is_recurrent(model) else size.kept_in(model)
     finally:
         llama_cpp.llama_model_free(model)
-
-
-def suits_narrow(model: Any, size: ContextSize) -> bool:
-    """Whether passes of few rows are to have a cache of type `KV_OF_NARROW` where none is asked for.
-
-    With equal float types llama.cpp splits the cache of a pass over one row among threads, so such a pass would have to
-    be padded to two rows: of the 1.5 B in 4 bits 133 instead of 88 ms after 500 tokens, 162 instead of 112 after 4,000.
-    With 8 bits one row is 91 and 115 ms. But only float types have a quick kernel for long prompts.
-    """
-    if is_recurrent(model):  # has no classes
-        return False
-    heads, width = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_embd(model)
-    key = metadata(model, f"{metadata(model, 'general.architecture').decode()}.attention.key_length")
-    head = int(key) if key.isdigit() else width // max(1, heads)
-    # Products of float weights differ between one row and more, too, so there padding is needed anyway.
-    floats = metadata(model, "general.file_type") in (FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16)
-    return size.kv_type is None and not floats and head % 32 == 0 and 0 < size.context_length <= LONG
 
 
 def check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:

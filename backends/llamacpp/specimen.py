@@ -17,6 +17,7 @@ from edgespec.errors import ModelError
 from edgespec.weights.machine import file_system, format_size
 from edgespec.weights.residency import Tensor, count_layers, layer_of
 
+from .attention import ALIKE
 from .files import keep_log, last_log, llama_cpp, parts, read_tensors
 
 LEAST_LAYERS = 2
@@ -89,6 +90,7 @@ def load_specimen(path: str, load: Callable[..., Any], **options: Any) -> Iterat
         ModelError: there is none.
     """
     repacked = bool(options.pop("repacked", False))
+    options = {name: value for name, value in options.items() if name not in ALIKE}  # is so anyway
     if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
     with specimen(path) as copy:
