@@ -345,8 +345,7 @@ def load(
         memory: what the program may take of this machine's memory, in bytes or as "12G"; weights that do not fit are
             streamed from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
-            then what plain decoding writes with the same type. Default: f16; for float32 weights f32; for narrow passes
-            (`exact`) and at most 4,096 tokens of context q8_0, with which they need no padding.
+            then what plain decoding writes with the same type. Default: f16; for float32 weights f32.
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.

@@ -13,7 +13,7 @@ the device's `init_backend` is another.
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 from .context import kv_types
@@ -37,8 +37,8 @@ def can_be_alike(kv_type: str | None) -> bool:
 
 @contextmanager
 def noted() -> Iterator[list[int]]:
-    """The processor backends that are made in here. Only where `can_be_alike`."""
-    made = list[int]()
+    """The processor backends that are made in here, by this thread. Only where `can_be_alike`."""
+    made, here = list[int](), get_ident()
     with _lock:
         slots = ctypes.cast(_device() or 0, ctypes.POINTER(ctypes.c_void_p))
         usual = slots[INIT]
@@ -46,7 +46,8 @@ def noted() -> Iterator[list[int]]:
 
         def noting(device: int, params: int) -> Any:
             backend = make(device, params)
-            made.extend([backend] if backend else [])
+            if backend and get_ident() == here:
+                made.append(backend)
             return backend
 
         other = Init(noting)  # must live as long as it may be called

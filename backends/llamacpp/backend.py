@@ -437,7 +437,7 @@ def load(
         model, context, capabilities, sessions, in_order, watch, yielding, ids=ids, computing=computing
     )
     backend._files = parts(path)
-    if alike:
+    if processors:
         backend._before_pass = chooser(processors[0])
     backend.notes, backend.plan = notes, plan
     return backend
