@@ -110,7 +110,7 @@ class ReferenceSession:
         model, length, rows = self._backend.model, len(self.token_ids), dict[int, Float32Array]()
         output = model.embedding if model.unembedding is None else model.unembedding
         wanted = set(work.wanted.tolist())
-        self._prompt = work.prompt
+        self._prompt = work.lasting
         for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
             if self._backend.interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
@@ -194,7 +194,7 @@ class RecurrentSession(ReferenceSession):
         self._parents += work.parents.tolist()
         if not work.prompt:
             self._states.mark(length)
-        self._prompt = work.prompt
+        self._prompt = work.lasting
         if self._behind > MOST_OWED:
             self._bring_on(self._states.last)
         paths = paths_of(self._parents, first, self._tips)

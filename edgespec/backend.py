@@ -125,6 +125,12 @@ class Work:
     parents: IntArray  # [n]: a node's number (this work's nodes follow those evaluated before), or -1: last committed
     wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
     prompt: bool = False  # a chain that is part of a prompt: no guesses, and the session has no nodes
+    short: bool = False  # … that is so short that it has a class of its own: see `Exact.short`
+
+    @property
+    def lasting(self) -> bool:
+        """Whether its cells may stay for a longer prompt."""
+        return self.prompt and not self.short
 
 
 class Logits(Protocol):
@@ -312,8 +318,8 @@ def prefill(
     Raises:
         ContextFull: the tokens do not fit.
     """
-    held = common_prefix(session.token_ids, token_ids)
-    session.rewind(session.kept(min(held, len(token_ids) - 1) if want_last else held))
+    start = start_of(backend.capabilities, session, token_ids)
+    session.rewind(min(start, len(token_ids) - 1) if want_last else start)
     last, again = None, False
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))
@@ -346,7 +352,10 @@ def prompt_work(
     `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
     """
     exact, start = limits.exact, len(session.token_ids)
-    if exact and exact.blocks:
+    short = start == 0 and is_short(limits, len(token_ids))
+    if short:
+        end = len(token_ids)
+    elif exact and exact.blocks:
         end = start - start % exact.prompts.most + exact.prompts.most
     else:
         end = start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.owed
@@ -355,7 +364,18 @@ def prompt_work(
     piece = np.asarray(token_ids[start:end], np.int32)
     nodes = np.arange(len(piece), dtype=np.int32)
     wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
-    return Work(session, piece, nodes - 1, wanted, prompt=True)
+    return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
+
+
+def is_short(limits: Capabilities, length: int) -> bool:
+    """Whether a prompt of so many tokens has a class of its own, and is read in one pass."""
+    exact = limits.exact
+    return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
+
+
+def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int]) -> int:
+    """How many tokens of a prompt need not be read, since the session holds them."""
+    return 0 if is_short(limits, len(token_ids)) else session.kept(common_prefix(session.token_ids, token_ids))
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
@@ -370,8 +390,8 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
         ("wanted nodes", sum(len(work.wanted) for work in batch), limits.max_wanted),
     ]
     if exact := limits.exact:
-        if len({work.prompt for work in batch}) > 1 and exact.prompts != exact.trees:
-            raise ValueError("prompts and trees in one forward; this backend takes only one of both at a time")
+        if len({(work.prompt, work.short) for work in batch}) > 1 and exact.prompts != exact.trees:
+            raise ValueError("prompts and trees in one forward, or short prompts and others; their passes differ here")
         if exact.blocks and len(batch) > 1 and any(work.prompt for work in batch):
             raise ValueError("a prompt and other works in one forward; here rows depend on each other")
     if shape := shape_of(limits, batch):
@@ -386,6 +406,8 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> ShapeClass | None:
     exact = limits.exact
     if exact is None:
         return None
+    if any(work.short for work in batch):
+        return exact.short
     return exact.prompts if any(work.prompt for work in batch) else exact.trees
 
 

@@ -14,9 +14,9 @@ A text is then written in one class of shapes, chosen when the model is loaded:
 Some kernels take four rows at a time, and what is left over one by one, by another: llama.cpp's for weights that it has
 repacked, the quickest for one row. Their passes over many rows agree where all have a multiple of four.
 
-Prompts are read in the class of the largest passes. What was written counts as prompt in the next turn of a chat; if
-the classes differ it is read again then, since a fresh session would read it so. Related: batch-invariant kernels;
-here the engine's own suffice.
+Prompts are read in the class of the largest passes; those that have fewer tokens than that takes in one for fewer rows.
+What was written counts as prompt in the next turn of a chat; if the classes differ it is read again then, since a fresh
+session would read it so. Related: batch-invariant kernels; here the engine's own suffice.
 """
 
 import json
@@ -321,7 +321,10 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     trees = _shape(chosen, most)
     if mixture:  # only equal blocks are read alike
         return Exact(name, trees, ShapeClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
-    return Exact(name, trees, trees if chosen is found[-1] else _shape(found[-1], limits.max_nodes))
+    if chosen is found[-1]:
+        return Exact(name, trees, trees)
+    few = next((group for group in good if group.most >= MANY and group is not found[-1]), None)
+    return Exact(name, trees, _shape(found[-1], limits.max_nodes), _shape(few, most) if few else None)
 
 
 def usable(found: Found) -> list[Group]:

@@ -26,10 +26,10 @@ from edgespec.backend import (
     Session,
     Work,
     check_room,
-    common_prefix,
     most_nodes,
     prefill,
     prompt_work,
+    start_of,
 )
 from edgespec.grammar import Constraint
 from edgespec.planners import Context, Drafts, Foresees, Planner
@@ -131,7 +131,7 @@ class Generation:
             ContextFull: the prompt does not fit into the draft's context.
         """
         started = perf_counter()
-        self.stats.cached_tokens = self.session.kept(common_prefix(self.session.token_ids, self.token_ids[:-1]))
+        self.stats.cached_tokens = start_of(self.target.capabilities, self.session, self.token_ids[:-1])
         self._planner.begin(self._prompt_ids)
         self.session.rewind(self.stats.cached_tokens)
         self.stats.prefill_seconds = perf_counter() - started

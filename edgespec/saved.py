@@ -207,6 +207,7 @@ def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
     exact, shapes = backend.capabilities.exact, "off"
     if exact:  # how large passes may be changes nothing within a class, but for blocks
         more = f" by {exact.prompts.step}" if exact.prompts.step > 1 else ""
+        more += f", short ones from {exact.short.least}" if exact.short else ""
         more += f", blocks of {exact.prompts.most}" if exact.blocks else ""
         shapes = f"{exact.name} (trees from {exact.trees.least}, prompts from {exact.prompts.least}{more})"
     about = {"weights": weights, "engine": backend.name, "build": backend.build, "exact": shapes}

@@ -24,6 +24,7 @@ class Exact:
     name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
     trees: ShapeClass  # of passes over trees
     prompts: ShapeClass  # of passes over prompts; if another class, a prompt's part that was written is read again
+    short: ShapeClass | None = None  # of whole prompts of fewer rows than `prompts` has; their cells do for no other
     blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
 
 

@@ -152,7 +152,7 @@ LLAMA = [group(1, 1), group(2, 7), group(8, 63, seconds=2.0), group(64, 128, tre
 
 
 @pytest.mark.parametrize(
-    ("asked", "streams", "name", "trees", "prompts"),
+    ("asked", "streams", "name", "trees", "prompts"),  # short prompts: 8 to 63
     [
         (None, False, "narrow", (2, 7), (64, 512)),
         (None, True, "wide", (8, 63), (64, 512)),
@@ -164,7 +164,7 @@ def test_the_choice(
     asked: str | None, streams: bool, name: str, trees: tuple[int, int], prompts: tuple[int, int]
 ) -> None:
     limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=streams)
-    assert choose(LLAMA, limits, asked) == Exact(name, ShapeClass(*trees), ShapeClass(*prompts))
+    assert choose(LLAMA, limits, asked) == Exact(name, ShapeClass(*trees), ShapeClass(*prompts), ShapeClass(8, 63))
     assert choose(LLAMA, limits, "off") is None
 
 
@@ -324,6 +324,28 @@ def test_engines_that_do_not_round_are_left_alone() -> None:
 
 
 NARROW = Exact("narrow", ShapeClass(2, 5), ShapeClass(7, 20))
+
+
+def test_short_prompts_have_a_class_of_their_own() -> None:
+    """They are read in one pass, and neither do they stay for longer ones, nor what these have read for them."""
+    backend, seen = ReferenceBackend(random_model(0), context_length=200), []
+    backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(16, 20), ShapeClass(4, 12)))
+    inner, session = backend.forward, backend.open()
+
+    def watched(batch: Sequence[Work]) -> list[Logits]:
+        seen.append((len(batch[0].session.token_ids), len(batch[0].token_ids), batch[0].short))
+        return inner(batch)
+
+    backend.forward = watched  # type: ignore[method-assign]
+    text = exact.tokens(backend, 40, 1)
+    for length in (12, 12, 13, 20, 24, 12):
+        prefill(backend, session, text[:length])
+    assert seen == [
+        (0, 12, True), (0, 12, True), (0, 13, False), (13, 7, False), (20, 4, False), (0, 12, True),
+    ]  # fmt: skip
+    short, long = (Work(session, np.array([1]), np.array([-1]), np.array([0]), prompt=True, short=s) for s in (1, 0))
+    with pytest.raises(ValueError, match="short prompts and others"):
+        check_batch([short, long], backend.capabilities)
 
 
 def test_the_loop_keeps_to_the_class() -> None:

@@ -45,6 +45,7 @@ SHAPES = {
     "any": None,
     "one class": Exact("wide", ShapeClass(1, 41), ShapeClass(1, 41)),
     "two classes": Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 41)),
+    "short prompts apart": Exact("narrow", ShapeClass(1, 7), ShapeClass(16, 41), ShapeClass(4, 12)),
     "blocks": Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 32), blocks=True),
 }
 

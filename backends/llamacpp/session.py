@@ -179,7 +179,7 @@ class LlamaSession:
         self._seqs.extend(ids[0] for ids in placement.below)
         start += len(lost)
         if first == 0:
-            self._base, self._prompt = start, placement.work.prompt
+            self._base, self._prompt = start, placement.work.lasting
         self._top = start + len(order)
         cell_of = {node: start + i for i, node in enumerate(order)}
         self._cells.extend(cell_of[i] for i in range(len(order)))
@@ -290,7 +290,7 @@ class LlamaSession:
             ContextFull: it begins within a tile whose other cells stand elsewhere.
         """
         length = len(self.token_ids)
-        if not work.prompt or not self._in_tiles or self._continues(length, end):
+        if not work.lasting or not self._in_tiles or self._continues(length, end):
             return 0
         if length % TILE or (length and not self.aligned):
             raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")

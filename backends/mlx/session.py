@@ -66,7 +66,7 @@ class MlxSession:
         """The work's nodes have been evaluated."""
         self._tokens += work.token_ids.tolist()
         self._parents += work.parents.tolist()
-        self._prompt = work.prompt
+        self._prompt = work.lasting
 
     def take(self) -> None:
         """That pass has been computed."""

@@ -80,7 +80,7 @@ class TorchSession:
         self._parents.extend(work.parents.tolist())
         self.positions.extend(placement.positions)
         self._sees.extend(placement.sees)
-        self._prompt = work.prompt
+        self._prompt = work.lasting
 
     @property
     def owed(self) -> int:
