@@ -11,7 +11,6 @@ from edgespec.planners.paced import Pace
 from edgespec.remembered import identity, machine, recall
 from edgespec.remembered import remember as keep
 from edgespec.same_vocab import check_same_vocab
-from edgespec.weights.machine import format_size, parse_size
 
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
@@ -101,8 +100,9 @@ def open_backends(
     try:
         if draft and not together:
             backends.append(_load_with(names[1], paths[1], common | RESIDENT))
-            if names[0] != names[1]:  # an engine knows its own draft's part
-                for_target["gpu_memory"] = left_of_gpu(options.get("gpu_memory"), backends[0])
+            left = getattr(backends[0], "left_of_gpu", None)
+            if left and names[0] != names[1] and options.get("gpu_memory"):  # an engine knows its own draft's part
+                for_target["gpu_memory"] = left(options["gpu_memory"])
         beside = {"beside": paths[1:]} if together else {}
         backends.insert(0, _load_with(names[0], paths[0], common | for_target | beside))
         if draft and together:
@@ -121,22 +121,6 @@ def open_backends(
         close_all(backends)
         raise
     return backends
-
-
-def left_of_gpu(gpu_memory: int | str | None, draft: Backend) -> int | None:
-    """Bytes of `gpu_memory` that a draft on another engine has not taken.
-
-    Raises:
-        UsageError: it has taken all.
-    """
-    if gpu_memory is None:
-        return None
-    given = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-    if (taken := int(getattr(draft, "gpu_bytes", 0))) >= given:
-        raise UsageError(
-            f"gpu_memory is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"
-        )
-    return given - taken
 
 
 def crowding(target: Backend) -> int:

@@ -237,7 +237,7 @@ def test_contract(check, shape, weights):
 @pytest.mark.skipif(not REPACKS, reason="with Intel's AMX weights are never repacked")
 def test_repacked_weights_have_classes(weights):
     """Few rows one by one, many four at a time: prompts and trees are in classes of their own."""
-    with loaded(weights("made up")) as target:
+    with loaded(weights("made up"), "narrow") as target:
         exact = target.capabilities.exact
         assert target.computing["repacked"]
         assert (exact.trees, exact.prompts.step) == (ShapeClass(1, 3), 4)

@@ -24,6 +24,7 @@ from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import open_backends
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
+from edgespec.weights.machine import left_of
 from edgespec.weights.residency import MARGIN, Plan, Tensor, make_plan
 
 MIB = 1 << 20
@@ -314,7 +315,9 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
         asked.append((name, options.get("gpu_memory")))
         if name == "torch":
             raise UsageError("asked")
-        return SimpleNamespace(gpu_bytes=1 << 30, close=lambda: asked.append("closed"))
+        return SimpleNamespace(
+            left_of_gpu=lambda given: left_of("gpu_memory", given, 1 << 30), close=lambda: asked.append("closed")
+        )
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(loading, "_load_with", load_with)

@@ -16,7 +16,7 @@ from edgespec.sampling import Float32Array
 from edgespec.saved import content_of, identity_of
 from edgespec.shapes import Exact
 from edgespec.weights.linux import mappings
-from edgespec.weights.machine import parse_size
+from edgespec.weights.machine import left_of, parse_size
 from edgespec.weights.pin import Progress
 from edgespec.weights.residency import Plan
 from edgespec.weights.ring import Streamer
@@ -136,10 +136,9 @@ class LlamaBackend:
     def wait_seconds(self) -> float:
         return self._watch.wait_seconds if self._watch else 0.0
 
-    @property
-    def gpu_bytes(self) -> int:
-        """What llama.cpp has taken of the memory of GPUs that have their own."""
-        return sum(device.used for device in devices() if not device.shared)
+    def left_of_gpu(self, memory: int | str) -> int:
+        """What llama.cpp leaves of so many bytes of GPUs with their own memory. Raises UsageError: nothing."""
+        return left_of("gpu_memory", memory, sum(device.used for device in devices() if not device.shared))
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)

@@ -30,7 +30,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.saved import content_of, identity_of
 from edgespec.shapes import Exact, also_wanted
 from edgespec.weights.disk import disk_speed
-from edgespec.weights.machine import available_memory, format_size, parse_size, private_memory
+from edgespec.weights.machine import available_memory, format_size, left_of, parse_size, private_memory
 from edgespec.weights.residency import MARGIN, SAFETY
 
 from ..hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
@@ -38,6 +38,7 @@ from ..interrupts import interruptible
 from ..path_states import most_paths, states_of
 from . import paths
 from .attention import Part, Tree, build_mask, run
+from .disk import NUMBER
 from .loading import (
     NF4,
     PLAIN,
@@ -126,10 +127,10 @@ class TorchBackend:
     def wait_seconds(self) -> float:
         return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
-    @property
-    def gpu_bytes(self) -> int:
-        """What PyTorch has taken of the GPU's memory."""
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+    def left_of_gpu(self, memory: int | str) -> int:
+        """What PyTorch leaves of so many bytes of the GPU's memory. Raises UsageError: nothing."""
+        taken = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+        return left_of("gpu_memory", memory, taken)
 
     def keep_to(self, exact: Exact) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
@@ -335,6 +336,7 @@ def assemble(
         notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
         model.to(device)
+        align(model)
         cache, probe = paths.make_cache(model, device) if recurrent else (None, run_probe(model, device))
         windows = inspect_layers(model, probe, shape, paths.with_cells(config))
         caches = [torch.empty(shape, dtype=model.dtype, device=device) for _ in range(sessions)]
@@ -343,6 +345,16 @@ def assemble(
             streamer.close()
         raise
     return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes, cache)
+
+
+def align(model: Any) -> None:
+    """Copy what lies askew in a mapped file: in float32 MKL rounds otherwise there on some processors (AMD's, say).
+
+    Layers that are streamed lie straight, and must compute the same.
+    """
+    for weights in model.parameters():
+        if weights.device.type == "cpu" and weights.dtype == torch.float32 and weights.data_ptr() % NUMBER:
+            weights.data = weights.data.clone()
 
 
 def streaming_notes(streamer: Streamer, layers: int) -> list[str]:

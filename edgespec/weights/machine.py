@@ -47,6 +47,20 @@ def parse_size(text: str) -> int:
     return size
 
 
+def left_of(name: str, memory: int | str, taken: int) -> int:
+    """Bytes of `memory`, an option of this name, that a draft which has taken some leaves.
+
+    Raises:
+        UsageError: none.
+    """
+    given = parse_size(memory) if isinstance(memory, str) else memory
+    if taken >= given:
+        raise UsageError(
+            f"{name} is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"
+        )
+    return given - taken
+
+
 def format_size(size: float, *, up: bool = False) -> str:
     """For people: "1.04 GiB", "312 MiB"; with `up` never less than the size."""
     unit, digits, name = (1 << 30, 2, "GiB") if abs(size) >= 1 << 30 else (1 << 20, 0, "MiB")
