@@ -318,8 +318,7 @@ def prefill(
     Raises:
         ContextFull: the tokens do not fit.
     """
-    start = start_of(backend.capabilities, session, token_ids)
-    session.rewind(min(start, len(token_ids) - 1) if want_last else start)
+    session.rewind(start_of(backend.capabilities, session, token_ids[:-1] if want_last else token_ids))
     last, again = None, False
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))

@@ -323,8 +323,8 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
         return Exact(name, trees, ShapeClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
     if chosen is found[-1]:
         return Exact(name, trees, trees)
-    few = next((group for group in good if group.most >= MANY and group is not found[-1]), None)
-    return Exact(name, trees, _shape(found[-1], limits.max_nodes), _shape(few, most) if few else None)
+    short = _shape(wide, most) if wide and wide is not found[-1] else None
+    return Exact(name, trees, _shape(found[-1], limits.max_nodes), short)
 
 
 def usable(found: Found) -> list[Group]:

@@ -348,6 +348,22 @@ def test_short_prompts_have_a_class_of_their_own() -> None:
         check_batch([short, long], backend.capabilities)
 
 
+def test_who_wants_the_last_logits_keeps_whole_blocks_too() -> None:
+    """All is held: what is read again begins where a block does."""
+    backend, starts = ReferenceBackend(random_model(0), context_length=200), []
+    backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 16), blocks=True))
+    inner, session, text = backend.forward, backend.open(), exact.tokens(backend, 32, 1)
+
+    def watched(batch: Sequence[Work]) -> list[Logits]:
+        starts.append(len(batch[0].session.token_ids))
+        return inner(batch)
+
+    backend.forward = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        prefill(backend, session, text, want_last=True)
+    assert starts == [0, 16, 16]
+
+
 def test_the_loop_keeps_to_the_class() -> None:
     """Trees and prompts have at most as many rows as their class, and the text is the same."""
     texts, sizes = [], set()

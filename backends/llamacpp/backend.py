@@ -23,10 +23,10 @@ from edgespec.weights.ring import Streamer
 
 from . import paths
 from .apart import Apart, load_apart
-from .attention import ALIKE, TILED_TYPES, can_be_alike, chooser, noted
+from .attention import ALIKE, can_be_alike, chooser, has_kernels, noted
 from .batch import Batch
 from .cells import TILE, Cells, Rows
-from .context import ContextSize, check_options, kept_of, kv_types, make_context
+from .context import ContextSize, check_options, kept_of, make_context
 from .files import engine_build, last_log, llama_cpp, load_model, metadata, parts, without_amx
 from .gpu import devices, kept_off
 from .ids import Ids
@@ -74,8 +74,7 @@ class LlamaBackend:
         self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
         self.build = engine_build()
         self.computing = computing
-        keys, values = kv_types(str(computing["kv_type"]))
-        self.tiles = keys == values and keys in TILED_TYPES
+        self.tiles = has_kernels(str(computing["kv_type"]))
         self.state_width = 0  # of the states that are kept of each row, where all rows are wanted; 0: none are
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
@@ -394,7 +393,8 @@ def load(
         if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
         if alike and is_recurrent(model):  # has no classes
-            alike, _ = False, computing.pop(*ALIKE)
+            alike = False
+            computing.pop(*ALIKE)
         with noted() if alike else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.sparing:
