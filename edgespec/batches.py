@@ -10,6 +10,7 @@ from edgespec.cost import PassCost, split
 from edgespec.generate import Generation
 from edgespec.paths import rows_added
 from edgespec.pieces import TILE, PromptPieces
+from edgespec.planners.together import together
 from edgespec.slots import Slot
 from edgespec.tree import DraftTree, best_nodes
 
@@ -72,13 +73,14 @@ def plan_trees(
     trees, failed, spent = list[DraftTree](), list[tuple[Slot, Exception]](), perf_counter()
     alone = alone and len(group) == 1
     fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
-    for slot in group.copy():
-        assert slot.generation
-        try:
-            trees.append(slot.generation.plan(None if alone else fair, len(group)))
-        except Exception as error:
+    most, texts = None if alone else fair, len(group)
+    found = together([slot.generation.planning(most, texts) for slot in group if slot.generation])
+    for slot, tree in zip(group.copy(), found, strict=True):
+        if isinstance(tree, Exception):
             group.remove(slot)
-            failed.append((slot, error))
+            failed.append((slot, tree))
+        else:
+            trees.append(tree)
     spent = perf_counter() - spent
     if len(group) > 1:
         length = fmean(len(slot.session.token_ids) for slot in group)

@@ -55,17 +55,17 @@ class Curve:
 
     With `experts` the lines are straight over the weights of a pass, not over its nodes: `weight`.
 
-    Of texts that share their passes, each pays a part. The drafts of all of them work before the pass, one after the
-    other. If all guess alike, the best round of one, with its part of the pass, is the best for all.
+    Of texts that share passes, of the target or of the draft, each pays a part. If all guess alike, the best round of
+    one, with its part of the passes, is the best for all.
     """
 
     sizes: FloatArray  # [k], rising
     took: FloatArray  # [k] seconds; falling at `TILED` nodes if anywhere
     slope: float  # seconds of each node, or weight, beyond the largest size
     experts: tuple[int, int] | None = None  # of a layer, and used by a token, if passes read those used
-    texts: int = 1  # that share each pass, with as many nodes each
+    texts: float = 1  # that share each pass, with as many nodes each
 
-    def shared(self, texts: int) -> "Curve":
+    def shared(self, texts: float) -> "Curve":
         """Of passes that so many texts share: one's nodes, and its part of the time."""
         if texts == self.texts:  # a new one would forget `plain` and `least`
             return self

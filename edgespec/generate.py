@@ -34,6 +34,7 @@ from edgespec.backend import (
 from edgespec.grammar import Constraint
 from edgespec.planners import Context, Drafts, Foresees, Planner
 from edgespec.planners.ngrams import Family
+from edgespec.planners.together import Steps, alone
 from edgespec.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.stats import GenerationStats
 from edgespec.tree import DraftTree, Source, best_nodes, shallow
@@ -162,6 +163,10 @@ class Generation:
 
     def plan(self, most: int | None = None, texts: int = 1) -> DraftTree:
         """A tree rooted at the last committed token, with at most so many guesses; `texts` are planned at once."""
+        return alone(self.planning(most, texts))
+
+    def planning(self, most: int | None = None, texts: int = 1) -> Steps[DraftTree]:
+        """The steps of `plan`."""
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
@@ -169,7 +174,10 @@ class Generation:
         context = self._context(self.token_ids, room, texts)
         budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
         budget = budget if most is None else min(budget, most)
-        tree = self._planner.plan(context, budget)
+        if self._drafts:
+            tree = yield from self._drafts.planning(context, budget)
+        else:
+            tree = self._planner.plan(context, budget)
         if self._grammar and budget:
             tree = shallow(self._grammar.guess(tree, self.token_ids), room)
         tree = best_nodes(tree, budget, leaves)

@@ -115,15 +115,15 @@ def test_it_finds_something_meanwhile():
 def test_without_topping_up_the_target_starts_at_once():
     """Serially only the first tree is drafted; after a miss the target judges its root alone."""
     planner = SpecExecPlanner(backend(DRAFTS["bad"], max_nodes=40), depth=6, ahead=True, top_up=False, nice=False)
-    trees, plan = [], planner.plan
+    trees, planning = [], planner.planning
 
     def planned(context, budget):
         before = planner.model_passes
-        trees.append(plan(context, budget))
+        trees.append((yield from planning(context, budget)))
         assert planner.model_passes == before or len(trees) == 1
         return trees[-1]
 
-    planner.plan = planned
+    planner.planning = planned
     _, stats = write(planner, SAMPLINGS[1], patient(backend(), planner), count=20)
     assert any(len(tree) == 1 for tree in trees)  # pre-verify
     assert any(len(tree) > 1 for tree in trees[1:])  # post-verify

@@ -203,10 +203,17 @@ def test_passes_that_texts_share_tell_what_they_cost():
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(streams):
-    """Eight roots cost what one does; eight drafts cost eight times what one does, and all texts wait for them."""
-    for texts, asked in ((1, True), (8, False)):
-        pace = given((1.0, 1e-3), (0.3, 0.0))
+    """Eight roots cost what one does; eight drafts cost eight times what one does, and all texts wait for them.
+
+    Unless they share the draft's passes, and these take no longer for that.
+    """
+    flat, steep = (0.3, 0.0), (0.0, 0.3)
+    for texts, company, draft_cost, asked in (
+        (1, 1, flat, True), (8, 1, flat, False), (8, 8, flat, True), (1, 1, steep, True), (8, 8, steep, False)
+    ):  # fmt: skip
+        pace = given((1.0, 1e-3), draft_cost)
         planner = PacedPlanner("auto", pace, draft=drafting(pace, perturbed(MODEL, 0.2, 1)))
+        planner._draft._drafter.company = company
         target = ReferenceBackend(MODEL)
         target.capabilities = replace(target.capabilities, streams=streams)
         generation = Generation(

@@ -152,8 +152,12 @@ class TestTextsThatShareAPass:
     def test_trees_of_several_texts_fit_into_a_pass(self):
         limits = Capabilities(100, 64, 64, 8, 0.0, paths=True)
 
+        def steps():
+            return wide_tree()
+            yield
+
         def slot(owed):
-            plan = SimpleNamespace(plan=lambda most, texts: wide_tree(), work=lambda tree: (tree, owed))
+            plan = SimpleNamespace(planning=lambda most, texts: steps(), work=lambda tree: (tree, owed))
             return SimpleNamespace(passed=0, session=SimpleNamespace(owed=owed, token_ids=[]), generation=plan)
 
         slots = [slot(0), slot(4)]

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from edgespec.backend import Session
 from edgespec.cost import Curve
 from edgespec.planners.ngrams import Beside
+from edgespec.planners.together import Steps
 from edgespec.sampling import Noise, SamplingParams
 from edgespec.tree import DraftTree
 
@@ -82,6 +83,9 @@ class Drafts(Protocol):
     @property
     def went_on(self) -> int:
         """Rounds since `begin` whose search went on in the next."""
+
+    def planning(self, context: Context, budget: int) -> Steps[DraftTree]:
+        """The steps of `plan`, in which several texts may share the draft's passes (`together.py`)."""
 
     def beside(self, nodes: int) -> AbstractContextManager[None]:
         """Within it the target judges the tree just planned, of so many nodes, and nothing else: the draft may go on.

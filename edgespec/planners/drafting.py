@@ -2,19 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from time import perf_counter
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, prefill
+from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, prefill, prompt_work, start_of
 from edgespec.cost import Curve, PassCost
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.planners import Context
+from edgespec.planners.together import Passed, Steps, Wanted, alone
 from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.tree import DraftTree
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
+COMPANY = 16  # passes that tell how many texts share one
 
 
 class Drafter:
@@ -26,6 +27,8 @@ class Drafter:
         self.last = 0.0  # seconds of the last pass
         self.beside = False  # the target works meanwhile
         self.evaluated = 0  # uncommitted nodes in the session
+        self.company = 1.0  # texts that have shared its passes, a mean that fades
+        self._texts = 1  # … and the last one
         self._cost = PassCost() if cost is None else cost
         self.session = draft.open()
 
@@ -48,8 +51,9 @@ class Drafter:
 
     @property
     def cost(self) -> Curve | None:
-        """Of its passes, at the length of its text; None: none was made yet."""
-        return self._cost.at(len(self.session.token_ids))
+        """Of its passes, at the length of its text, as shared as the last one was; None: none was made yet."""
+        cost = self._cost.at(len(self.session.token_ids))
+        return cost.shared(self._texts) if cost else None
 
     def room(self, context: Context) -> int:
         """How deep a tree may be: the text's end and the draft's own context limit it."""
@@ -57,30 +61,51 @@ class Drafter:
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
         """Commit the tokens the session lacks; the last one's logits and node."""
-        started, length = perf_counter(), len(self.session.token_ids)
-        last = prefill(self.draft, self.session, token_ids, want_last=True)
-        assert last is not None
+        return alone(self.reading(token_ids))
+
+    def reading(self, token_ids: Sequence[int]) -> Steps[tuple[Logits, int]]:
+        """The steps of `read`."""
+        limits, session, again = self.draft.capabilities, self.session, False
+        session.rewind(start_of(limits, session, token_ids[:-1]))
         self.evaluated = 0
-        self._took(max(1, len(token_ids) - length), perf_counter() - started)
-        return last
+        while True:
+            work = prompt_work(limits, session, token_ids, want_last=True)
+            try:
+                passed = yield Wanted(self.draft, work)
+            except ContextFull:
+                if again or not session.token_ids:
+                    raise
+                session.rewind(0)  # as `prefill` does
+                again = True
+                continue
+            session.commit(list(range(len(work.token_ids))))
+            self._took(work, passed)
+            if len(session.token_ids) == len(token_ids):
+                return passed.logits, len(work.token_ids) - 1
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
         """One pass over new nodes, `parents` being nodes or COMMITTED; their logits and nodes [n]."""
-        started = perf_counter()
+        return alone(self.evaluating(token_ids, parents))
+
+    def evaluating(self, token_ids: IdArray, parents: IdArray) -> Steps[tuple[Logits, IdArray]]:
+        """The steps of `evaluate`."""
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
-        logits = self.draft.forward([Work(self.session, tokens, above, wanted)])[0]
+        work = Work(self.session, tokens, above, wanted)
+        passed = yield Wanted(self.draft, work)
         self.evaluated += len(nodes)
-        self._took(len(nodes), perf_counter() - started)
-        return logits, nodes
+        self._took(work, passed)
+        return passed.logits, nodes
 
-    def _took(self, nodes: int, seconds: float) -> None:
-        self.last, self.passes = seconds, self.passes + 1
+    def _took(self, work: Work, passed: Passed) -> None:
+        self.last, self.passes, self._texts = passed.seconds, self.passes + 1, passed.texts
+        self.company += (passed.texts - self.company) / COMPANY
+        own = passed.seconds * len(work.token_ids) / passed.nodes
         if self.beside:  # what a pass takes then is no measure for others
-            self.hidden += seconds
+            self.hidden += own
         else:
-            self.seconds += seconds
-            self._cost.add(nodes, seconds, len(self.session.token_ids))
+            self.seconds += own
+            self._cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:

@@ -30,6 +30,7 @@ from edgespec.planners.drafting import agreed
 from edgespec.planners.guard import Guard
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.planners.together import Steps, alone
 from edgespec.tree import DraftTree, best_nodes, root_only
 
 BELIEF = 4.0  # things hoped for that count as seen before any was
@@ -201,11 +202,15 @@ class PacedPlanner:
             cost = self._pace.target.at(len(prompt_ids))
             likely = self._may_try
             if cost is not None:
-                likely = self._foretell(cost, len(prompt_ids), 1, self._draft.depth) > GAIN / cost.plain
+                likely = self._foretell(self._draft, cost, len(prompt_ids), 1, self._draft.depth) > GAIN / cost.plain
             self._draft.begin(prompt_ids, read=likely)
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """The tree that promises most."""
+        return alone(self.planning(context, budget))
+
+    def planning(self, context: Context, budget: int) -> Steps[DraftTree]:
+        """The steps of `plan`."""
         length, pace = len(context.token_ids), self._pace
         if known := pace.target.at(length):
             known = known.shared(context.texts)
@@ -230,22 +235,24 @@ class PacedPlanner:
             behind = self._draft.behind(context.token_ids)
             asked = pace.target.slope == FLAT
             if known:
-                asked = self._foretell(known, length, behind, depth, head) > GAIN * rate
+                asked = self._foretell(self._draft, known, length, behind, depth, head) > GAIN * rate
             if asked:
-                tree, planned = self._drafted(self._draft, replace(context, cost=known), budget, behind, depth)
+                context = replace(context, cost=known)
+                tree, planned = yield from self._drafted(self._draft, context, budget, behind, depth)
         self._planned = planned
         return tree
 
     def _drafted(
         self, draft: SpecExecPlanner, context: Context, budget: int, behind: int, depth: int
-    ) -> tuple[DraftTree, _Planned]:
+    ) -> Steps[tuple[DraftTree, _Planned]]:
         """Ask the draft, and keep of its tree what pays."""
         cost, length = context.cost, len(context.token_ids)
         started, draft_cost = draft.model_seconds, self._pace.draft.at(length)
         head, rate = context.head, 0.0
         if cost and draft_cost:
+            draft_cost = draft_cost.shared(min(draft.company, context.texts))
             rate = chain_goodput(self._agreement, behind, depth, cost, draft_cost, head)
-        found = draft.plan(context, budget)
+        found = yield from draft.planning(context, budget)
         seconds = draft.model_seconds - started
         if cost:
             tree, _ = best_part(found, seconds, cost, max_leaves=context.max_leaves, head=head)
@@ -277,13 +284,16 @@ class PacedPlanner:
         """Whether a draft of which nothing is known may be asked: reading the text takes it a while, too."""
         return self._pace.written >= self._first_asked
 
-    def _foretell(self, cost: Curve, length: int, behind: int, depth: int, head: int | None = None) -> float:
+    def _foretell(
+        self, draft: SpecExecPlanner, cost: Curve, length: int, behind: int, depth: int, head: int | None = None
+    ) -> float:
         """Tokens per second that asking the draft may bring, in favour of the doubt."""
         draft_cost = self._pace.draft.at(length)
         if draft_cost is None:
             return inf if self._may_try else 0.0
         asked = self._text.hoped + min(self._pace.agreement.hoped, MOST_EARLIER) / EARLIER
         agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
+        draft_cost = draft_cost.shared(min(draft.company, cost.texts))
         return chain_goodput(agreement, behind, depth, cost, draft_cost, head) * self._pace.worth.value(1.0)
 
     def accept(self, tokens: Sequence[int], seconds: float) -> None:

@@ -31,6 +31,7 @@ from edgespec.planners import Context
 from edgespec.planners.ahead import Worker
 from edgespec.planners.drafting import Drafter, Guess
 from edgespec.planners.search import COMMITTED, ENOUGH, KEEP, NOT_READ, Search
+from edgespec.planners.together import Steps, alone
 from edgespec.sampling import IdArray
 from edgespec.tree import DraftTree, choose, root_only, select
 
@@ -102,6 +103,11 @@ class SpecExecPlanner:
         return self._drafter.session
 
     @property
+    def company(self) -> float:
+        """How many texts share the draft's passes, on an average."""
+        return self._drafter.company
+
+    @property
     def model_seconds(self) -> float:
         """Time spent in draft passes since `begin`."""
         return self._drafter.seconds
@@ -128,6 +134,10 @@ class SpecExecPlanner:
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Algorithm 2, from what is known."""
+        return alone(self.planning(context, budget))
+
+    def planning(self, context: Context, budget: int) -> Steps[DraftTree]:
+        """The steps of `plan`."""
         steps = min(self.depth, self._drafter.room(context))
         if steps <= 0 or budget <= 0:
             return root_only(context.token_ids[-1])
@@ -138,7 +148,7 @@ class SpecExecPlanner:
         guess, started = Guess(context, self.tau, self.coupling), self.model_seconds
         at_once, self._context, self._went_ahead = self._went_ahead and not self._top_up, context, False
         if search.place[0] == NOT_READ and not at_once:
-            self._read_root(search, guess, context)
+            yield from self._read_root(search, guess, context)
         for _ in range(1, 1 if at_once else steps):
             unread, beam = search.unread(self.enough), self._beam if self.children > 1 else 1
             if context.cost and (cost := self._drafter.cost):
@@ -148,24 +158,25 @@ class SpecExecPlanner:
             batch = search.take(unread, beam, self._limits.leaves(context.texts), self._limits.max_nodes)
             if len(batch) == 0:
                 break
-            self._read(search, guess, batch)
+            yield from self._read(search, guess, batch)
         self._search, self._usual = search, search.cutoff(budget)
         found = search.found()
         return select(found, choose(found.parents, found.log_probs, budget, context.max_leaves))
 
-    def _read_root(self, search: Search, guess: Guess, context: Context) -> None:
+    def _read_root(self, search: Search, guess: Guess, context: Context) -> Steps[None]:
         """Read what the draft lacks of the text."""
         with self._worker.passing():
-            logits, node = self._drafter.read(context.token_ids)
+            logits, node = yield from self._drafter.reading(context.token_ids)
         children = guess.children(logits, [node], [0], self._children(search))
         with self._worker.lock:
             search.add_children(np.array([0]), [COMMITTED], *children)
 
-    def _read(self, search: Search, guess: Guess, batch: IdArray) -> None:
+    def _read(self, search: Search, guess: Guess, batch: IdArray) -> Steps[None]:
         """One draft pass over nodes of the search."""
         self._reading = batch.tolist()
         with self._worker.passing():
-            logits, nodes = self._drafter.evaluate(search.token_ids[batch], search.place[search.parents[batch]])
+            above = search.place[search.parents[batch]]
+            logits, nodes = yield from self._drafter.evaluating(search.token_ids[batch], above)
         children = guess.children(logits, nodes.tolist(), search.depth[batch].tolist(), self._children(search))
         with self._worker.lock:
             search.add_children(batch, nodes, *children)
@@ -196,13 +207,13 @@ class SpecExecPlanner:
         self._drafter.beside = True
         try:
             if search.place[0] == NOT_READ:
-                self._read_root(search, guess, context)
+                alone(self._read_root(search, guess, context))
             forks = search.forks(self._forks, depth) if self._forks else None
             while not self._worker.stopped.is_set() and perf_counter() + self._drafter.last < due:
                 nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
                 batch = search.take(nodes, beam, leaves, self._limits.max_nodes)
                 if len(batch):
-                    self._read(search, guess, batch)
+                    alone(self._read(search, guess, batch))
                 elif forks is None:
                     return
                 forks = None
