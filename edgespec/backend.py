@@ -327,15 +327,23 @@ def prefill(
         try:
             last = backend.forward([work])[0], len(work.token_ids) - 1
         except ContextFull:
-            if again or not session.token_ids or len(token_ids) > backend.capabilities.context_length:
+            if again or not may_read_anew(backend.capabilities, session, token_ids):
                 raise
-            session.rewind(0)  # the cache had to be put in order, and the prompt cannot go on where it stands now
+            session.rewind(0)
             again = True
             continue
         session.commit(list(range(len(work.token_ids))))
         if progress:
             progress(len(session.token_ids), len(token_ids))
     return last if want_last else None
+
+
+def may_read_anew(limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
+    """After ContextFull: whether a prompt may have had no room only since the cache was put in order while it was read.
+
+    Then it cannot go on where it stands, but from its beginning.
+    """
+    return bool(session.token_ids) and len(token_ids) <= limits.context_length
 
 
 def prompt_work(

@@ -5,7 +5,17 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Work, check_room, common_prefix, prefill, prompt_work, start_of
+from edgespec.backend import (
+    Backend,
+    Logits,
+    Work,
+    check_room,
+    common_prefix,
+    may_read_anew,
+    prefill,
+    prompt_work,
+    start_of,
+)
 from edgespec.cost import Curve, PassCost
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.planners import Context
@@ -73,9 +83,9 @@ class Drafter:
             try:
                 passed = yield Wanted(self.draft, work)
             except ContextFull:
-                if again or not session.token_ids:
+                if again or not may_read_anew(limits, session, token_ids):
                     raise
-                session.rewind(0)  # as `prefill` does
+                session.rewind(0)
                 again = True
                 continue
             session.commit(list(range(len(work.token_ids))))

@@ -247,10 +247,9 @@ class PacedPlanner:
     ) -> Steps[tuple[DraftTree, _Planned]]:
         """Ask the draft, and keep of its tree what pays."""
         cost, length = context.cost, len(context.token_ids)
-        started, draft_cost = draft.model_seconds, self._pace.draft.at(length)
+        started, draft_cost = draft.model_seconds, self._draft_cost(draft, length, context.texts)
         head, rate = context.head, 0.0
         if cost and draft_cost:
-            draft_cost = draft_cost.shared(min(draft.company, context.texts))
             rate = chain_goodput(self._agreement, behind, depth, cost, draft_cost, head)
         found = yield from draft.planning(context, budget)
         seconds = draft.model_seconds - started
@@ -284,16 +283,20 @@ class PacedPlanner:
         """Whether a draft of which nothing is known may be asked: reading the text takes it a while, too."""
         return self._pace.written >= self._first_asked
 
+    def _draft_cost(self, draft: SpecExecPlanner, length: int, texts: float) -> Curve | None:
+        """Of the draft's passes, as far as texts that are planned at once share them; None: none was made yet."""
+        cost = self._pace.draft.at(length)
+        return cost.shared(min(draft.company, texts)) if cost else None
+
     def _foretell(
         self, draft: SpecExecPlanner, cost: Curve, length: int, behind: int, depth: int, head: int | None = None
     ) -> float:
         """Tokens per second that asking the draft may bring, in favour of the doubt."""
-        draft_cost = self._pace.draft.at(length)
+        draft_cost = self._draft_cost(draft, length, cost.texts)
         if draft_cost is None:
             return inf if self._may_try else 0.0
         asked = self._text.hoped + min(self._pace.agreement.hoped, MOST_EARLIER) / EARLIER
         agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
-        draft_cost = draft_cost.shared(min(draft.company, cost.texts))
         return chain_goodput(agreement, behind, depth, cost, draft_cost, head) * self._pace.worth.value(1.0)
 
     def accept(self, tokens: Sequence[int], seconds: float) -> None:
