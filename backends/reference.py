@@ -21,12 +21,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch, kept_of_prompt
+from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
 from edgespec.paths import CHEAP, MOST_OWED, States, paths_of, step_from
 from edgespec.sampling import Float32Array
 from edgespec.saved import identity_of, look, read, write
-from edgespec.shapes import Exact
+from edgespec.shapes import Exact, PromptRead
 from edgespec.tree import IntArray, depths, is_leaf, nodes_below, parents_among, path_to
 
 from .interrupts import interruptible
@@ -84,7 +84,7 @@ class ReferenceSession:
         self._backend = backend
         self._tokens: list[int] = []  # uncommitted nodes' tokens
         self._parents: list[int] = []
-        self._read, self._prompt = 0, False  # tokens read as a prompt; whether the nodes are part of one
+        self._prompt = PromptRead()
         model, limits = backend.model, backend.capabilities
         head = model.embedding.shape[1] // model.heads
         self._cells = np.zeros((limits.context_length + limits.max_nodes, len(model.layers), 2, model.heads, head))
@@ -110,7 +110,7 @@ class ReferenceSession:
         model, length, rows = self._backend.model, len(self.token_ids), dict[int, Float32Array]()
         output = model.embedding if model.unembedding is None else model.unembedding
         wanted = set(work.wanted.tolist())
-        self._prompt = work.lasting
+        self._prompt.add(work.prompt, work.short, length)
         for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
             if self._backend.interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
@@ -128,8 +128,8 @@ class ReferenceSession:
     def owed(self) -> int:
         return 0
 
-    def kept(self, length: int) -> int:
-        return kept_of_prompt(self._backend.capabilities, self._read, length)
+    def kept(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.kept(self._backend.capabilities.exact, length, short)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
@@ -137,21 +137,20 @@ class ReferenceSession:
         length, kept = len(self.token_ids), nodes_below(self._parents, path[-1] if path else -1) if below else []
         order = length + np.array([*path, *kept], np.int64)
         self._cells[length : length + len(order)] = self._cells[order]
-        if self._prompt and self._read == length:
-            self._read += len(path)
+        self._prompt.commit(length, len(path))
         self.token_ids.extend(self._tokens[node] for node in path)
         self._tokens = [self._tokens[node] for node in kept]
-        self._parents, self._prompt = parents_among(self._parents, kept), False
+        self._parents = parents_among(self._parents, kept)
         return np.array(kept, np.int32)
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
-        self._read = min(self._read, length)
-        self._tokens, self._parents, self._prompt = [], [], False
+        self._prompt.rewind(length)
+        self._tokens, self._parents = [], []
 
     def fork(self) -> "ReferenceSession":
         other = self._backend.open()
-        other.token_ids, other._read = self.token_ids.copy(), self._read
+        other.token_ids, other._prompt = self.token_ids.copy(), replace(self._prompt)
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
         return other
 
@@ -162,14 +161,14 @@ class ReferenceSession:
 
     def save(self, path: str | Path, note: Any = None) -> None:
         cells = self._cells[: len(self.token_ids)]
-        write(path, self._backend, self.token_ids, {"read": self._read}, lambda new: cells.tofile(new), note)
+        write(path, self._backend, self.token_ids, self._prompt.as_dict(), lambda new: cells.tofile(new), note)
 
     def load(self, path: str | Path) -> Any:
         saved = read(path, self._backend)
         self.rewind(0)
         cells = self._cells[: len(saved.token_ids)]
         cells[:] = np.fromfile(path, np.float64, cells.size).reshape(cells.shape)
-        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
         return saved.note
 
     def close(self) -> None:
@@ -194,7 +193,7 @@ class RecurrentSession(ReferenceSession):
         self._parents += work.parents.tolist()
         if not work.prompt:
             self._states.mark(length)
-        self._prompt = work.lasting
+        self._prompt.add(work.prompt, work.short, length)
         if self._behind > MOST_OWED:
             self._bring_on(self._states.last)
         paths = paths_of(self._parents, first, self._tips)
@@ -241,8 +240,8 @@ class RecurrentSession(ReferenceSession):
     def owed(self) -> int:
         return self._behind if self._behind <= MOST_OWED else 0  # more are read before
 
-    def kept(self, length: int) -> int:
-        length = super().kept(length)
+    def kept(self, length: int, *, short: bool = False) -> int:
+        length = super().kept(length, short=short)
         return length if length == len(self.token_ids) else self._states.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
@@ -267,7 +266,7 @@ class RecurrentSession(ReferenceSession):
     def save(self, path: str | Path, note: Any = None) -> None:
         kept = self._states.kept
         data = np.concatenate([part.ravel() for part in (self._cells[: len(self.token_ids)], *kept.values())])
-        details = {"read": self._read, "states": list(kept)}
+        details = self._prompt.as_dict() | {"states": list(kept)}
         write(path, self._backend, self.token_ids, details, lambda new: data.tofile(new), note)
 
     def load(self, path: str | Path) -> Any:

@@ -88,8 +88,11 @@ class Session(Protocol):
     def owed(self) -> int:
         """Committed tokens that the next pass reads again; they count as rows of it."""
 
-    def kept(self, length: int) -> int:
-        """Of the first `length` committed tokens, how many a prompt that starts with them need not read again."""
+    def kept(self, length: int, *, short: bool = False) -> int:
+        """Of the first `length` committed tokens, how many a prompt that starts with them need not read again.
+
+        `short`: a prompt that `is_short`.
+        """
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes, but with
@@ -126,11 +129,6 @@ class Work:
     wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
     prompt: bool = False  # a chain that is part of a prompt: no guesses, and the session has no nodes
     short: bool = False  # … that is so short that it has a class of its own: see `Exact.short`
-
-    @property
-    def lasting(self) -> bool:
-        """Whether its cells may stay for a longer prompt."""
-        return self.prompt and not self.short
 
 
 class Logits(Protocol):
@@ -359,8 +357,7 @@ def prompt_work(
     `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
     """
     exact, start = limits.exact, len(session.token_ids)
-    short = start == 0 and is_short(limits, len(token_ids))
-    if short:
+    if short := is_short(limits, len(token_ids)):
         end = len(token_ids)
     elif exact and exact.blocks:
         end = start - start % exact.prompts.most + exact.prompts.most
@@ -382,7 +379,7 @@ def is_short(limits: Capabilities, length: int) -> bool:
 
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int]) -> int:
     """How many tokens of a prompt need not be read, since the session holds them."""
-    return 0 if is_short(limits, len(token_ids)) else session.kept(common_prefix(session.token_ids, token_ids))
+    return session.kept(common_prefix(session.token_ids, token_ids), short=is_short(limits, len(token_ids)))
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
@@ -416,15 +413,6 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> ShapeClass | None:
     if any(work.short for work in batch):
         return exact.short
     return exact.prompts if any(work.prompt for work in batch) else exact.trees
-
-
-def kept_of_prompt(limits: Capabilities, read: int, length: int) -> int:
-    """`Session.kept` where `read` tokens were read as a prompt: what was written was computed in another shape."""
-    exact = limits.exact
-    if exact is None or exact.prompts == exact.trees:
-        return length
-    length = min(read, length)
-    return length - length % exact.prompts.most if exact.blocks else length
 
 
 def most_nodes(limits: Capabilities, owed: int) -> int:

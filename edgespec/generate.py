@@ -144,7 +144,7 @@ class Generation:
 
     def prompt_work(self, most: int | None = None) -> Work:
         """The next part of the prompt, at most so many tokens; other texts' passes may have come between."""
-        self.session.rewind(self.session.kept(len(self.session.token_ids)))
+        self.session.rewind(start_of(self.target.capabilities, self.session, self._prompt_ids[:-1]))
         work = prompt_work(self.target.capabilities, self.session, self._prompt_ids[:-1], most=most)
         self._given = perf_counter()
         return work

@@ -285,12 +285,12 @@ class Scheduler:
         return slot is not None
 
     def _begin(self, job: Job, slot: Slot, source: Slot, shared: int) -> None:
-        request, self._served = job.request, self._served + 1
+        request, prompt, self._served = job.request, job.request.prompt_ids, self._served + 1
         slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
         try:
-            slots.prepare(slot, source, shared, request.prompt_ids, self._slots, self.shelf)
+            slots.prepare(self.target.capabilities, slot, source, shared, prompt, self._slots, self.shelf)
             slot.generation = Generation(
-                self.target, slot.session, slot.planner, request.prompt_ids, request.sampling,
+                self.target, slot.session, slot.planner, prompt, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
                 family=request.family,
@@ -301,9 +301,9 @@ class Scheduler:
         except Exception as error:  # this text's alone
             self._end(slot, error)
             return
-        self.counts.prompt_tokens += len(request.prompt_ids)
+        self.counts.prompt_tokens += len(prompt)
         self.counts.cached_tokens += job.stats.cached_tokens
-        self._tell(job, Reading(len(slot.session.token_ids), len(request.prompt_ids) - 1))
+        self._tell(job, Reading(len(slot.session.token_ids), len(prompt) - 1))
 
     def _pass(self, writing: list[Slot], reader: Slot | None) -> None:
         """One forward for texts that are written, as many as it has room for, and for the next part of a prompt."""

@@ -1,7 +1,8 @@
 """Shapes of passes that agree to the bit: what they are, and how passes are kept in them. `exact.py` finds them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,49 @@ class Exact:
     name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
     trees: ShapeClass  # of passes over trees
     prompts: ShapeClass  # of passes over prompts; if another class, a prompt's part that was written is read again
-    short: ShapeClass | None = None  # of whole prompts of fewer rows than `prompts` has; their cells do for no other
+    short: ShapeClass | None = None  # of prompts that have fewer tokens than `prompts` has rows; cells do for such only
     blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
+
+
+@dataclass(slots=True)
+class PromptRead:
+    """How many of a session's first tokens were read as a prompt: one that begins so goes on from their cells."""
+
+    tokens: int = 0
+    short: bool = False  # in the class `Exact.short`
+    reading: bool = False  # the session's nodes are the next of them
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any]) -> Self:
+        """What `as_dict` gave."""
+        return cls(details["read"], details.get("short", False))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a session's file."""
+        return {"read": self.tokens, "short": self.short}
+
+    def add(self, prompt: bool, short: bool, length: int) -> None:
+        """Nodes of a `Work` that says so were evaluated behind so many committed tokens."""
+        if length == 0:
+            self.short = short
+        self.reading = prompt and short == self.short
+
+    def commit(self, length: int, count: int) -> None:
+        """So many of the nodes have become text behind `length` tokens."""
+        if self.reading and self.tokens == length:
+            self.tokens += count
+        self.reading = False
+
+    def rewind(self, length: int) -> None:
+        """Only so many of the session's tokens stay."""
+        self.tokens, self.reading = min(self.tokens, length), False
+
+    def kept(self, exact: Exact | None, length: int, short: bool) -> int:
+        """See `Session.kept`: what was written, or read in another class, was computed in another shape."""
+        if exact is None or exact.prompts == exact.trees:
+            return length
+        length = min(self.tokens, length) if short == self.short else 0
+        return length - length % exact.prompts.most if exact.blocks else length
 
 
 def also_wanted(wanted: Sequence[int], rows: int, shape: ShapeClass) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backend import Capabilities, Session, common_prefix
+from edgespec.backend import Capabilities, Session, common_prefix, start_of
 from edgespec.generate import Generation
 from edgespec.jobs import Job, Request
 from edgespec.pieces import TILE
@@ -58,7 +58,13 @@ def slot_for(source: Slot, shared: int, idle: Sequence[Slot]) -> Slot:
 
 
 def prepare(
-    slot: Slot, source: Slot, shared: int, prompt: Sequence[int], slots: Sequence[Slot], shelf: Shelf | None
+    limits: Capabilities,
+    slot: Slot,
+    source: Slot,
+    shared: int,
+    prompt: Sequence[int],
+    slots: Sequence[Slot],
+    shelf: Shelf | None,
 ) -> None:
     """Have the slot's session start from the best that there is: its own text, the source's, or one on the shelf.
 
@@ -68,7 +74,7 @@ def prepare(
     held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
     if shelf and slot.session.kept(len(held)) - (0 if forks else common) >= shelf.least:
         shelf.put(slot.session, slot.draft)
-    pass_on(slot, slots, 0 if forks else slot.session.kept(common))
+    pass_on(slot, slots, 0 if forks else start_of(limits, slot.session, prompt[:-1]))
     if forks:
         slot.session.close()
         slot.session = source.session.fork()

@@ -327,7 +327,7 @@ NARROW = Exact("narrow", ShapeClass(2, 5), ShapeClass(7, 20))
 
 
 def test_short_prompts_have_a_class_of_their_own() -> None:
-    """They are read in one pass, and neither do they stay for longer ones, nor what these have read for them."""
+    """They are read in one pass, and go on from one another; longer ones from longer ones alone."""
     backend, seen = ReferenceBackend(random_model(0), context_length=200), []
     backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(16, 20), ShapeClass(4, 12)))
     inner, session = backend.forward, backend.open()
@@ -338,10 +338,10 @@ def test_short_prompts_have_a_class_of_their_own() -> None:
 
     backend.forward = watched  # type: ignore[method-assign]
     text = exact.tokens(backend, 40, 1)
-    for length in (12, 12, 13, 20, 24, 12):
+    for length in (7, 12, 13, 20, 24, 12):
         prefill(backend, session, text[:length])
     assert seen == [
-        (0, 12, True), (0, 12, True), (0, 13, False), (13, 7, False), (20, 4, False), (0, 12, True),
+        (0, 7, True), (7, 5, True), (0, 13, False), (13, 7, False), (20, 4, False), (0, 12, True),
     ]  # fmt: skip
     short, long = (Work(session, np.array([1]), np.array([-1]), np.array([0]), prompt=True, short=s) for s in (1, 0))
     with pytest.raises(ValueError, match="short prompts and others"):

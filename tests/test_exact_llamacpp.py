@@ -271,6 +271,27 @@ def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
             assert again.text == messages[2 * turn + 1]["content"], turn
 
 
+@pytest.mark.parametrize("repack", [False, pytest.param(True, marks=pytest.mark.skipif(not REPACKS, reason="AMX"))])
+def test_short_prompts_go_on_from_one_another(weights, draft, repack):
+    """Questions that a template begins alike, one after the other, and each of them alone."""
+    questions, sampling = ["Why?", "Who are you?", "Count to three."], {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    with loaded(weights("made up"), "narrow", sessions=2, repack=repack, context_length=2048) as target:
+        alone, kept = [], 0
+        for question in questions:
+            with Model(target, NonePlanner()) as fresh:
+                alone.append(fresh.chat(question, **sampling).text)
+        with Model(target, SpecExecPlanner(draft, depth=6, beam=4), budget=2) as model:
+            for question, text in zip(questions, alone, strict=True):
+                result = model.chat(question, **sampling)
+                assert result.text == text
+                assert result.stats.prompt_tokens < target.capabilities.exact.prompts.least
+                kept += result.stats.cached_tokens
+                assert model.chat(LONG, **sampling).stats.cached_tokens == 0  # cells of the one do not for the other
+                kept += model.chat(question, **sampling).stats.cached_tokens
+                kept += model.chat(question + question, **sampling).stats.cached_tokens
+        assert kept > 20 * len(questions)
+
+
 @pytest.mark.parametrize("asked", ["narrow", "wide"])
 def test_company_changes_nothing(weights, asked):
     """Six texts that begin and end at different times in one forward, and each alone."""

@@ -58,6 +58,7 @@ class Part:
     parents: IntArray
     wanted: IntArray
     prompt: bool
+    short: bool
 
 
 class Apart:
@@ -83,7 +84,7 @@ class Apart:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         sessions = [cast(ApartSession, work.session) for work in batch]
         works = [
-            Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt)
+            Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt, work.short)
             for session, work in zip(sessions, batch, strict=True)
         ]
         self.wait_seconds = self.child.call("forward", works)
@@ -110,8 +111,8 @@ class ApartSession:
         self._backend = backend
         self._closed = False
 
-    def kept(self, length: int) -> int:
-        found: int = self._backend.child.call("kept", self.number, length)
+    def kept(self, length: int, *, short: bool = False) -> int:
+        found: int = self._backend.child.call("kept", self.number, length, short)
         return found
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:

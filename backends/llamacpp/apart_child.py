@@ -49,8 +49,8 @@ class Host:
         self._model.keep_to(exact)
         return self._model.capabilities
 
-    def kept(self, session: int, length: int) -> int:
-        return int(self._sessions[session].kept(length))
+    def kept(self, session: int, length: int, short: bool) -> int:
+        return int(self._sessions[session].kept(length, short=short))
 
     def commit(self, session: int, path: list[int], known: int) -> tuple[int, list[int], int]:
         before = self._sessions[session].token_ids[:known]
@@ -79,7 +79,8 @@ class Host:
 
     def forward(self, parts: list[Any]) -> float:
         works = [
-            Work(self._sessions[part.session], part.token_ids, part.parents, part.wanted, part.prompt) for part in parts
+            Work(self._sessions[part.session], part.token_ids, part.parents, part.wanted, part.prompt, part.short)
+            for part in parts
         ]
         self._logits = self._model.forward(works)
         return self._model.wait_seconds

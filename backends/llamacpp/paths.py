@@ -300,7 +300,7 @@ class PathSession:
     def owed(self) -> int:
         return self.behind if self.behind <= most_owed(self._backend.capabilities) else 0  # more are read before
 
-    def kept(self, length: int) -> int:
+    def kept(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:

@@ -13,15 +13,16 @@ All ids of a session carry the committed text, so starting a tree costs nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.backend import Work, kept_of_prompt
+from edgespec.backend import Work
 from edgespec.errors import ContextFull
 from edgespec.saved import Loaded, read, write
+from edgespec.shapes import PromptRead
 from edgespec.tree import IntArray, nodes_below, parents_among
 
 from .cells import TILE, Cells
@@ -94,14 +95,14 @@ class LlamaSession:
         self.ids = ids  # sequence ids that carry the committed text: its own, and those lent to it
         self.held = 0  # how many committed tokens have a cell
         self.marks: list[int] = []  # of these cells: equal where a fork shares one
-        self._read = 0  # how many of these were read as a prompt, into cells that may stay where they are
+        self._prompt = PromptRead()
         self.aligned = True  # its tiles are those it would have alone
         self._edge = 0  # the cell behind the last of these that have one; -1: not known
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
         self._base = self._top = 0  # first cell of the nodes, and the one behind their last
-        self._prompt = False  # the nodes are part of a prompt
+        self._prompt.reading = False
         self._tokens: list[int] = []  # by node, since the last commit
         self._parents: list[int] = []
         self._positions: list[int] = []
@@ -179,7 +180,8 @@ class LlamaSession:
         self._seqs.extend(ids[0] for ids in placement.below)
         start += len(lost)
         if first == 0:
-            self._base, self._prompt = start, placement.work.lasting
+            self._base = start
+            self._prompt.add(placement.work.prompt, placement.work.short, len(self.token_ids))
         self._top = start + len(order)
         cell_of = {node: start + i for i, node in enumerate(order)}
         self._cells.extend(cell_of[i] for i in range(len(order)))
@@ -228,8 +230,7 @@ class LlamaSession:
                     llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, length + kept)
             self.held = length + kept
             self.marks += self._backend.cells.new_marks(kept)
-        if self._prompt and self._read == length:
-            self._read += kept
+        self._prompt.commit(length, kept)
         self.token_ids.extend(self._tokens[node] for node in path)
         self._keep_nodes(stay, tips)
         return np.array(stay, np.int32)
@@ -257,15 +258,16 @@ class LlamaSession:
                     cells.waste(self.ids, length)
         for seq in self.ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
-        self.held, self._read = min(self.held, length), min(self._read, length)
+        self.held = min(self.held, length)
+        self._prompt.rewind(length)
         self.aligned = self.aligned or length == 0
         del self.token_ids[length:], self.marks[length:]
         self._forget_nodes()
 
-    def kept(self, length: int) -> int:
-        length = kept_of_prompt(self._backend.capabilities, self._read, length)
+    def kept(self, length: int, *, short: bool = False) -> int:
+        length = self._prompt.kept(self._backend.capabilities.exact, length, short)
         # Of a tile of cells only the first tokens are there: the others must come right behind them.
-        if self._in_tiles and not self._continues(length, self._backend.cells.end):
+        if self._in_tiles and not short and not self._continues(length, self._backend.cells.end):
             return length - length % TILE
         return length
 
@@ -290,7 +292,7 @@ class LlamaSession:
             ContextFull: it begins within a tile whose other cells stand elsewhere.
         """
         length = len(self.token_ids)
-        if not work.lasting or not self._in_tiles or self._continues(length, end):
+        if not work.prompt or work.short or not self._in_tiles or self._continues(length, end):
             return 0
         if length % TILE or (length and not self.aligned):
             raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")
@@ -302,13 +304,13 @@ class LlamaSession:
         del self.ids[1:]
         self._edge, self.aligned = end, aligned
         if self._in_tiles and not self.aligned:
-            self._read = 0
+            self._prompt.tokens = 0
 
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
         llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], other.ids[0], 0, self.held)
-        other.token_ids, other.held, other._read = self.token_ids.copy(), self.held, self._read
-        other.marks = self.marks.copy()
+        other.token_ids, other.held, other.marks = self.token_ids.copy(), self.held, self.marks.copy()
+        other._prompt = replace(self._prompt)
         other._edge, other.aligned = self._edge, self.aligned
         return other
 
@@ -339,7 +341,7 @@ class LlamaSession:
             save_sequence(self._backend.context, new, seq, self.token_ids[: self.held])
 
         try:
-            write(path, self._backend, self.token_ids, {"read": self._read, "held": self.held}, put, note)
+            write(path, self._backend, self.token_ids, self._prompt.as_dict() | {"held": self.held}, put, note)
         finally:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
 
@@ -359,7 +361,8 @@ class LlamaSession:
         load_sequence(self._backend.context, path, self.ids[0], saved.token_ids[:held])
         if self._backend.windows:  # cells of one sequence alone that have left a sliding window count as free
             cells.waste(self.ids[:1], 0)
-        self.token_ids, self.held, self._read = saved.token_ids, held, saved.details["read"]
+        self.token_ids, self.held = saved.token_ids, held
+        self._prompt = PromptRead.of(saved.details)
         self.marks, aligned = list(cells.new_marks(held)), cells.end % TILE == 0
         cells.end += held
         self.moved(cells.end, aligned)

@@ -184,11 +184,11 @@ class MlxPathSession(MlxSession):
     def owed(self) -> int:
         return self.states.owed(len(self.token_ids))
 
-    def kept(self, length: int) -> int:
+    def kept(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self.states.text.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        length, prompt = len(self.token_ids), self._prompt
+        length, prompt = len(self.token_ids), self._prompt.reading
         none = super().commit(path)
         self.states.commit(length, path, prompt)
         return none  # nodes below have states that start from nodes which are text now

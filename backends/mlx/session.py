@@ -1,6 +1,7 @@
 """One sequence's buffers: what fits, and what a commit moves."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -8,9 +9,10 @@ from typing import Any, BinaryIO, Protocol
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backend import Capabilities, Work, kept_of_prompt
+from edgespec.backend import Capabilities, Work
 from edgespec.errors import ContextFull
 from edgespec.saved import Loaded, read, write
+from edgespec.shapes import PromptRead
 from edgespec.tree import IntArray, depths, nodes_below, parents_among
 
 from .tree import Pass, TreeCache
@@ -35,7 +37,7 @@ class MlxSession:
         self._backend = backend
         self._tokens: list[int] = []  # uncommitted nodes' tokens
         self._parents: list[int] = []
-        self._read, self._prompt = 0, False  # tokens read as a prompt; whether the nodes are part of one
+        self._prompt = PromptRead()
 
     def check(self, work: Work) -> None:
         """Refuse a work that breaks the contract or does not fit, before anything changes."""
@@ -66,7 +68,7 @@ class MlxSession:
         """The work's nodes have been evaluated."""
         self._tokens += work.token_ids.tolist()
         self._parents += work.parents.tolist()
-        self._prompt = work.lasting
+        self._prompt.add(work.prompt, work.short, len(self.token_ids))
 
     def take(self) -> None:
         """That pass has been computed."""
@@ -90,8 +92,8 @@ class MlxSession:
     def owed(self) -> int:
         return 0
 
-    def kept(self, length: int) -> int:
-        return kept_of_prompt(self._backend.capabilities, self._read, length)
+    def kept(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.kept(self._backend.capabilities.exact, length, short)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
@@ -101,11 +103,10 @@ class MlxSession:
         stay = next((i for i, node in enumerate(order) if node != i), len(order))  # these cells are where they belong
         if stay < len(order):
             self._move([len(self.token_ids) + node for node in order[stay:]], len(self.token_ids) + stay)
-        if self._prompt and self._read == len(self.token_ids):
-            self._read += len(path)
+        self._prompt.commit(len(self.token_ids), len(path))
         self.token_ids.extend(self._tokens[node] for node in path)
         self._tokens = [self._tokens[node] for node in kept]
-        self._parents, self._prompt = parents_among(self._parents, kept), False
+        self._parents = parents_among(self._parents, kept)
         return np.array(kept, np.int32)
 
     def _move(self, cells: list[int], start: int) -> None:
@@ -119,19 +120,19 @@ class MlxSession:
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
-        self._read = min(self._read, length)
-        self._tokens, self._parents, self._prompt = [], [], False
+        self._prompt.rewind(length)
+        self._tokens, self._parents = [], []
 
     def fork(self) -> "MlxSession":
         other = self._backend.open()
-        other.token_ids, other._read = self.token_ids.copy(), self._read
+        other.token_ids, other._prompt = self.token_ids.copy(), replace(self._prompt)
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             theirs.share(mine)
         return other
 
     def _details(self) -> dict[str, Any]:
         """What has to be known to read a file."""
-        return {"read": self._read, "buffers": len(self.state) if self.token_ids else 0}
+        return self._prompt.as_dict() | {"buffers": len(self.state) if self.token_ids else 0}
 
     def _saved(self) -> list[Any]:
         """The arrays that it has, in their order."""
@@ -160,7 +161,7 @@ class MlxSession:
         self.rewind(0)
         with Path(path).open("rb") as file:
             self._fill(saved.details, (_read(file, shape, name) for shape, name in saved.details["arrays"]))
-        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
         return saved.note
 
     def close(self) -> None:

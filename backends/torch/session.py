@@ -1,7 +1,7 @@
 """One sequence's cells: where nodes go, what they see, and what a commit moves."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Work, kept_of_prompt
+from edgespec.backend import Capabilities, Work
 from edgespec.errors import ContextFull
 from edgespec.saved import Loaded, read, write
+from edgespec.shapes import PromptRead
 from edgespec.tree import IntArray, nodes_below, parents_among
 
 
@@ -41,11 +42,10 @@ class TorchSession:
         self.token_ids: list[int] = []
         self.cells = cells  # [layers, 2, key heads, cells, d]; None when closed
         self._backend = backend
-        self._read = 0  # tokens read as a prompt
+        self._prompt = PromptRead()
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
-        self._prompt = False  # the nodes are part of a prompt
         self._tokens: list[int] = []  # by node, since the last commit
         self._parents: list[int] = []
         self.positions: list[int] = []
@@ -80,14 +80,14 @@ class TorchSession:
         self._parents.extend(work.parents.tolist())
         self.positions.extend(placement.positions)
         self._sees.extend(placement.sees)
-        self._prompt = work.lasting
+        self._prompt.add(work.prompt, work.short, len(self.token_ids))
 
     @property
     def owed(self) -> int:
         return 0
 
-    def kept(self, length: int) -> int:
-        return kept_of_prompt(self._backend.capabilities, self._read, length)
+    def kept(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.kept(self._backend.capabilities.exact, length, short)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
@@ -99,8 +99,7 @@ class TorchSession:
             nodes = torch.tensor([length + node for node in order[moved:]], device=self.cells.device)
             with torch.inference_mode():
                 self.cells[:, :, :, length + moved : length + len(order)] = self.cells.index_select(3, nodes)
-        if self._prompt and self._read == length:
-            self._read += len(path)
+        self._prompt.commit(length, len(path))
         self.token_ids.extend(self._tokens[node] for node in path)
         tokens, positions, sees = self._tokens, self.positions, self._sees
         parents = parents_among(self._parents, kept)
@@ -112,7 +111,7 @@ class TorchSession:
 
     def rewind(self, length: int) -> None:
         del self.token_ids[length:]
-        self._read = min(self._read, length)
+        self._prompt.rewind(length)
         self._forget_nodes()
 
     def fork(self) -> "TorchSession":
@@ -120,7 +119,7 @@ class TorchSession:
         length = len(self.token_ids)
         with torch.inference_mode():
             other.cells[:, :, :, :length] = self.cells[:, :, :, :length]
-        other.token_ids, other._read = self.token_ids.copy(), self._read
+        other.token_ids, other._prompt = self.token_ids.copy(), replace(self._prompt)
         return other
 
     def _saved(self, length: int) -> list[Any]:
@@ -129,7 +128,7 @@ class TorchSession:
 
     def _details(self) -> dict[str, Any]:
         """What has to be known before they are read."""
-        return {"read": self._read}
+        return self._prompt.as_dict()
 
     def _make(self, details: dict[str, Any]) -> None:
         """See that there is room for them."""
@@ -151,7 +150,7 @@ class TorchSession:
                 for tensor in self._saved(len(saved.token_ids)):
                     found = torch.from_numpy(np.fromfile(file, np.uint8, tensor.numel() * tensor.itemsize))
                     tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
-        self.token_ids, self._read = saved.token_ids, saved.details["read"]
+        self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
         return saved.note
 
     def close(self) -> None:
