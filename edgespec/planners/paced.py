@@ -13,9 +13,10 @@ it is asked: so where it does not pay, it is tried a few times and left alone. N
 only how it is guessed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, sqrt
 from time import perf_counter
 from typing import Any
@@ -42,7 +43,9 @@ MOST_EARLIER = 64  # … and no more than so many count
 LEAST_TRUST = 0.05
 HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
 PATIENCE = 64  # tokens in memory, besides the prompt's number, before a draft is first asked: it costs a tenth of them
-PLAIN = 3  # passes in memory before anything is guessed: the first after loading may take twice as long as all others
+PLAIN = (
+    3  # passes in memory before anything is guessed: the first after loading may take twice as long as others. Else 1
+)
 RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
 
 
@@ -127,7 +130,7 @@ class _Planned:
     copied: float = 0.0  # right guesses foretold of copies
     drafted: DraftTree | None = None  # before it was cut
     seconds: float = 0.0  # of drafting
-    rate: float = 0.0  # tokens per second foretold of drafting
+    rate: Callable[[float], float] | None = None  # tokens per second foretold of drafting, by the draft's agreement
     expected: float = 0.0  # tokens, of a drafted tree
 
 
@@ -219,9 +222,10 @@ class PacedPlanner:
         head = context.head
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
-        # Where texts share their passes, what was remembered of passes over one node has to do.
-        enough = (pace.runs and context.texts > 1) or pace.target.least_seen(context.texts) >= PLAIN
-        if pace.target.slope != FLAT and not enough:
+        streams, seen = pace.target.slope == FLAT, pace.target.least_seen(context.texts)
+        # Where texts share passes, what was remembered of those over one node has to do; and paths tell no cost then.
+        company = context.texts > 1 and (pace.runs or (streams and head is not None))
+        if not company and seen < (1 if streams else PLAIN):
             self._planned = planned
             return tree
         if self._copies:
@@ -233,7 +237,7 @@ class PacedPlanner:
                 planned = _Planned(length, _rows(tree, head), copied=float(np.exp(tree.log_probs[1:]).sum()))
         if self._draft and (depth := min(self._draft.depth, context.max_depth, budget)) > 0:
             behind = self._draft.behind(context.token_ids)
-            asked = pace.target.slope == FLAT
+            asked = streams
             if known:
                 asked = self._foretell(self._draft, known, length, behind, depth, head) > GAIN * rate
             if asked:
@@ -248,9 +252,9 @@ class PacedPlanner:
         """Ask the draft, and keep of its tree what pays."""
         cost, length = context.cost, len(context.token_ids)
         started, draft_cost = draft.model_seconds, self._draft_cost(draft, length, context.texts)
-        head, rate = context.head, 0.0
+        head, rate = context.head, None
         if cost and draft_cost:
-            rate = chain_goodput(self._agreement, behind, depth, cost, draft_cost, head)
+            rate = partial(chain_goodput, behind=behind, deepest=depth, cost=cost, draft_cost=draft_cost, head=head)
         found = yield from draft.planning(context, budget)
         seconds = draft.model_seconds - started
         if cost:
@@ -323,8 +327,8 @@ class PacedPlanner:
             hits, asked = agreed(planned.drafted, tokens)
             pace.agreement.add(hits, asked)
             self._text.add(hits, asked)
-            if planned.rate and alone:
-                pace.worth.add(len(tokens), planned.rate * (seconds + planned.seconds))
+            if planned.rate and alone:  # in hindsight: that the draft agreed less than believed is counted once
+                pace.worth.add(len(tokens), planned.rate(self._agreement) * (seconds + planned.seconds))
 
     def close(self) -> None:
         """Free the draft's session."""
