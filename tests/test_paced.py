@@ -16,7 +16,18 @@ from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
 from edgespec.planners.drafting import agreed
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import BELIEF, PATIENCE, PLAIN, RETRIED, Pace, PacedPlanner, Share, new_pace
+from edgespec.planners.paced import (
+    BELIEF,
+    FURTHER,
+    PATIENCE,
+    PLAIN,
+    PLAIN_STREAMED,
+    RETRIED,
+    Pace,
+    PacedPlanner,
+    Share,
+    new_pace,
+)
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.sampling import SamplingParams
@@ -130,6 +141,19 @@ def test_copies_are_used_where_the_text_repeats_itself_and_the_draft_is_not_aske
     assert set(tree.source[1:].tolist()) == {Source.INPUT}
 
 
+def test_a_long_run_that_came_true_makes_other_copies_no_surer():
+    pace = given((1.0, 1e-3), (0.01, 0.0))
+    pace.agreement = Share(0.998, came=54, hoped=60)
+    for came in (4, 60):
+        pace.copies = Share(0.99, came=came, hoped=4)
+        planner, target = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
+        generation = Generation(
+            target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
+        )
+        generation.read_prompt()
+        assert Source.DRAFT in generation.plan().source
+
+
 def test_copies_that_are_wrong_lose_trust():
     pace = given((1.0, 0.2), (1.0, 0.0))
     planner = PacedPlanner("sssd", pace, SssdPlanner())
@@ -139,7 +163,7 @@ def test_copies_that_are_wrong_lose_trust():
     assert stats.drafted > 0
 
 
-@pytest.mark.parametrize(("streams", "plain"), [(False, PLAIN), (True, 1)])
+@pytest.mark.parametrize(("streams", "plain"), [(False, PLAIN), (True, PLAIN_STREAMED)])
 def test_the_first_passes_of_all_are_plain(streams, plain):
     """Processors differ in what nodes cost them while weights are streamed, by more than could be foretold."""
     pace, sizes = new_pace(streams), []
@@ -154,6 +178,19 @@ def test_the_first_passes_of_all_are_plain(streams, plain):
         pace.target.add(1, 1.0)
     assert sizes[:-1] == [1] * plain
     assert (sizes[-1] > 8) == streams
+
+
+def test_trees_grow_by_degrees_until_large_passes_were_seen():
+    pace, sizes = new_pace(True), []
+    for nodes in (1, FURTHER, 100):
+        pace.target.add(nodes, 1.0)
+        planner, target = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
+        generation = Generation(
+            target, target.open(), planner, PROMPT, GREEDY, max_tokens=60, budget=60, stats=GenerationStats()
+        )
+        generation.read_prompt()
+        sizes.append(len(generation.plan()))
+    assert sizes == [FURTHER + 1, 61, 61]
 
 
 def test_one_slow_pass_does_not_make_guesses_look_cheap():

@@ -42,10 +42,10 @@ EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of th
 MOST_EARLIER = 64  # … and no more than so many count
 LEAST_TRUST = 0.05
 HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
+FURTHER = 16  # times the nodes of the largest pass seen, a tree may have: what more cost, is foretold too far
 PATIENCE = 64  # tokens in memory, besides the prompt's number, before a draft is first asked: it costs a tenth of them
-PLAIN = (
-    3  # passes in memory before anything is guessed: the first after loading may take twice as long as others. Else 1
-)
+PLAIN = 3  # passes in memory before anything is guessed: the first after loading may take twice as long as others …
+PLAIN_STREAMED = 1  # … and where weights are streamed: processors differ in what nodes cost them
 RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
 
 
@@ -225,11 +225,14 @@ class PacedPlanner:
         streams, seen = pace.target.slope == FLAT, pace.target.least_seen(context.texts)
         # Where texts share passes, what was remembered of those over one node has to do; and paths tell no cost then.
         company = context.texts > 1 and (pace.runs or (streams and head is not None))
-        if not company and seen < (1 if streams else PLAIN):
+        if not company and seen < (PLAIN_STREAMED if streams else PLAIN):
             self._planned = planned
             return tree
+        if known:
+            budget = min(budget, int(FURTHER * known.sizes[-1] / context.texts))
         if self._copies:
-            trust = max(LEAST_TRUST, pace.copies.value(1.0))
+            # A long run that came true is one event: the next guesses are not the more probable for it.
+            trust = min(1.0, max(LEAST_TRUST, pace.copies.value(1.0)))
             copied = self._copies.plan(replace(context, least=min(0.5, cost.least / trust)), budget)
             found, goodput = best_part(copied, 0.0, cost, max_leaves=context.max_leaves, head=head, trust=trust)
             if len(found) > 1:
