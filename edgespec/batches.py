@@ -110,9 +110,10 @@ def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: P
     start, room = len(session.token_ids), limits.max_nodes - taken
     if limits.exact and batch:
         room = min(room, limits.exact.prompts.most - taken)
-    if pieces and not limits.streams:
-        room = min(room, pieces.quick(taken, limits.max_nodes))
-    end = start + room
-    if end < start + reading.unread and end - end % TILE > start:
+    quick = min(room, pieces.quick(taken, limits.max_nodes)) if pieces and not limits.streams else room
+    end, whole = start + quick, start + reading.unread
+    if end < whole and end - end % TILE > start:
         end -= end % TILE
+    if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
+        end = whole  # a pass over what is left would be padded
     return reading.prompt_work(end - start)

@@ -24,7 +24,7 @@ from edgespec.errors import ContextFull, ModelError, UsageError
 from edgespec.generate import generate_tokens
 from edgespec.jobs import Cancelled, Closed, Ended, Reading, Request, Wrote
 from edgespec.model import Model
-from edgespec.pieces import TILE
+from edgespec.pieces import TILE, PromptPieces
 from edgespec.planners.ngrams import Family
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PLAIN, PacedPlanner, new_pace
@@ -258,6 +258,28 @@ def test_a_part_of_a_prompt_ends_where_a_tile_does():
     run(scheduler)
     sizes = [size for ((size, prompt),) in target.passes if prompt]
     assert sizes == [TILE, TILE, len(LONG) - 1 - 2 * TILE]
+    scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("exact", "pieces"),
+    [(None, [2 * TILE, 29]), (Exact("narrow", ShapeClass(1, 7), ShapeClass(TILE, 299)), [2 * TILE + 29])],
+)
+def test_no_part_of_a_prompt_is_left_that_would_be_padded(exact, pieces, monkeypatch):
+    monkeypatch.setattr(PromptPieces, "quick", lambda self, taken, most: 2 * TILE)
+    target = Recording(MODEL, context_length=CONTEXT, max_nodes=299, sessions=2)
+    if exact:
+        target.keep_to(exact)
+    scheduler = Scheduler(target, planners("none", 2), budget=4)
+    writer = Reader(scheduler, 1, 0.7, 1, 12)
+    scheduler.step()
+    scheduler.step()
+    before = len(target.passes)
+    reader = Reader(scheduler, 4, 0.7, 1, 12)
+    run(scheduler)
+    writer.check()
+    reader.check()
+    assert [size for works in target.passes[before:] for size, prompt in works if prompt] == pieces
     scheduler.close()
 
 

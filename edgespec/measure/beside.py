@@ -85,7 +85,7 @@ def compare(
         servers: what is compared.
         prompts: questions; every server answers each, for each number of texts at once.
         at_once: numbers of texts.
-        rounds: the prompts are dealt into so many parts; servers take turns part by part.
+        rounds: the prompts are dealt into so many parts, as far as they reach; servers take turns part by part.
         max_tokens: of an answer.
         temperature: of all.
         say: told what is being done.
@@ -95,7 +95,7 @@ def compare(
     """
     found: dict[tuple[str, int], Told] = {}
     with _limited(servers.limit) as group:
-        for number in range(rounds):
+        for number in range(min(rounds, len(prompts))):
             for k in at_once:
                 for name, command in servers.commands(k).items():
                     told = found.setdefault((name, k), Told())
