@@ -316,7 +316,7 @@ def prefill(
     Raises:
         ContextFull: the tokens do not fit.
     """
-    session.rewind(start_of(backend.capabilities, session, token_ids[:-1] if want_last else token_ids))
+    session.rewind(start_of(backend.capabilities, session, token_ids, want_last=want_last))
     last, again = None, False
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))
@@ -377,9 +377,10 @@ def is_short(limits: Capabilities, length: int) -> bool:
     return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
 
 
-def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int]) -> int:
-    """How many tokens of a prompt need not be read, since the session holds them."""
-    return session.kept(common_prefix(session.token_ids, token_ids), short=is_short(limits, len(token_ids)))
+def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
+    """How many tokens of a prompt need not be read, since the session holds them; `want_last`: the last one is."""
+    shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
+    return session.kept(shared, short=is_short(limits, len(token_ids)))
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:

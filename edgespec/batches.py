@@ -36,7 +36,9 @@ def plan(
 ) -> tuple[Batch, Failed]:
     """Trees of those who have waited longest, and then the next part of a prompt."""
     part = reader.generation if reader else None
-    room = most_nodes(limits, 0) - (min(TILE, part.unread, most_nodes(limits, 0) // 2) if part else 0)
+    room = most_nodes(limits, 0)
+    if part:
+        room -= min(TILE, part.unread, room // 2) + part.session.owed
     batch, failed = plan_trees(writing, slots, limits, room, cost, alone=reader is None)
     if reader and part:
         gone = [slot for slot, _ in failed]
@@ -108,8 +110,8 @@ def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: P
     session.rewind(start_of(limits, session, reading.token_ids[:-1]))
     taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
     start, room = len(session.token_ids), limits.max_nodes - taken
-    if limits.exact and batch:
-        room = min(room, limits.exact.prompts.most - taken)
+    if limits.exact:
+        room = min(room, limits.exact.prompts.most - taken - session.owed)
     quick = min(room, pieces.quick(taken, limits.max_nodes)) if pieces and not limits.streams else room
     end, whole = start + quick, start + reading.unread
     if end < whole and end - end % TILE > start:

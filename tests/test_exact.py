@@ -343,6 +343,10 @@ def test_short_prompts_have_a_class_of_their_own() -> None:
     assert seen == [
         (0, 7, True), (7, 5, True), (0, 13, False), (13, 7, False), (20, 4, False), (0, 12, True),
     ]  # fmt: skip
+    del seen[:]
+    for length, want_last in ((12, True), (13, True), (12, True), (13, True)):  # as long as what is read is short
+        prefill(backend, session, text[:length], want_last=want_last)
+    assert seen == [(11, 1, True), (0, 13, False), (0, 12, True), (0, 13, False)]
     short, long = (Work(session, np.array([1]), np.array([-1]), np.array([0]), prompt=True, short=s) for s in (1, 0))
     with pytest.raises(ValueError, match="short prompts and others"):
         check_batch([short, long], backend.capabilities)

@@ -13,7 +13,7 @@ from time import sleep
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference import ReferenceBackend, ReferenceSession, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -280,6 +280,21 @@ def test_no_part_of_a_prompt_is_left_that_would_be_padded(exact, pieces, monkeyp
     writer.check()
     reader.check()
     assert [size for works in target.passes[before:] for size, prompt in works if prompt] == pieces
+    scheduler.close()
+
+
+def test_tokens_that_a_reader_owes_have_room_besides_trees(monkeypatch):
+    """As where a chat's last round left a gap among the cells."""
+    monkeypatch.setattr(ReferenceSession, "owed", property(lambda self: 3 if self.token_ids else 0))
+    target = backend("one class")
+    scheduler = Scheduler(target, planners("sssd", 3), budget=40)
+    readers = [Reader(scheduler, 2, 0.7, seed, 30) for seed in (1, 2)]
+    for _ in range(4):
+        scheduler.step()
+    readers.append(Reader(scheduler, 4, 0.7, 3, 12))
+    run(scheduler)
+    for reader in readers:
+        reader.check()
     scheduler.close()
 
 

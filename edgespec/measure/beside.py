@@ -94,8 +94,9 @@ def compare(
         EdgespecError: there is a limit, and no control group may be made here.
     """
     found: dict[tuple[str, int], Told] = {}
+    rounds = min(rounds, len(prompts))
     with _limited(servers.limit) as group:
-        for number in range(min(rounds, len(prompts))):
+        for number in range(rounds):
             for k in at_once:
                 for name, command in servers.commands(k).items():
                     told = found.setdefault((name, k), Told())

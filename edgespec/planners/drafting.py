@@ -76,7 +76,7 @@ class Drafter:
     def reading(self, token_ids: Sequence[int]) -> Steps[tuple[Logits, int]]:
         """The steps of `read`."""
         limits, session, again = self.draft.capabilities, self.session, False
-        session.rewind(start_of(limits, session, token_ids[:-1]))
+        session.rewind(start_of(limits, session, token_ids, want_last=True))
         self.evaluated = 0
         while True:
             work = prompt_work(limits, session, token_ids, want_last=True)

@@ -223,12 +223,13 @@ class PacedPlanner:
         tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
         planned = _Planned(length, 1 + (head or 0))
         streams, seen = pace.target.slope == FLAT, pace.target.least_seen(context.texts)
-        # Where texts share passes, what was remembered of those over one node has to do; and paths tell no cost then.
+        # Where texts share passes, what was remembered of those over one node has to do. Paths tell no cost then: where
+        # weights are streamed they are guessed at once.
         company = context.texts > 1 and (pace.runs or (streams and head is not None))
         if not company and seen < (PLAIN_STREAMED if streams else PLAIN):
             self._planned = planned
             return tree
-        if known:
+        if known and (head is None or context.texts == 1):  # of paths in company larger passes are never learned
             budget = min(budget, int(FURTHER * known.sizes[-1] / context.texts))
         if self._copies:
             # A long run that came true is one event: the next guesses are not the more probable for it.

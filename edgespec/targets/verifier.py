@@ -106,6 +106,7 @@ class Verifier:
         if prompt == self._prompt and common_prefix(session.token_ids, prompt) == len(prompt):
             session.rewind(common_prefix(session.token_ids, tokens[:-1]))
         else:
+            self._prompt = []  # what an interrupt leaves may have been read in another class
             prefill(self.target, session, prompt)
             self._prompt = prompt
 
