@@ -20,10 +20,11 @@ session would read it so. Related: batch-invariant kernels; here the engine's ow
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ REPEATED = 5  # times that a pass is timed
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
 QUICKER = 1.1  # times as quick for one row: then kernels are worth passes of a few rows less
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
+LOADED = 0.5  # of the processors, that programs want now: then what could not be timed before cannot be timed now
+BUSY = 0.75  # of its threads' time: where a program gets less, others compute, and its passes' times tell nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Group:
     most: int
     trees: bool  # gaps between a node's ancestors change no bit
     company: bool  # nor does it what the other rows are
-    seconds: float = 0.0  # of a pass over `least` rows after a long text, without logits: a small model has few layers
+    # Of a pass over `least` rows after a long text, without logits: a small model has few layers. 0: not known.
+    seconds: float = 0.0
     step: int = 1  # of their sizes only the multiples of this
 
 
@@ -95,8 +99,12 @@ def settle(
 
 
 def price(found: Found, exact: Exact | None, streams: bool) -> list[str]:
-    """What padding costs a pass over one node, for a person, where that is much."""
-    if exact is None or exact.trees.least == 1 or streams:
+    """What padding costs a pass over one node, for a person, where that is much, or that times have told nothing."""
+    if exact is None or streams:
+        return []
+    if not _timed(found):
+        return ["other programs compute on this machine: which passes cost least is looked for again at the next start"]
+    if exact.trees.least == 1:
         return []
     times = next(group.seconds for group in found if group.least == exact.trees.least) / found[0].seconds
     if times <= SAME:
@@ -147,7 +155,8 @@ def find_early(
             return group is not None
         if (other := suiting(build, instead)) is None:
             return True
-        return other.seconds > QUICKER * group.seconds and not other.most >= MANY > group.most
+        quicker = not _timed([group, other]) or other.seconds > QUICKER * group.seconds
+        return quicker and not other.most >= MANY > group.most
 
     return agrees
 
@@ -155,7 +164,7 @@ def find_early(
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
-        "sizes": f"{SIZES} {MULTIPLES}, timed without logits", **computing,
+        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, from the beginning", **computing,
     }  # fmt: skip
 
 
@@ -163,8 +172,20 @@ def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
     key = json.dumps(about, sort_keys=True)
     if key not in _known and kept and (rows := recall(about)) is not None:
         with suppress(TypeError):  # written by another version
-            _known[key] = [Group(**row) for row in rows]
+            found = [Group(**row) for row in rows]
+            if _timed(found) or _crowded():
+                _known[key] = found
     return _known.get(key)
+
+
+def _timed(found: Found) -> bool:
+    return all(group.seconds for group in found)
+
+
+def _crowded() -> bool:
+    """Whether other programs compute now; False where a system does not tell."""
+    tell = getattr(os, "getloadavg", None)  # Windows has none
+    return tell is not None and tell()[0] > LOADED * (os.cpu_count() or 1)
 
 
 def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
@@ -196,6 +217,8 @@ def probe(backend: Backend) -> list[Group]:
         for prompt, chain in reversed(chains):  # the last is still there
             prefill(backend, session, prompt)
             groups = [_looked_at(group, backend, session, chain) for group in groups]
+        if not all(_goes_on(group, backend, session, chain) for group in groups if group.most >= MANY):
+            return []
         return [replace(group, seconds=took) for group, took in zip(groups, seconds, strict=True)]
     finally:
         session.close()
@@ -229,13 +252,28 @@ def _looked_at(group: Group, backend: Backend, session: Session, chain: list[int
     return replace(group, trees=trees, company=company)
 
 
+def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int]) -> bool:
+    """Whether a prompt has the same rows read at once as read on from its first tokens: some engines mask otherwise."""
+    first, size = group.least, 2 * group.least
+    if size > min(group.most, len(chain)):
+        return True
+    session.rewind(0)
+    whole = _rows(backend, session, chain[:size])
+    prefill(backend, session, chain[:first])
+    return np.array_equal(_rows(backend, session, chain[first:size]), whole[first:])
+
+
 def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Sequence[int]) -> list[float]:
-    """Of a pass of each size, the best of several: by turns, so that a busy machine slows all alike."""
-    took = [[_timed(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
+    """Of a pass of each size, the best of several, by turns; 0: other programs took the processors meanwhile."""
+    started, used = perf_counter(), process_time()
+    took = [[_one(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
+    threads = backend.computing.get("threads") if backend.computing.get("gpu_layers") == 0 else None
+    if isinstance(threads, int) and process_time() - used < BUSY * threads * (perf_counter() - started):
+        return [0.0 for _ in sizes]
     return [min(one) for one in zip(*took, strict=True)]
 
 
-def _timed(backend: Backend, session: Session, chain: Sequence[int]) -> float:
+def _one(backend: Backend, session: Session, chain: Sequence[int]) -> float:
     numbers = np.arange(len(chain), dtype=np.int32)
     started = perf_counter()
     backend.forward([Work(session, np.array(chain, np.int32), numbers - 1, numbers[:0])])
@@ -315,7 +353,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     wide = narrow if narrow.most >= MANY else next(iter(others), None)
     if asked == "wide" and wide is None:
         raise UsageError(f"--exact wide: here only passes of at most {narrow.most} rows agree; use --exact narrow")
-    cheap = wide is not None and (limits.streams or wide.seconds <= SAME * narrow.seconds)
+    cheap = wide is not None and (limits.streams or 0 < wide.seconds <= SAME * narrow.seconds)
     chosen = wide if wide and (asked == "wide" or (asked is None and cheap)) else narrow
     name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
     trees = _shape(chosen, most)
@@ -347,7 +385,7 @@ def reason(found: Found, paths: bool) -> str:
     if paths:
         return "some layers are recurrent, and which passes agree to the bit is not looked for in such models"
     if not any(group.trees for group in found if group.most >= FEW):
-        return "here a node's logits depend on what stands between its ancestors, so no passes agree to the bit"
+        return "here a node's logits depend on what stands between its ancestors, or on where its pass begins"
     return "here a row's logits depend on the other rows of its pass, so no passes agree to the bit"
 
 

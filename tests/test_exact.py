@@ -78,6 +78,17 @@ class Left(Shifted):
         return super().row(node) if node >= self._first else self._logits.row(node)
 
 
+class Beginning(ReferenceBackend):
+    """What is read from a text's beginning is masked by another kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(random_model(0), context_length=300, max_nodes=140, max_leaves=140)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        shift = 0.0 if batch[0].session.token_ids else 0.5
+        return [Shifted(logits, shift) for logits in super().forward(batch)]  # type: ignore[misc]
+
+
 def groups(backend: ReferenceBackend) -> list[tuple[int, int, bool, bool]]:
     return [(group.least, group.most, group.trees, group.company) for group in probe(backend)]
 
@@ -129,6 +140,13 @@ def test_where_gaps_matter_nothing_is_found() -> None:
     assert "what stands between its ancestors" in line(found, None)
     with pytest.raises(UsageError, match="--exact wide: here a node's logits depend on what stands between"):
         choose(found, LIMITS, "wide")
+
+
+def test_where_it_matters_where_a_pass_begins_nothing_is_found() -> None:
+    """A kept prefix would change bits, though passes of all sizes agree."""
+    found = probe(Beginning())
+    assert found == []
+    assert "where its pass begins" in line(found, None)
 
 
 def test_an_engine_that_is_known_to_add_up_gaps_is_not_tried(tmp_path) -> None:
@@ -275,6 +293,36 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(exact, "_known", {})
     assert settled(keep=False) == first
     assert len(said) == 3
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkeypatch, busy: bool) -> None:
+    """Passes of all sizes take as long, since all wait for another program: padding would seem to cost nothing."""
+    path = tmp_path / "model"
+    path.write_bytes(b"1")
+    monkeypatch.setattr(exact, "_one", lambda backend, session, chain: 0.25)
+    monkeypatch.setattr(exact, "_crowded", lambda: busy)
+    said = list[str]()
+
+    def settled(got: float) -> ReferenceBackend:
+        """`got`: the part of the processors' time that this program had."""
+        clock, own = iter([0.0, 1.0]), iter([0.0, 2 * got])
+        monkeypatch.setattr(exact, "_known", {})  # a process of its own
+        monkeypatch.setattr(exact, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(exact, "process_time", lambda: next(own))
+        backend = Switching([8])
+        backend.capabilities, backend.computing = LIMITS, {"threads": 2, "gpu_layers": 0}
+        settle(backend, str(path), say=said.append)
+        return backend
+
+    first = settled(0.5)
+    assert first.capabilities.exact.name == "narrow"
+    assert "looked for again" in first.notes[-1]
+    again = settled(1.0)
+    assert len(said) == (1 if busy else 2)
+    assert again.capabilities.exact.name == ("narrow" if busy else "wide")  # as it is where padding costs nothing
+    assert settled(0.5).capabilities.exact == again.capabilities.exact
+    assert len(said) == (1 if busy else 2)
 
 
 REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 128, seconds=3.0), step=4)]
