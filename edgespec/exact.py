@@ -99,12 +99,8 @@ def settle(
 
 
 def price(found: Found, exact: Exact | None, streams: bool) -> list[str]:
-    """What padding costs a pass over one node, for a person, where that is much, or that times have told nothing."""
-    if exact is None or streams:
-        return []
-    if not _timed(found):
-        return ["other programs compute on this machine: which passes cost least is looked for again at the next start"]
-    if exact.trees.least == 1:
+    """What padding costs a pass over one node, for a person, where that is much."""
+    if exact is None or exact.trees.least == 1 or streams or not _timed(found):
         return []
     times = next(group.seconds for group in found if group.least == exact.trees.least) / found[0].seconds
     if times <= SAME:
@@ -395,7 +391,10 @@ def line(found: Found, exact: Exact | None, paths: bool = False) -> str:
     if not sizes:
         return reason(found, paths)
     used = f"; used: {exact.name}, at least {exact.trees.least}" if exact else ""
-    return f"passes of these numbers of rows agree to the bit: {sizes}{used}"
+    untimed = (
+        "" if _timed(found) else "; which cost least is not known, since other programs computed when they were tried"
+    )
+    return f"passes of these numbers of rows agree to the bit: {sizes}{used}{untimed}"
 
 
 def _name(group: Group) -> str:
