@@ -264,7 +264,8 @@ def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Se
     started, used = perf_counter(), process_time()
     took = [[_one(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
     threads = backend.computing.get("threads") if backend.computing.get("gpu_layers") == 0 else None
-    if isinstance(threads, int) and process_time() - used < BUSY * threads * (perf_counter() - started):
+    processors = min(threads, os.cpu_count() or 1) if isinstance(threads, int) else 0
+    if process_time() - used < BUSY * processors * (perf_counter() - started):
         return [0.0 for _ in sizes]
     return [min(one) for one in zip(*took, strict=True)]
 

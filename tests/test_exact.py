@@ -302,6 +302,7 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
     path.write_bytes(b"1")
     monkeypatch.setattr(exact, "_one", lambda backend, session, chain: 0.25)
     monkeypatch.setattr(exact, "_crowded", lambda: busy)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     said = list[str]()
 
     def settled(got: float) -> ReferenceBackend:
@@ -311,7 +312,7 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
         monkeypatch.setattr(exact, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(exact, "process_time", lambda: next(own))
         backend = Switching([8])
-        backend.capabilities, backend.computing = LIMITS, {"threads": 2, "gpu_layers": 0}
+        backend.capabilities, backend.computing = LIMITS, {"threads": 4, "gpu_layers": 0}  # two at a time
         settle(backend, str(path), say=said.append)
         return backend
 
