@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from time import perf_counter
 
-from edgespec.backend import Capabilities, Work, most_nodes, start_of
+from edgespec.backend import Capabilities, Work, most_nodes
 from edgespec.cost import PassCost, split
 from edgespec.generate import Generation
 from edgespec.paths import rows_added
@@ -106,10 +106,9 @@ def beside(batch: Batch) -> AbstractContextManager[None]:
 
 def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Work:
     """The next part of a prompt, in the room that the trees leave; with `pieces`, so small that they wait a moment."""
-    session = reading.session
-    session.rewind(start_of(limits, session, reading.token_ids[:-1]))
+    start, session = reading.reads_on_at(), reading.session
     taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
-    start, room = len(session.token_ids), limits.max_nodes - taken
+    room = limits.max_nodes - taken
     if limits.exact:
         room = min(room, limits.exact.prompts.most - taken - session.owed)
     quick = min(room, pieces.quick(taken, limits.max_nodes)) if pieces and not limits.streams else room

@@ -64,7 +64,7 @@ class Round:
 class Generation:
     """One text being written: `read_prompt`, then `plan`, `work` and `take` in turn until it is `finished`.
 
-    Instead of `read_prompt`: `begin`, then `prompt_work` and `take_prompt` in turn while something is `unread`.
+    Instead of `read_prompt`: `begin`, then `reads_on_at`, `prompt_work`, `take_prompt` in turn while some is `unread`.
     """
 
     def __init__(
@@ -142,9 +142,13 @@ class Generation:
         """Prompt tokens that the target has yet to read; the last one is the first tree's root."""
         return max(0, len(self._prompt_ids) - 1 - len(self.session.token_ids))
 
-    def prompt_work(self, most: int | None = None) -> Work:
-        """The next part of the prompt, at most so many tokens; other texts' passes may have come between."""
+    def reads_on_at(self) -> int:
+        """Where the next part of the prompt begins: other texts' passes may have come between."""
         self.session.rewind(start_of(self.target.capabilities, self.session, self._prompt_ids[:-1]))
+        return len(self.session.token_ids)
+
+    def prompt_work(self, most: int | None = None) -> Work:
+        """The next part of the prompt, at most so many tokens, after `reads_on_at`."""
         work = prompt_work(self.target.capabilities, self.session, self._prompt_ids[:-1], most=most)
         self._given = perf_counter()
         return work
