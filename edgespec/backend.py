@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ class Capabilities:
     max_leaves: int  # most leaves among one session's uncommitted nodes: see `leaves`
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
     streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
+    read_seconds: float = inf  # … that of every pass take so long; inf: not known
+    layers: int = 1  # that follow each other, where that is known
     experts: tuple[int, int] | None = None  # of a layer, used by a token; if passes read only those that are used
     paths: bool = False  # a tree is evaluated path by path, so nodes on several of them cost as often: `paths.py`
     gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact

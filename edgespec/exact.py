@@ -8,7 +8,7 @@ mixture of experts, how many rows an expert gets depends on what the tokens are)
 A text is then written in one class of shapes, chosen when the model is loaded:
 
     narrow      few rows, as plain decoding has them, or one more
-    wide        many: short passes are padded. Where every pass waits for weights, that costs next to nothing
+    wide        many: short passes are padded. Where every pass waits long for weights, that costs next to nothing
     any         the same kernels for few and many
 
 Some kernels take four rows at a time, and what is left over one by one, by another: llama.cpp's for weights that it has
@@ -47,6 +47,7 @@ REPEATED = 5  # times that a pass is timed
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
 QUICKER = 1.1  # times as quick for one row: then kernels are worth passes of a few rows less
 SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
+APART = 2.0  # a streamed layer takes as much longer than one of a small model, which stays in the processor's cache
 LOADED = 0.5  # of the processors, that programs want now: then what could not be timed before cannot be timed now
 BUSY = 0.75  # of its threads' time: where a program gets less, others compute, and its passes' times tell nothing
 
@@ -59,7 +60,7 @@ class Group:
     most: int
     trees: bool  # gaps between a node's ancestors change no bit
     company: bool  # nor does it what the other rows are
-    # Of a pass over `least` rows after a long text, without logits: a small model has few layers. 0: not known.
+    # Of a layer in a pass over `least` rows after a long text. 0: not known.
     seconds: float = 0.0
     step: int = 1  # of their sizes only the multiples of this
 
@@ -160,7 +161,7 @@ def find_early(
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
-        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, from the beginning", **computing,
+        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, a layer, from the beginning", **computing,
     }  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Se
     processors = min(threads, os.cpu_count() or 1) if isinstance(threads, int) else 0
     if process_time() - used < BUSY * processors * (perf_counter() - started):
         return [0.0 for _ in sizes]
-    return [min(one) for one in zip(*took, strict=True)]
+    return [min(one) / backend.capabilities.layers for one in zip(*took, strict=True)]
 
 
 def _one(backend: Backend, session: Session, chain: Sequence[int]) -> float:
@@ -331,7 +332,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     Args:
         found: what `probe` found.
         limits: of the model that writes it.
-        asked: one of `CHOICES`; None: wide if weights are streamed or if it costs nothing, else narrow.
+        asked: one of `CHOICES`; None: wide if that costs nothing, as where weights are waited for, else narrow.
 
     Raises:
         UsageError: there is no such class here.
@@ -350,7 +351,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     wide = narrow if narrow.most >= MANY else next(iter(others), None)
     if asked == "wide" and wide is None:
         raise UsageError(f"--exact wide: here only passes of at most {narrow.most} rows agree; use --exact narrow")
-    cheap = wide is not None and (limits.streams or 0 < wide.seconds <= SAME * narrow.seconds)
+    cheap = wide is not None and _costs_little(wide, narrow, limits)
     chosen = wide if wide and (asked == "wide" or (asked is None and cheap)) else narrow
     name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
     trees = _shape(chosen, most)
@@ -360,6 +361,19 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
         return Exact(name, trees, trees)
     short = _shape(wide, most) if wide and wide is not found[-1] else None
     return Exact(name, trees, _shape(found[-1], limits.max_nodes), short)
+
+
+def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
+    """Whether a pass that is padded to the wide class takes about as long as one over a narrow one's fewest rows.
+
+    With a draft wide passes would pay sooner, but then texts with and without one would be of two classes.
+    """
+    if not _timed([wide, narrow]):
+        return limits.streams
+    if not limits.streams:
+        return wide.seconds <= SAME * narrow.seconds
+    few, many = (max(limits.read_seconds, APART * limits.layers * group.seconds) for group in (narrow, wide))
+    return many <= SAME * few
 
 
 def usable(found: Found) -> list[Group]:

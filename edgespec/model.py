@@ -353,7 +353,8 @@ def load(
             that do not fit are computed by the processor with llamacpp, streamed from host memory with torch. Default:
             what is free.
         exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
-            padded), "off". Default: wide where weights are streamed, else narrow, where the engine has such shapes.
+            padded), "off". Default, where the engine has such shapes: wide where reading weights takes as long, else
+            narrow.
         parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
             memory is counted: for a quarter, and what others leave.
         ahead: the draft goes on guessing while the target works, for one text at a time, as long as it gains by that;

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -184,6 +185,27 @@ def test_the_choice(
     limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=streams)
     assert choose(LLAMA, limits, asked) == Exact(name, ShapeClass(*trees), ShapeClass(*prompts), ShapeClass(8, 63))
     assert choose(LLAMA, limits, "off") is None
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (0.5, "wide"),  # reading takes longer than either: 20 layers of 2 or of 12 ms, twice that from a disk
+        (0.46, "wide"),
+        (0.4, "narrow"),
+        (0.001, "narrow"),  # nearly all is in memory
+        (inf, "wide"),
+    ],
+)
+def test_wide_where_weights_are_waited_for_long_enough(read: float, name: str) -> None:
+    groups = [group(1, 7, seconds=0.002), group(8, 63, seconds=0.012), group(64, 128, trees=False)]
+    limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=True, read_seconds=read, layers=20)
+    found = choose(groups, limits, None)
+    assert found is not None
+    assert found.name == name
+    untimed = choose([replace(one, seconds=0.0) for one in groups], limits, None)
+    assert untimed is not None
+    assert untimed.name == "wide"
 
 
 def test_wide_costs_nothing() -> None:

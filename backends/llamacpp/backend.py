@@ -420,6 +420,8 @@ def load(
         max_leaves=lanes or size.max_leaves,
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         streams=streams,
+        read_seconds=plan.streamed_bytes / speed if plan and speed else 0.0,
+        layers=llama_cpp.llama_model_n_layer(model),
         experts=watch.mixture.shape if watch and watch.mixture else None,
         paths=lanes > 0,
         gaps=lanes > 0,  # classes of shapes are not looked for: a pass's shape is its paths' as well
@@ -435,10 +437,9 @@ def load(
     backend = LlamaBackend(
         model, context, capabilities, sessions, in_order, watch, yielding, ids=ids, computing=computing
     )
-    backend._files = parts(path)
     if processors:
         backend._before_pass = chooser(processors[0])
-    backend.notes, backend.plan = notes, plan
+    backend.notes, backend.plan, backend._files = notes, plan, parts(path)
     return backend
 
 
