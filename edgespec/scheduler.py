@@ -189,8 +189,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot yet, but for what is only prepared."""
-        return sum(job.hold is None for job in [*self._inbox, *self._waiting])
+        """Requests that have no slot yet, but for what is only prepared and for who has left."""
+        return sum(job.hold is None and not job.cancelled for job in [*self._inbox, *self._waiting])
 
     @property
     def active(self) -> int:
@@ -271,7 +271,7 @@ class Scheduler:
             if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
                 slot = slots.slot_for(source, shared, [slot for slot in self._slots if slot.job is None])
-                self._begin(job, slot, source, shared)
+                self._begin(job, slot)
                 return
             # else another is just reading what this begins with: it starts from there, a little later
 
@@ -284,11 +284,11 @@ class Scheduler:
             self._end(slot, Cancelled("it gave way to another"))
         return slot is not None
 
-    def _begin(self, job: Job, slot: Slot, source: Slot, shared: int) -> None:
+    def _begin(self, job: Job, slot: Slot) -> None:
         request, prompt, self._served = job.request, job.request.prompt_ids, self._served + 1
         slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
         try:
-            slots.prepare(self.target.capabilities, slot, source, shared, prompt, self._slots, self.shelf)
+            slots.prepare(self.target.capabilities, slot, prompt, self._slots, self.shelf)
             slot.generation = Generation(
                 self.target, slot.session, slot.planner, prompt, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,

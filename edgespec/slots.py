@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backend import Capabilities, Session, common_prefix, start_of
+from edgespec.backend import Capabilities, Session, common_prefix, is_short, start_of
 from edgespec.generate import Generation
 from edgespec.jobs import Job, Request
 from edgespec.pieces import TILE
@@ -18,6 +18,7 @@ from edgespec.saved import beside, has, load_beside
 from edgespec.shelf import Shelf
 
 WORTH_SHARING = 64  # tokens by which another session's text must be the better start, to be forked
+WORTH_SHARING_SHORT = 8  # … by a prompt that `is_short`: often all that it begins with is a chat's fixed first words
 RESERVED = 1024  # tokens of an answer that have room when its text begins; more take what is left
 
 
@@ -60,31 +61,44 @@ def slot_for(source: Slot, shared: int, idle: Sequence[Slot]) -> Slot:
 def prepare(
     limits: Capabilities,
     slot: Slot,
-    source: Slot,
-    shared: int,
     prompt: Sequence[int],
     slots: Sequence[Slot],
     shelf: Shelf | None,
 ) -> None:
-    """Have the slot's session start from the best that there is: its own text, the source's, or one on the shelf.
+    """Have the slot's session start from the best that there is: its own text, another's, or one on the shelf.
 
     What it loses by that is saved first.
     """
-    forks = slot is not source and shared >= WORTH_SHARING
+    in_memory = best_source(slots, prompt)[1] if shelf else 0
+    source, start = _best_start(limits, slot, prompt[:-1], slots)
+    forks = source is not slot
     held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
     if shelf and slot.session.kept(len(held)) - (0 if forks else common) >= shelf.least:
         shelf.put(slot.session, slot.draft)
-    pass_on(slot, slots, 0 if forks else start_of(limits, slot.session, prompt[:-1]))
+    pass_on(slot, slots, 0 if forks else start)
     if forks:
         slot.session.close()
         slot.session = source.session.fork()
-        slot.source, slot.forked = source, shared
+        slot.source, slot.forked = source, start
     path, on_disk = shelf.best(prompt) if shelf else (None, 0)
-    if shelf and path and on_disk >= shared + shelf.least:
+    if shelf and path and on_disk >= in_memory + shelf.least:
         pass_on(slot, slots, 0)
         slot.source = None
         while not shelf.load(path, slot.session, slot.draft) and (other := oldest_idle(slots)):
             forget(other, slots, shelf)
+
+
+def _best_start(limits: Capabilities, slot: Slot, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
+    """The slot whose session need not read most of these tokens, this one unless another is clearly better; how many.
+
+    A text that begins alike is of no use where its cells were computed in another class.
+    """
+    starts = [(start_of(limits, other.session, read), other.job is not None and other is not slot) for other in slots]
+    own, (most, shares) = start_of(limits, slot.session, read), max(starts)
+    if limits.cells is not None and shares:  # `has_room` counts on it
+        own = 0
+    worth = WORTH_SHARING_SHORT if is_short(limits, len(read)) else WORTH_SHARING
+    return (slots[starts.index((most, shares))], most) if most - own >= worth else (slot, own)
 
 
 def pass_on(slot: Slot, slots: Sequence[Slot], kept: int) -> None:

@@ -22,6 +22,7 @@ from edgespec.exact import find_early, settle
 from edgespec.generate import Generation, generate_tokens
 from edgespec.model import Model
 from edgespec.models.made_up import Shape, write_made_up
+from edgespec.pieces import TILE
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PacedPlanner, new_pace
@@ -290,6 +291,51 @@ def test_short_prompts_go_on_from_one_another(weights, draft, repack):
                 kept += model.chat(question, **sampling).stats.cached_tokens
                 kept += model.chat(question + question, **sampling).stats.cached_tokens
         assert kept > 20 * len(questions)
+
+
+@pytest.mark.parametrize("repack", [False, pytest.param(True, marks=pytest.mark.skipif(not REPACKS, reason="AMX"))])
+def test_short_prompts_begin_with_what_another_session_has_read(weights, repack):
+    """A long text that begins alike in between is of no use to them, and theirs is of none to it."""
+    asked, sampling = ["Why?", LONG, "Who are you?"], {"max_tokens": 60, "temperature": 1.0, "seed": 5}
+    with loaded(weights("made up"), "narrow", sessions=5, repack=repack, context_length=2048) as target:
+        alone, kept = [], []
+        for prompt in asked:
+            with Model(target, NonePlanner()) as fresh:
+                alone.append(fresh.chat(prompt, **sampling).text)
+        with Model(target, [NonePlanner() for _ in range(5)]) as model:
+            for _ in range(2):
+                found = [model.chat(prompt, **sampling) for prompt in asked]
+                assert [result.text for result in found] == alone
+                kept.append([result.stats.cached_tokens for result in found])
+        lengths = [result.stats.prompt_tokens for result in found]
+        assert kept[0][:2] == [0, 0]
+        assert 8 <= kept[0][2] < lengths[2] - 1
+        assert kept[1] == [lengths[0] - 1, lengths[1] - lengths[1] % TILE, lengths[2] - 1]  # nothing has given way
+
+
+def test_cells_up_to_a_prompts_first_tile_cost_no_rows(weights, monkeypatch):
+    """They hold copies of another text's, so that its tiles are those that it has alone."""
+    first, second = ([7 + 3 * i for i in range(n)] for n in (91, 70))
+    with loaded(weights("made up"), "narrow", sessions=2) as target:
+        alone, other = target.open(), target.open()
+        expected, node = prefill(target, alone, second, want_last=True)
+        rows, compute = [], target.compute
+        expected = expected.row(node)
+        alone.rewind(0)
+        monkeypatch.setattr(
+            target, "compute", lambda found, **more: rows.append(len(found.tokens)) or compute(found, **more)
+        )
+        prefill(target, alone, first)
+        found, node = prefill(target, other, second, want_last=True)
+        assert np.array_equal(found.row(node), expected)
+        kept, node = prefill(target, alone, first, want_last=True)  # what was copied stays as it was
+        shape = target.capabilities.exact.prompts
+        assert rows[:2] == [shape.rows(len(first)), shape.rows(len(second))]
+        kept = kept.row(node)
+        other.close()
+        alone.rewind(0)
+        found, node = prefill(target, alone, first, want_last=True)
+        assert np.array_equal(found.row(node), kept)
 
 
 @pytest.mark.parametrize("asked", ["narrow", "wide"])

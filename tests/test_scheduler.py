@@ -120,9 +120,9 @@ class Reader:
 
 def run(scheduler, most=3000):
     for _ in range(most):
+        scheduler.step()  # once more at the end: who has left is told so
         if not scheduler.waiting and not scheduler.active:
             return
-        scheduler.step()
     raise AssertionError("some text never ends")
 
 
@@ -315,6 +315,22 @@ def test_a_kept_text_is_taken_up_and_shared():
     assert other.stats.cached_tokens == 100
     assert busy.stats.cached_tokens == len(LONG) - 1  # a fork of what is being written, or what came before it
     scheduler.close()
+
+
+def test_short_prompts_begin_with_what_others_have_read(monkeypatch):
+    """Not with what long ones have, whose cells are of another class."""
+    long, short, other = LONG[: TILE + 9], LONG[:11], [*LONG[:9], 40, 41]
+    monkeypatch.setitem(globals(), "PROMPTS", [long, short, other])
+    alone.cache_clear()
+    scheduler = Scheduler(backend("short prompts apart"), planners("none", 3), budget=4)
+    readers = []
+    for prompt in (0, 1, 2, 0, 1, 2):
+        readers.append(Reader(scheduler, prompt, 0.7, 1, max_tokens=30))
+        run(scheduler)
+        readers[-1].check()
+    assert [reader.stats.cached_tokens for reader in readers] == [0, 0, 9, TILE + 8, 10, 10]
+    scheduler.close()
+    alone.cache_clear()
 
 
 def test_requests_that_begin_alike_read_their_beginning_once():

@@ -444,8 +444,9 @@ class TestErrors:
                 answer = client.post("/v1/completions", json={"prompt": "a", "n": 2})
                 assert answer.status_code == 429
                 assert answer.headers["retry-after"]
-            finally:
                 held.cancel()
+                assert client.model.scheduler.waiting == 0  # its place is free before a pass ends
+            finally:
                 client.model.scheduler.turn.release()
             assert client.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 200
 

@@ -165,6 +165,8 @@ class LlamaBackend:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
             self.make_room(most)
         between = self._paddings(sessions, batch)
+        if between[0] and not self.windows and self.cells.fill(between[0], self._open):
+            between[0] = 0  # for the price of a copy
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):

@@ -112,6 +112,23 @@ class Cells:
             self.waste([self.padding_id], 0, between)
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
 
+    def fill(self, count: int, sessions: Iterable[Holder]) -> bool:
+        """Have the next so many cells be waste, copies of a text's, without a pass. False: no text has so many."""
+        source = next((session for session in sessions if session.held >= count), None)
+        if source is None:
+            return False
+        try:
+            data = self._save(source, 0, count)
+            if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
+                return False
+            self.drop_padding(count)
+            self.end += count
+        except BaseException:  # Ctrl-C: the padding's sequence is to be free
+            self.drop_padding(0)
+            self.uncertain = True
+            raise
+        return True
+
     def make_room(self, rows: int, sessions: Iterable[Holder]) -> None:
         """See that so many cells are free at the end.
 
@@ -133,7 +150,7 @@ class Cells:
     def put_in_order(self, holders: Iterable[Holder]) -> None:
         """Empty the cache, and put the texts back one after the other."""
         texts = [session for session in holders if session.held]
-        saved = [(*found, self._save(found[0], found[2])) for found in with_sources(texts)]
+        saved = [(*found, self._save(found[0], found[2], found[0].held)) for found in with_sources(texts)]
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
         for session, source, shared, data in saved:
@@ -150,12 +167,12 @@ class Cells:
             self.end += session.held - shared
             session.moved(self.end, aligned)
 
-    def _save(self, session: Holder, start: int) -> Any:
-        """A text's cells from a position on; None: there are none."""
-        if start == session.held:
+    def _save(self, session: Holder, start: int, stop: int) -> Any:
+        """A text's cells at these positions; None: there are none."""
+        if start == stop:
             return None
         seq = self.padding_id  # free between passes
-        llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, start, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, start, stop)
         data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
         llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)
         llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
