@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backend import Capabilities, Session, common_prefix, is_short, start_of
+from edgespec.backend import Capabilities, Session, common_prefix, start_of
 from edgespec.generate import Generation
 from edgespec.jobs import Job, Request
 from edgespec.pieces import TILE
@@ -17,8 +17,8 @@ from edgespec.planners import Drafts, Planner
 from edgespec.saved import beside, has, load_beside
 from edgespec.shelf import Shelf
 
-WORTH_SHARING = 64  # tokens by which another session's text must be the better start, to be forked
-WORTH_SHARING_SHORT = 8  # … by a prompt that `is_short`: often all that it begins with is a chat's fixed first words
+WORTH_SHARING = 8  # tokens by which another session's text must be the better start: a chat's fixed first words are 24
+WORTH_KEEPING = 64  # tokens that an idle session loses, for which another slot is taken
 RESERVED = 1024  # tokens of an answer that have room when its text begins; more take what is left
 
 
@@ -53,7 +53,7 @@ def slot_for(source: Slot, shared: int, idle: Sequence[Slot]) -> Slot:
     """The idle slot for a prompt that begins with so many of the source's tokens."""
     empty = [slot for slot in idle if not slot.session.token_ids]
     held = len(source.session.token_ids)
-    if source.job is None and 2 * shared >= held and (held < shared + WORTH_SHARING or not empty):
+    if source.job is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
         return source
     return min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
 
@@ -97,8 +97,7 @@ def _best_start(limits: Capabilities, slot: Slot, read: Sequence[int], slots: Se
     own, (most, shares) = start_of(limits, slot.session, read), max(starts)
     if limits.cells is not None and shares:  # `has_room` counts on it
         own = 0
-    worth = WORTH_SHARING_SHORT if is_short(limits, len(read)) else WORTH_SHARING
-    return (slots[starts.index((most, shares))], most) if most - own >= worth else (slot, own)
+    return (slots[starts.index((most, shares))], most) if most - own >= WORTH_SHARING else (slot, own)
 
 
 def pass_on(slot: Slot, slots: Sequence[Slot], kept: int) -> None:
@@ -125,7 +124,7 @@ def taken(slot: Slot) -> int:
     """Cells that the slot's text takes, but for those that it shares."""
     text = slot.session.token_ids
     shared = min(slot.forked, common_prefix(text, slot.source.session.token_ids)) if slot.source else 0
-    return len(text) - shared + shared % WORTH_SHARING
+    return len(text) - shared + shared % TILE
 
 
 def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request, source: Slot, shared: int) -> bool:

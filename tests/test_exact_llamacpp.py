@@ -16,13 +16,12 @@ from edgespec.backends.llamacpp import attention
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.files import llama_cpp, without_amx
 
-from edgespec.backend import Work, prefill
+from edgespec.backend import Work, prefill, start_of
 from edgespec.errors import UsageError
 from edgespec.exact import find_early, settle
 from edgespec.generate import Generation, generate_tokens
 from edgespec.model import Model
 from edgespec.models.made_up import Shape, write_made_up
-from edgespec.pieces import TILE
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.paced import PacedPlanner, new_pace
@@ -310,7 +309,7 @@ def test_short_prompts_begin_with_what_another_session_has_read(weights, repack)
         lengths = [result.stats.prompt_tokens for result in found]
         assert kept[0][:2] == [0, 0]
         assert 8 <= kept[0][2] < lengths[2] - 1
-        assert kept[1] == [lengths[0] - 1, lengths[1] - lengths[1] % TILE, lengths[2] - 1]  # nothing has given way
+        assert kept[1] == [length - 1 for length in lengths]  # nothing has given way
 
 
 def test_cells_up_to_a_prompts_first_tile_cost_no_rows(weights, monkeypatch):
@@ -336,6 +335,35 @@ def test_cells_up_to_a_prompts_first_tile_cost_no_rows(weights, monkeypatch):
         alone.rewind(0)
         found, node = prefill(target, alone, first, want_last=True)
         assert np.array_equal(found.row(node), kept)
+
+
+def test_a_prompt_goes_on_within_a_tile(weights, monkeypatch):
+    """Wherever its session stops: the tile begun is copied to where its other tokens come."""
+    texts = [[7 + (3 + other) * i for i in range(n)] for other, n in enumerate((301, 290, 400))]
+    prompts = [texts[a][:cut] + texts[b][cut:] for a in range(3) for b in range(3) for cut in (9, 24, 64, 100, 190)]
+    order = np.random.default_rng(5).permutation(len(prompts) * 2) % len(prompts)
+    with loaded(weights("made up"), "narrow", sessions=4, context_length=512) as target:
+        alone, expected = target.open(), []
+        for prompt in prompts:
+            alone.rewind(0)
+            found, node = prefill(target, alone, prompt, want_last=True)
+            expected.append(found.row(node))
+        alone.close()
+        sessions, moves, move = [target.open() for _ in range(3)], [], target.cells.move
+        monkeypatch.setattr(target.cells, "move", lambda *about: moves.append(about) or move(*about))
+        for i, number in enumerate(order):
+            wanted = prompts[number]
+            starts = [start_of(target.capabilities, session, wanted, want_last=True) for session in sessions]
+            if max(starts) - starts[i % 3] >= 8:
+                sessions[i % 3].close()
+                sessions[i % 3] = sessions[int(np.argmax(starts))].fork()
+            found, node = prefill(target, sessions[i % 3], wanted, want_last=True)
+            assert np.array_equal(found.row(node), expected[number]), (i, number)
+            if i % 4 == 1:  # others write meanwhile
+                tree = Work(sessions[i % 3], np.array([3, 4], np.int32), np.array([-1, -1], np.int32), np.array([0]))
+                target.forward([tree])
+                sessions[i % 3].commit([1])
+        assert len(moves) > len(prompts)
 
 
 @pytest.mark.parametrize("asked", ["narrow", "wide"])

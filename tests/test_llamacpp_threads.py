@@ -1,5 +1,7 @@
 """Threads that make room for other programs, without changing a bit of what is computed."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp import backend as llamacpp
+from edgespec.backends.llamacpp import threads
 from edgespec.backends.llamacpp.files import ggml_library
 from edgespec.backends.llamacpp.threads import (
     CALM,
@@ -19,6 +22,7 @@ from edgespec.backends.llamacpp.threads import (
     Usage,
     busy_processors,
     busy_ticks,
+    others_run,
     threads_for,
 )
 
@@ -84,7 +88,7 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
         usages.append(Usage(i * WINDOW, everybody, 0.0))
     changes = list[bool]()
     looks = iter(usages)
-    crowd = Crowd(lambda: next(looks), changes.append)
+    crowd = Crowd(lambda: next(looks), changes.append, lambda: pytest.fail("the last look was not long ago"))
     assert crowd.others(0.5 * WINDOW) == 0
     assert crowd.others(1 * WINDOW) == 0
     assert crowd.others(2 * WINDOW) == pytest.approx(1)
@@ -98,7 +102,28 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
 
 
 def test_a_system_that_does_not_say_how_busy_it_is() -> None:
-    assert Crowd(lambda: None, lambda _: pytest.fail("nothing is known")).others(1e9) == 0
+    unknown = Crowd(lambda: None, lambda _: pytest.fail("nothing is known"), lambda: pytest.fail("nor this"))
+    assert unknown.others(1e9) == 0
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_what_was_busy_long_ago_may_have_ended(now: bool) -> None:
+    """A program asks a model when it has done its own work: the prompt gets all threads."""
+    looks = iter([Usage(0.0, 0.0, 0.0), Usage(9.0, 9.0, 0.0), Usage(9.0 + WINDOW, 9.0 + WINDOW, 0.0)])
+    crowd = Crowd(lambda: next(looks), lambda _: None, lambda: now)
+    assert crowd.others(9.0) == pytest.approx(1.0 if now else 0.0)
+    assert crowd.others(9.0 + WINDOW) == pytest.approx(1.0)  # it does go on
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_whether_others_run_in_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            assert any(others_run() for _ in range(1000))  # it has to start
+        finally:
+            busy.kill()
+    monkeypatch.setattr(threads, "_runs", lambda task: 10_000)  # all that run are this program's
+    assert not others_run()
 
 
 def test_short_waits_end_again() -> None:

@@ -163,10 +163,8 @@ class LlamaBackend:
             taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
-            self.make_room(most)
+            self.make_room(most + sessions[0].tail(batch[0], self.cells.end))
         between = self._paddings(sessions, batch)
-        if between[0] and not self.windows and self.cells.fill(between[0], self._open):
-            between[0] = 0  # for the price of a copy
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
@@ -212,11 +210,15 @@ class LlamaBackend:
         return LlamaLogits(self.context, self.vocab.size, 0, {0: row}).row(0)
 
     def _paddings(self, sessions: Sequence[LlamaSession], batch: Sequence[Work]) -> list[int]:
-        """Rows of padding before each work. Raises ContextFull: a prompt cannot be continued; nothing has changed."""
+        """Rows of padding before each work. Raises ContextFull: a prompt cannot be continued; no text has changed."""
+        if tail := sessions[0].tail(batch[0], self.cells.end):
+            self.cells.move(sessions[0], len(sessions[0].token_ids) - tail, self._open)
         end, found = self.cells.end, list[int]()
         for session, work in zip(sessions, batch, strict=True):
             found.append(session.padding_before(work, end))
             end += found[-1] + session.owed + len(work.token_ids)
+        if found[0] and not self.windows and self.cells.fill(found[0], self._open):
+            found[0] = 0  # copies of cells do, too
         return found
 
     def _decode(self, total: int) -> None:

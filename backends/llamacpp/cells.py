@@ -12,11 +12,13 @@ When the end is reached, texts are saved, the cache is emptied, and the texts ar
 share cells, also afterwards: a mark for each of a text's cells tells which.
 
 Attention over long prompts adds up tiles of `TILE` cells that start at multiples of `TILE`. There a text's cells must
-also stand where they would stand alone, but for whole tiles: see `LlamaSession.kept`.
+also stand where they would stand alone, but for whole tiles. Where a prompt goes on within a tile, other cells behind
+it, the tile's first cells are copied to the end.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +77,9 @@ class Holder(Protocol):
     def moved(self, end: int, aligned: bool) -> None:
         """Its text now has cells up to `end`, which only its own id carries."""
 
+    def replaced(self, start: int, seq: int, end: int) -> None:
+        """Its tokens from a position on get the cells up to `end` that this id carries, instead of their own."""
+
 
 class Cells:
     """See the module."""
@@ -113,21 +118,37 @@ class Cells:
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
 
     def fill(self, count: int, sessions: Iterable[Holder]) -> bool:
-        """Have the next so many cells be waste, copies of a text's, without a pass. False: no text has so many."""
-        source = next((session for session in sessions if session.held >= count), None)
-        if source is None:
-            return False
+        """Have the next so many cells be waste, copies of texts', without a pass. False: there is no text."""
+        source = max(sessions, key=lambda session: session.held, default=None)
+        if source is None or not source.held:
+            return count == 0
+        while count:
+            some = min(count, source.held)
+            with self._copied(source, 0, some):
+                self.waste([self.padding_id], 0)
+            count -= some
+        return True
+
+    def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
+        """Have a text's cells from a position on, all of one tile, stand at the end, where they stand in their tile."""
+        self.fill((start - self.end) % TILE, sessions)
+        with self._copied(session, start, session.held):
+            session.replaced(start, self.padding_id, self.end)
+
+    @contextmanager
+    def _copied(self, source: Holder, start: int, stop: int) -> Iterator[None]:
+        """A text's cells at these positions stand at the end once more, in the padding's sequence, for a moment."""
         try:
-            data = self._save(source, 0, count)
+            data = self._save(source, start, stop)
             if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
-                return False
-            self.drop_padding(count)
-            self.end += count
-        except BaseException:  # Ctrl-C: the padding's sequence is to be free
-            self.drop_padding(0)
+                raise ModelError("llama.cpp could not copy a part of a text in its cache")
+            self.end += stop - start
+            yield
+        except BaseException:  # Ctrl-C, too
             self.uncertain = True
             raise
-        return True
+        finally:
+            self.drop_padding(0)
 
     def make_room(self, rows: int, sessions: Iterable[Holder]) -> None:
         """See that so many cells are free at the end.

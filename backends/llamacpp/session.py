@@ -266,10 +266,10 @@ class LlamaSession:
 
     def kept(self, length: int, *, short: bool = False) -> int:
         length = self._prompt.kept(self._backend.capabilities.exact, length, short)
-        # Of a tile of cells only the first tokens are there: the others must come right behind them.
-        if self._in_tiles and not short and not self._continues(length, self._backend.cells.end):
-            return length - length % TILE
-        return length
+        # Of a tile of cells only the first tokens are there, and the others must come right behind them.
+        if not self._in_tiles or short or self._continues(length, self._backend.cells.end) or self._may_move(length):
+            return length
+        return length - length % TILE
 
     @property
     def _in_tiles(self) -> bool:
@@ -284,6 +284,27 @@ class LlamaSession:
         if length == 0:
             return end % TILE == 0
         return self.aligned and length == self.held == len(self.token_ids) and self._edge == end
+
+    def _may_move(self, length: int) -> bool:
+        """Whether its cells of the tile that it ends in may be replaced by copies at the end of the cache."""
+        return self.aligned and length <= self.held and not self._backend.windows
+
+    def tail(self, work: Work, end: int) -> int:
+        """Committed tokens of a tile begun, to have copies at the end of the cache before this work is evaluated."""
+        length = len(self.token_ids)
+        if not work.prompt or work.short or not self._in_tiles or self._continues(length, end):
+            return 0
+        return length % TILE if self._may_move(length) else 0
+
+    def replaced(self, start: int, seq: int, end: int) -> None:
+        self._backend.cells.waste(self.ids, start)
+        self._prompt.tokens, read = start, self._prompt.tokens  # in case of Ctrl-C
+        self.held, held = start, self.held
+        for own in self.ids:
+            llama_cpp.llama_memory_seq_rm(self._memory, own, start, -1)
+            llama_cpp.llama_memory_seq_cp(self._memory, seq, own, start, held)
+        self.marks[start:] = self._backend.cells.new_marks(held - start)
+        self.held, self._prompt.tokens, self._edge = held, read, end
 
     def padding_before(self, work: Work, end: int) -> int:
         """Cells to fill from `end` on, before this work's, so that a prompt's tiles are those it would have alone.

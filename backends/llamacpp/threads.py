@@ -12,6 +12,7 @@ threads, but these go to sleep soon when they wait, so that the system can move 
 
 import ctypes
 import os
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from typing import Any
 from .files import ggml_library
 
 WINDOW = 0.25  # seconds between two looks at the processors: /proc/stat counts in hundredths
+LOOKS = 3  # a few milliseconds apart, at what runs in this moment
 CROWDED, CALM = 0.5, 0.25  # processors others keep busy: from here on threads make room; below here they come back
 SPLIT_CELLS = 256  # with more cells than these, attention for one node depends on the number of threads
 
@@ -74,6 +76,24 @@ def busy_processors(before: Usage, after: Usage, was_crowded: bool) -> float:
     return others if others >= (CALM if was_crowded else CROWDED) else 0.0
 
 
+def others_run() -> bool:
+    """Whether a thread of another program runs, or could, in this very moment, and in the next."""
+    for look in range(LOOKS):
+        time.sleep(0.002 if look else 0)
+        running = re.search(r"^procs_running (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+        own = sum(_runs(path) for path in Path("/proc/self/task").iterdir())
+        if running and int(running[1]) <= own:
+            return False
+    return True
+
+
+def _runs(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has ended
+        return False
+
+
 def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
     """Threads for a pass.
 
@@ -94,10 +114,13 @@ class Crowd:
     Args:
         usage: reads the processors.
         changed: called with True when other programs begin to keep processors busy, with False when they end.
+        others_run: whether they do in this moment: since a look long ago, much may have begun and ended.
     """
 
-    def __init__(self, usage: Callable[[], Usage | None], changed: Callable[[bool], None]) -> None:
-        self._usage, self._changed = usage, changed
+    def __init__(
+        self, usage: Callable[[], Usage | None], changed: Callable[[bool], None], others_run: Callable[[], bool]
+    ) -> None:
+        self._usage, self._changed, self._others_run = usage, changed, others_run
         self._last = usage()
         self._others = 0.0
 
@@ -109,7 +132,8 @@ class Crowd:
         if usage is None:
             return self._others
         was = self._others > 0
-        self._others, self._last = busy_processors(self._last, usage, was), usage
+        others, old = busy_processors(self._last, usage, was), now - self._last.at > 2 * WINDOW
+        self._others, self._last = 0.0 if others and old and not self._others_run() else others, usage
         if was != (self._others > 0):
             self._changed(not was)
         return self._others
@@ -145,7 +169,7 @@ def _hold_team(start_team: Any, done: threading.Event) -> None:
 @cache
 def crowd() -> Crowd:
     """This machine's other programs: one for all models of the process."""
-    return Crowd(usage_now, ShortWaits().switch)
+    return Crowd(usage_now, ShortWaits().switch, others_run)
 
 
 def compute_cores() -> int:
