@@ -265,7 +265,7 @@ class Scheduler:
             source, shared = slots.best_source(self._slots, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
             on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
-            while not slots.has_room(self.target.capabilities, self._slots, job.request, source, shared):
+            while not slots.has_room(self.target.capabilities, self._slots, job.request):
                 if (job.hold is not None and self.active) or not self._call_off_held():
                     return
             if coming <= max(shared, on_disk):

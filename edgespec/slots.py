@@ -89,15 +89,26 @@ def prepare(
 
 
 def _best_start(limits: Capabilities, slot: Slot, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
-    """The slot whose session need not read most of these tokens, this one unless another is clearly better; how many.
+    """The slot to start from, this one unless another is clearly better, and how many tokens need not be read then."""
+    source, most = _best_other(limits, read, slots)
+    shares = limits.cells is not None and source.job is not None  # `has_room` counts on it
+    own = 0 if shares else start_of(limits, slot.session, read)
+    return (source, most) if most - own >= WORTH_SHARING else (slot, own)
+
+
+def _best_other(limits: Capabilities, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
+    """The slot whose session need not read most of these tokens, and how many; of equal ones what costs least to fork.
 
     A text that begins alike is of no use where its cells were computed in another class.
     """
-    starts = [(start_of(limits, other.session, read), other.job is not None and other is not slot) for other in slots]
-    own, (most, shares) = start_of(limits, slot.session, read), max(starts)
-    if limits.cells is not None and shares:  # `has_room` counts on it
-        own = 0
-    return (slots[starts.index((most, shares))], most) if most - own >= WORTH_SHARING else (slot, own)
+    starts = [start_of(limits, slot.session, read) for slot in slots]
+
+    def worth(number: int) -> tuple[int, bool, int]:
+        slot = slots[number]
+        return starts[number], slot.job is not None, -len(slot.session.token_ids)
+
+    best = max(range(len(slots)), key=worth)
+    return slots[best], starts[best]
 
 
 def pass_on(slot: Slot, slots: Sequence[Slot], kept: int) -> None:
@@ -127,11 +138,14 @@ def taken(slot: Slot) -> int:
     return len(text) - shared + shared % TILE
 
 
-def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request, source: Slot, shared: int) -> bool:
-    """Whether the pool has cells for a text that begins as the source's, besides those that are read or written."""
+def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request) -> bool:
+    """Whether the pool has cells for a text besides those that are read or written, some of whose it may share."""
     active = [_reserved(limits, slot) for slot in slots if slot.job]
+    if limits.cells is None or not active:
+        return True
+    source, shared = _best_other(limits, request.prompt_ids[:-1], slots)
     common = shared - shared % TILE if source.job and shared >= WORTH_SHARING else 0
-    return limits.cells is None or not active or sum(active) + _needed(limits, request) - common <= limits.cells
+    return sum(active) + _needed(limits, request) - common <= limits.cells
 
 
 def make_room(limits: Capabilities, slots: Sequence[Slot], shelf: Shelf | None) -> None:

@@ -1,5 +1,6 @@
 """Passes kept in one class of shapes write equal texts, bit for bit, with weights whose kernels differ by shape."""
 
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import quantised
-from edgespec.backends.llamacpp import attention
+from edgespec.backends.llamacpp import attention, cells
+from edgespec.backends.llamacpp import session as session_of_llamacpp
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.files import llama_cpp, without_amx
 
@@ -364,6 +366,74 @@ def test_a_prompt_goes_on_within_a_tile(weights, monkeypatch):
                 target.forward([tree])
                 sessions[i % 3].commit([1])
         assert len(moves) > len(prompts)
+
+
+class CtrlC:
+    """llama.cpp's library; before one of the calls that change its cache comes Ctrl-C."""
+
+    def __init__(self):
+        self.calls, self.at = 0, -1
+
+    def __getattr__(self, name):
+        found = getattr(llama_cpp, name)
+        if not name.startswith(("llama_memory_", "llama_state_")):
+            return found
+
+        def call(*about):
+            self.calls += 1
+            if self.calls == self.at:
+                signal.raise_signal(signal.SIGINT)
+            return found(*about)
+
+        return call
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_ctrl_c_while_cells_are_moved(weights, monkeypatch, in_order):
+    """All texts are what they were, wherever it comes: of the one that goes on within a tile, and of the others."""
+    texts = [[7 + (3 + other) * i for i in range(n)] for other, n in enumerate((301, 290, 200))]
+    texts.append(texts[0][:100] + texts[1][100:190])
+    with loaded(weights("made up"), "narrow", sessions=4, context_length=512) as target:
+
+        def read(session, text):
+            found, node = prefill(target, session, text, want_last=True)
+            return found.row(node)
+
+        def begin():
+            sessions = [target.open() for _ in range(2)]
+            for session, text in zip(sessions, (texts[0], texts[2]), strict=True):
+                prefill(target, session, text)
+                target.forward([Work(session, np.array([3], np.int32), np.array([-1], np.int32), np.array([0]))])
+                session.commit([0])
+            return [sessions[0].fork(), *sessions]
+
+        expected, library, came = [], CtrlC(), 0
+        for text in texts:
+            alone = target.open()
+            expected.append(read(alone, text))
+            alone.close()
+        for module in (cells, session_of_llamacpp):
+            monkeypatch.setattr(module, "llama_cpp", library)
+        while True:
+            held = begin()
+            target.cells.uncertain = in_order
+            library.calls, library.at = 0, came + 1
+            try:
+                read(held[0], texts[3])
+            except KeyboardInterrupt:
+                came += 1
+            else:
+                break
+            finally:
+                library.at = -1
+            for session in held:
+                session.rewind(len(session.token_ids))
+            held.append(target.open())
+            for session, number in zip(held, (3, 0, 2, 1), strict=True):
+                assert np.array_equal(read(session, texts[number]), expected[number]), (came, number)
+            for session in held:
+                session.close()
+        assert came > 10
 
 
 @pytest.mark.parametrize("asked", ["narrow", "wide"])

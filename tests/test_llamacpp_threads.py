@@ -115,6 +115,13 @@ def test_what_was_busy_long_ago_may_have_ended(now: bool) -> None:
     assert crowd.others(9.0 + WINDOW) == pytest.approx(1.0)  # it does go on
 
 
+def test_what_was_busy_during_a_long_pass_is() -> None:
+    looks = iter([Usage(0.0, 0.0, 0.0), Usage(9.0, 9.0, 0.0)])
+    crowd = Crowd(lambda: next(looks), lambda _: None, lambda: pytest.fail("the last pass was not long ago"))
+    crowd.pass_ended(8.9)
+    assert crowd.others(9.0) == pytest.approx(1.0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_whether_others_run_in_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
@@ -155,6 +162,9 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
     class Others:
         def others(self, now: float) -> float:
             return busy[-1]
+
+        def pass_ended(self, now: float) -> None:
+            pass
 
     def spy(context, threads, batch_threads) -> None:
         used.append(threads)

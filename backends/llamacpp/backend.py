@@ -35,7 +35,8 @@ from .logits import LlamaLogits
 from .memory import MIN_NODES, SHARE, choose_gpu_layers, is_plenty, keeps_experts, plan_memory, start_streaming
 from .mixture import Mixture, open_mixture
 from .paths import PathSession, ids_of_session, is_recurrent, most_paths, why_not
-from .session import LlamaSession, Placement
+from .session import LlamaSession, Placement, paddings
+from .signals import Signals
 from .sparing import Sparing, may_spare
 from .specimen import REPACKED, load_specimen
 from .stop import ABORTED, Stop
@@ -80,6 +81,7 @@ class LlamaBackend:
         self.model = model
         self.context = context
         self.windows = llama_cpp.llama_model_n_swa(model) > 0
+        self.copies = not self.windows and "lenders" not in computing  # cells may be copied, for less than rows cost
         self._files: Sequence[str] = ()  # of the model
         self._before_pass: Callable[[int], None] = lambda rows: None  # told how many rows the next one has
         self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else 1)
@@ -163,8 +165,8 @@ class LlamaBackend:
             taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
-            self.make_room(most + sessions[0].tail(batch[0], self.cells.end))
-        between = self._paddings(sessions, batch)
+            self.make_room(most + sessions[0].tail(batch[0]))
+        between = paddings(sessions, batch, self.cells, self._open)
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
@@ -193,10 +195,11 @@ class LlamaBackend:
             raise
         finally:
             self.stop.clear()
-        if rows.padding:
-            self.cells.drop_padding(sum(between))  # what stands before others stays
-        for session in sessions:
-            session.evaluated()
+        with Signals().held():
+            if rows.padding:
+                self.cells.drop_padding(sum(between))  # what stands before others stays
+            for session in sessions:
+                session.evaluated()
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
@@ -209,18 +212,6 @@ class LlamaBackend:
         """Of a row that was wanted, shape [V], the caller's to keep."""
         return LlamaLogits(self.context, self.vocab.size, 0, {0: row}).row(0)
 
-    def _paddings(self, sessions: Sequence[LlamaSession], batch: Sequence[Work]) -> list[int]:
-        """Rows of padding before each work. Raises ContextFull: a prompt cannot be continued; no text has changed."""
-        if tail := sessions[0].tail(batch[0], self.cells.end):
-            self.cells.move(sessions[0], len(sessions[0].token_ids) - tail, self._open)
-        end, found = self.cells.end, list[int]()
-        for session, work in zip(sessions, batch, strict=True):
-            found.append(session.padding_before(work, end))
-            end += found[-1] + session.owed + len(work.token_ids)
-        if found[0] and not self.windows and self.cells.fill(found[0], self._open):
-            found[0] = 0  # copies of cells do, too
-        return found
-
     def _decode(self, total: int) -> None:
         watch = self._watch
         if self._yielding:
@@ -229,11 +220,13 @@ class LlamaBackend:
             threads = threads_for(self._yielding, others, total, self._most_cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self._before_pass(total)
-        with watch.signals_held() if watch else nullcontext():
+        with watch.signals.held() if watch else nullcontext():
             status = llama_cpp.llama_decode(self.context, self._batch.struct)
             llama_cpp.llama_synchronize(self.context)
             if watch:
                 watch.finish()
+        if self._yielding:
+            crowd().pass_ended(monotonic())
         if watch and watch.error is not None:
             raise watch.error
         if status == ABORTED:

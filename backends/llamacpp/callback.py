@@ -1,12 +1,10 @@
-"""What llama.cpp calls at every node of a pass; the nodes of a pass, found by it; and Ctrl-C meanwhile."""
+"""What llama.cpp calls at every node of a pass, and the nodes of a pass, found by it."""
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from .files import llama_cpp
+from .signals import Signals
 
 
 class NodeCallback:
@@ -20,36 +18,7 @@ class NodeCallback:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
         self._told = called
         self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
-        self._signals: dict[int, Any] = {}  # that came while llama.cpp computed, and the frames they came to
-        self._handlers: dict[int, Any] = {}
-
-    @contextmanager
-    def signals_held(self) -> Iterator[None]:
-        """Within, Ctrl-C is noted, and obeyed by `obey` or at the end.
-
-        Python handles a signal where its code goes on, here on entry to the callback; raised there, an exception is
-        lost, and llama.cpp takes the pass for finished.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-        try:
-            for number in self._handlers:
-                signal.signal(number, self._signals.__setitem__)
-            yield
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self.obey()
-
-    def obey(self) -> None:
-        """Do what signals ask for that were held; raises KeyboardInterrupt after Ctrl-C."""
-        held = dict(self._signals)
-        self._signals.clear()
-        for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises
-            self._handlers[number](number, held[number])
+        self.signals = Signals()  # held while llama.cpp computes
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:
         """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.
@@ -61,7 +30,7 @@ class NodeCallback:
         try:
             if not whole:
                 llama_cpp.llama_set_abort_callback(context, stop, None)
-            with self.signals_held():
+            with self.signals.held():
                 llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
         finally:
             llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)

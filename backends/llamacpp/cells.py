@@ -27,6 +27,7 @@ from edgespec.errors import ContextFull, ModelError
 from edgespec.shapes import ShapeClass, also_wanted
 
 from .files import llama_cpp
+from .signals import Signals
 
 TILE = 64  # GGML_FA_TILE_KV in ggml-cpu/common.h
 EXTRA_IDS = 2  # of sequences: one for waste, one for padding
@@ -76,6 +77,9 @@ class Holder(Protocol):
 
     def moved(self, end: int, aligned: bool) -> None:
         """Its text now has cells up to `end`, which only its own id carries."""
+
+    def lost(self) -> None:
+        """Its text has no cells any more."""
 
     def replaced(self, start: int, seq: int, end: int) -> None:
         """Its tokens from a position on get the cells up to `end` that this id carries, instead of their own."""
@@ -138,16 +142,13 @@ class Cells:
     @contextmanager
     def _copied(self, source: Holder, start: int, stop: int) -> Iterator[None]:
         """A text's cells at these positions stand at the end once more, in the padding's sequence, for a moment."""
-        try:
+        with Signals().held():
             data = self._save(source, start, stop)
             if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
+                self.uncertain = True
                 raise ModelError("llama.cpp could not copy a part of a text in its cache")
             self.end += stop - start
             yield
-        except BaseException:  # Ctrl-C, too
-            self.uncertain = True
-            raise
-        finally:
             self.drop_padding(0)
 
     def make_room(self, rows: int, sessions: Iterable[Holder]) -> None:
@@ -170,13 +171,19 @@ class Cells:
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
         """Empty the cache, and put the texts back one after the other."""
-        texts = [session for session in holders if session.held]
+        with Signals().held():
+            self._put_in_order([session for session in holders if session.held])
+
+    def _put_in_order(self, texts: list[Holder]) -> None:
         saved = [(*found, self._save(found[0], found[2], found[0].held)) for found in with_sources(texts)]
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
         for session, source, shared, data in saved:
             own, seq = session.first_id, self.padding_id if shared else session.first_id
             if data and llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
+                for other in texts:  # also those that are back: they may be what is in the way
+                    other.lost()
+                self.uncertain = True
                 raise ModelError("llama.cpp could not put a text back into its cache")
             if shared:
                 llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, own, 0, shared)
@@ -193,6 +200,7 @@ class Cells:
         if start == stop:
             return None
         seq = self.padding_id  # free between passes
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
         llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, start, stop)
         data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
         llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)

@@ -36,6 +36,7 @@ class Owner(Loaded, Protocol):
     memory: Any  # llama.cpp's cache; None once it is freed
     context: Any  # llama.cpp's
     windows: bool  # attention looks back so far only, in some layers
+    copies: bool  # cells may be copied
     in_order: bool  # keep cells in the order of the text
     cells: Cells
     tiles: bool  # attention over many rows adds up tiles
@@ -272,6 +273,11 @@ class LlamaSession:
         return length - length % TILE
 
     @property
+    def may_copy(self) -> bool:
+        """Whether cells may be copied."""
+        return self._backend.copies
+
+    @property
     def _in_tiles(self) -> bool:
         """Whether attention over prompts adds up tiles, other than that over trees."""
         exact = self._backend.capabilities.exact
@@ -287,24 +293,27 @@ class LlamaSession:
 
     def _may_move(self, length: int) -> bool:
         """Whether its cells of the tile that it ends in may be replaced by copies at the end of the cache."""
-        return self.aligned and length <= self.held and not self._backend.windows
+        return self.aligned and length <= self.held and self._backend.copies
 
-    def tail(self, work: Work, end: int) -> int:
-        """Committed tokens of a tile begun, to have copies at the end of the cache before this work is evaluated."""
+    def tail(self, work: Work, end: int | None = None) -> int:
+        """Committed tokens of a tile begun, to have copies at the end of the cache before this work is evaluated.
+
+        `end`: of the cells in use; None: the most that there may be.
+        """
         length = len(self.token_ids)
-        if not work.prompt or work.short or not self._in_tiles or self._continues(length, end):
+        if not work.prompt or work.short or not self._in_tiles or self._backend.alone(self):
+            return 0
+        if end is not None and self._continues(length, end):
             return 0
         return length % TILE if self._may_move(length) else 0
 
     def replaced(self, start: int, seq: int, end: int) -> None:
         self._backend.cells.waste(self.ids, start)
-        self._prompt.tokens, read = start, self._prompt.tokens  # in case of Ctrl-C
-        self.held, held = start, self.held
         for own in self.ids:
             llama_cpp.llama_memory_seq_rm(self._memory, own, start, -1)
-            llama_cpp.llama_memory_seq_cp(self._memory, seq, own, start, held)
-        self.marks[start:] = self._backend.cells.new_marks(held - start)
-        self.held, self._prompt.tokens, self._edge = held, read, end
+            llama_cpp.llama_memory_seq_cp(self._memory, seq, own, start, self.held)
+        self.marks[start:] = self._backend.cells.new_marks(self.held - start)
+        self._edge = end
 
     def padding_before(self, work: Work, end: int) -> int:
         """Cells to fill from `end` on, before this work's, so that a prompt's tiles are those it would have alone.
@@ -316,7 +325,10 @@ class LlamaSession:
         if not work.prompt or work.short or not self._in_tiles or self._continues(length, end):
             return 0
         if length % TILE or (length and not self.aligned):
-            raise ContextFull(f"a prompt cannot be continued at token {length}: the cache had to be put in order")
+            raise ContextFull(
+                f"a prompt cannot be continued at token {length}: the cache had to be put in order, or another of the "
+                "same forward comes before it"
+            )
         return -end % TILE
 
     def moved(self, end: int, aligned: bool) -> None:
@@ -326,6 +338,12 @@ class LlamaSession:
         self._edge, self.aligned = end, aligned
         if self._in_tiles and not self.aligned:
             self._prompt.tokens = 0
+
+    def lost(self) -> None:
+        """Its text has no cells any more."""
+        self.held, self._edge = 0, -1
+        self.marks.clear()
+        self._prompt.rewind(0)
 
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
@@ -394,3 +412,28 @@ class LlamaSession:
             self.rewind(0)
             self._backend.release(self)
         self.ids = []
+
+
+def paddings(
+    sessions: Sequence[LlamaSession], batch: Sequence[Work], cells: Cells, texts: Sequence[LlamaSession]
+) -> list[int]:
+    """Rows of padding before each work, so that prompts have the tiles that they would have alone.
+
+    Args:
+        sessions: of the works.
+        batch: what is evaluated next.
+        cells: where it goes; before the first work copies of cells do for rows.
+        texts: all sessions that are open.
+
+    Raises:
+        ContextFull: a prompt cannot be continued; no text has changed.
+    """
+    if tail := sessions[0].tail(batch[0], cells.end):
+        cells.move(sessions[0], len(sessions[0].token_ids) - tail, texts)
+    end, found = cells.end, list[int]()
+    for session, work in zip(sessions, batch, strict=True):
+        found.append(session.padding_before(work, end))
+        end += found[-1] + session.owed + len(work.token_ids)
+    if found[0] and sessions[0].may_copy and cells.fill(found[0], texts):
+        found[0] = 0
+    return found

@@ -31,7 +31,7 @@ class Sparing:
         self.stop: Stop | None = None
         self.sparing: Sparing | None = self
         self._watched = NodeCallback(self._called)
-        self.callback, self.signals_held = self._watched.callback, self._watched.signals_held
+        self.callback, self.signals = self._watched.callback, self._watched.signals
         self._name_of = ggml_base().ggml_get_name
         self._users: set[bytes] = set()  # nodes: products with chosen experts
         self._before: set[bytes] = set()  # those before them, behind which a padded pass stops

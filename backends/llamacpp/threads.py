@@ -78,18 +78,20 @@ def busy_processors(before: Usage, after: Usage, was_crowded: bool) -> float:
 
 def others_run() -> bool:
     """Whether a thread of another program runs, or could, in this very moment, and in the next."""
-    for look in range(LOOKS):
-        time.sleep(0.002 if look else 0)
-        running = re.search(r"^procs_running (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
-        own = sum(_runs(path) for path in Path("/proc/self/task").iterdir())
-        if running and int(running[1]) <= own:
-            return False
+    try:
+        for look in range(LOOKS):
+            time.sleep(0.002 if look else 0)
+            running = re.search(rb"^procs_running (\d+)", Path("/proc/stat").read_bytes(), re.MULTILINE)
+            if running and int(running[1]) <= sum(_runs(path) for path in Path("/proc/self/task").iterdir()):
+                return False
+    except OSError:  # nobody knows
+        pass
     return True
 
 
 def _runs(task: Path) -> bool:
     try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+        return (task / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
     except OSError:  # it has ended
         return False
 
@@ -123,6 +125,11 @@ class Crowd:
         self._usage, self._changed, self._others_run = usage, changed, others_run
         self._last = usage()
         self._others = 0.0
+        self._pass_ended = 0.0  # the clock
+
+    def pass_ended(self, now: float) -> None:
+        """One of this process's own passes was made; `now` as below."""
+        self._pass_ended = now
 
     def others(self, now: float) -> float:
         """Processors that other programs keep busy; `now` is the monotonic clock's time."""
@@ -132,7 +139,7 @@ class Crowd:
         if usage is None:
             return self._others
         was = self._others > 0
-        others, old = busy_processors(self._last, usage, was), now - self._last.at > 2 * WINDOW
+        others, old = busy_processors(self._last, usage, was), now - max(self._last.at, self._pass_ended) > 2 * WINDOW
         self._others, self._last = 0.0 if others and old and not self._others_run() else others, usage
         if was != (self._others > 0):
             self._changed(not was)

@@ -22,7 +22,7 @@ class LayerWatch:
     def __init__(self, streamer: Streamer) -> None:
         self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
         self._watched = NodeCallback(self._called)
-        self.callback, self.signals_held = self._watched.callback, self._watched.signals_held
+        self.callback, self.signals = self._watched.callback, self._watched.signals
         self.nodes = self._watched.nodes
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
@@ -60,7 +60,7 @@ class LayerWatch:
         if self.error is not None:
             return True
         try:
-            self._watched.obey()
+            self.signals.obey()
             if self.stop and self.stop.is_set:
                 raise Interrupted("the pass was interrupted")
             return self._asked(self._name_of(tensor), tensor)

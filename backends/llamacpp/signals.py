@@ -1,0 +1,43 @@
+"""Ctrl-C while the engine is in a state that must not stay."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Signals:
+    """SIGINT and SIGTERM, held back for a moment."""
+
+    def __init__(self) -> None:
+        self._came: dict[int, Any] = {}  # and the frames they came to
+        self._handlers: dict[int, Any] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, Ctrl-C is noted, and obeyed by `obey` or at the end.
+
+        Python handles a signal where its code goes on. Raised in a function that llama.cpp calls, an exception is lost,
+        and the pass taken for finished; raised between calls that belong together, it leaves half of them undone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        try:
+            for number in self._handlers:
+                signal.signal(number, self._came.__setitem__)
+            yield
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self.obey()
+
+    def obey(self) -> None:
+        """Do what signals ask for that were held; raises KeyboardInterrupt after Ctrl-C."""
+        held = dict(self._came)
+        self._came.clear()
+        for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises
+            self._handlers[number](number, held[number])
