@@ -262,7 +262,7 @@ class Scheduler:
         reading = [slot.generation for slot in wanted(self._slots) if slot.generation and slot.generation.unread]
         for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():
             prompt = job.request.prompt_ids
-            source, shared = slots.best_source(self._slots, prompt)
+            shared = slots.most_shared(self._slots, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
             on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
             while not slots.has_room(self.target.capabilities, self._slots, job.request):
@@ -270,8 +270,7 @@ class Scheduler:
                     return
             if coming <= max(shared, on_disk):
                 self._waiting.remove(job)
-                slot = slots.slot_for(source, shared, [slot for slot in self._slots if slot.job is None])
-                self._begin(job, slot)
+                self._begin(job, slots.slot_for(self.target.capabilities, prompt, self._slots))
                 return
             # else another is just reading what this begins with: it starts from there, a little later
 

@@ -43,19 +43,21 @@ class Slot:
         return self.planner.draft_session if isinstance(self.planner, Drafts) else None
 
 
-def best_source(slots: Sequence[Slot], prompt: Sequence[int]) -> tuple[Slot, int]:
-    """The slot whose text shares most leading tokens with a prompt, and how many."""
-    source = max(slots, key=lambda slot: common_prefix(slot.session.token_ids, prompt))
-    return source, common_prefix(source.session.token_ids, prompt)
+def most_shared(slots: Sequence[Slot], prompt: Sequence[int]) -> int:
+    """Tokens that a prompt begins with and some text, too."""
+    return max(common_prefix(slot.session.token_ids, prompt) for slot in slots)
 
 
-def slot_for(source: Slot, shared: int, idle: Sequence[Slot]) -> Slot:
-    """The idle slot for a prompt that begins with so many of the source's tokens."""
+def slot_for(limits: Capabilities, prompt: Sequence[int], slots: Sequence[Slot]) -> Slot:
+    """The idle slot for a prompt."""
+    source, start = _best_of(limits, prompt[:-1], slots)
+    idle = [slot for slot in slots if slot.job is None]
     empty = [slot for slot in idle if not slot.session.token_ids]
-    held = len(source.session.token_ids)
-    if source.job is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
+    held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
+    if start and source.job is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
         return source
-    return min(empty or [slot for slot in idle if slot is not source] or idle, key=lambda slot: slot.used)
+    others = [slot for slot in idle if slot is not source or not start]
+    return min(empty or others or idle, key=lambda slot: slot.used)
 
 
 def prepare(
@@ -69,7 +71,7 @@ def prepare(
 
     What it loses by that is saved first.
     """
-    in_memory = best_source(slots, prompt)[1] if shelf else 0
+    in_memory = most_shared(slots, prompt) if shelf else 0
     source, start = _best_start(limits, slot, prompt[:-1], slots)
     forks = source is not slot
     held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
@@ -90,13 +92,13 @@ def prepare(
 
 def _best_start(limits: Capabilities, slot: Slot, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
     """The slot to start from, this one unless another is clearly better, and how many tokens need not be read then."""
-    source, most = _best_other(limits, read, slots)
+    source, most = _best_of(limits, read, slots)
     shares = limits.cells is not None and source.job is not None  # `has_room` counts on it
     own = 0 if shares else start_of(limits, slot.session, read)
     return (source, most) if most - own >= WORTH_SHARING else (slot, own)
 
 
-def _best_other(limits: Capabilities, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
+def _best_of(limits: Capabilities, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
     """The slot whose session need not read most of these tokens, and how many; of equal ones what costs least to fork.
 
     A text that begins alike is of no use where its cells were computed in another class.
@@ -143,7 +145,7 @@ def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request) -> b
     active = [_reserved(limits, slot) for slot in slots if slot.job]
     if limits.cells is None or not active:
         return True
-    source, shared = _best_other(limits, request.prompt_ids[:-1], slots)
+    source, shared = _best_of(limits, request.prompt_ids[:-1], slots)
     common = shared - shared % TILE if source.job and shared >= WORTH_SHARING else 0
     return sum(active) + _needed(limits, request) - common <= limits.cells
 
