@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import DatastoreError
-from edgespec.planners.datastore import END, HEADER_SIZE, build, open_datastore, read_texts
+from edgespec.planners.ngrams import END
+from edgespec.planners.datastore import HEADER_SIZE, build, open_datastore, read_texts
 
 
 class LetterVocab:

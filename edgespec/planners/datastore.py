@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 
 from edgespec.backend import Vocab
 from edgespec.errors import DatastoreError
+from edgespec.planners.ngrams import END
 from edgespec.tree import IntArray
 
 MAGIC = "edgespec datastore"
 VERSION = 1
 HEADER_SIZE = 1024
 SNIFF = 8192  # bytes of a file in which a zero byte shows that it is not text
-END = -1  # in continuations: the document ends here
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (0: not known)
 

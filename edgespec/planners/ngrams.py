@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from edgespec.planners.datastore import END
 from edgespec.tree import Source
 
+END = -1  # in continuations: the document ends here
 LONGEST_INPUT = 6  # longest match looked for, in tokens
 
 

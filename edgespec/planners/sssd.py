@@ -27,7 +27,8 @@ import numpy as np
 
 from edgespec.backend import common_prefix
 from edgespec.planners import Context
-from edgespec.planners.datastore import END, Datastore
+from edgespec.planners.ngrams import END
+from edgespec.planners.datastore import Datastore
 from edgespec.planners.ngrams import LONGEST_INPUT, Beside, NgramIndex
 from edgespec.planners.sssd_calibration import WEIGHTS
 from edgespec.tree import DraftTree, Source, root_only
