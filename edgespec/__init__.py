@@ -1,12 +1,12 @@
 """Run language models too big for your machine, with exactly the text they would write alone."""
 
 from edgespec.errors import EdgespecError
-from edgespec.grammar import Grammar, json_object, json_schema, lark, regex
-from edgespec.jobs import Chunk
+from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult, Model, load
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
-from edgespec.tree import Source
+from edgespec.scheduler.requests import Chunk
 
 __version__ = "0.1.0"
 

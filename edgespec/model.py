@@ -12,25 +12,25 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-import edgespec.asking as asking
-from edgespec.backend import Backend, check_room
-from edgespec.crowding import open_best
+import edgespec.scheduler.drive as asking
 from edgespec.errors import UsageError
-from edgespec.grammar import Compiled, Compiler, Grammar
-from edgespec.jobs import Chunk, Ended, Event, Request
-from edgespec.loading import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_pace
+from edgespec.loading.draft_or_memory import open_best
+from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_pace
+from edgespec.loading.targets import check_targets, open_targets
+from edgespec.loop.backend import Backend, check_room
+from edgespec.loop.grammar import Compiled, Compiler, Grammar
+from edgespec.loop.hint_texts import Family
+from edgespec.loop.planner import Planner
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
-from edgespec.planners import Planner
+from edgespec.planners.auto import Pace, new_pace
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
-from edgespec.planners.ngrams import Family
-from edgespec.planners.paced import Pace, new_pace
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.stats import GenerationStats
-from edgespec.targets.coordinator import Targets
-from edgespec.targets.opening import check_targets, open_targets
-from edgespec.text import Message, TextStream, render_chat, user_messages
+from edgespec.scheduler.requests import Chunk, Ended, Event, Request
+from edgespec.scheduler.scheduler import Scheduler
+from edgespec.scheduler.targets.coordinator import Targets
 
 MOST_PARALLEL = 32  # texts at once
 CHARACTERS = 16  # of a token, at most, where many stand in a row: by this a prediction is cut before it is split

@@ -124,7 +124,7 @@ def smollm2_tiny_hf(smollm2_tiny: Path, tmp_path_factory: pytest.TempPathFactory
 
 def converted(gguf: Path, folder: Path) -> Iterator[Path]:
     from edgespec.errors import MissingPackage
-    from edgespec.models.folder_from_gguf import convert
+    from edgespec.models.convert.folder_from_gguf import convert
 
     try:
         convert(gguf, folder, dtype="float32")

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backend import Backend, Logits, Session, Work, prefill
 from edgespec.errors import ContextFull, Interrupted, SessionFileError, UsageError
-from edgespec.tree import nodes_below, parents_among, path_to
+from edgespec.loop.backend import Backend, Logits, Session, Work, prefill
+from edgespec.loop.tree import nodes_below, parents_among, path_to
 
 Factory = Callable[..., Backend]
 CONTEXT, BUDGET = 64, 32

@@ -1,4 +1,4 @@
-"""Small targets that take their time, or die, for tests of `edgespec.targets`."""
+"""Small targets that take their time, or die, for tests of `edgespec.scheduler.targets`."""
 
 import os
 import time
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from threading import Event
 
-from edgespec.backends.reference import ReferenceBackend, random_model
+from benchmarks.dsi_wall import SIZE
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from edgespec.backend import Backend, Logits, Work
 from edgespec.errors import Interrupted
-from edgespec.measure.dsi_wall import SIZE
+from edgespec.loop.backend import Backend, Logits, Work
 
 
 class Slow:

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"context_length": 128, "budget": 16, "exact": "off", 
 
 
 def library(name: str) -> Any:
-    from edgespec.backends.llamacpp.files import ggml_library
+    from edgespec.backends.llamacpp.ggml.files import ggml_library
 
     return ggml_library(name)
 
@@ -50,7 +50,7 @@ def add(endpoint: str) -> None:
 
 def logits(backend: Any) -> Any:
     """Of a prompt, trees, a chain, and after a rewind."""
-    from edgespec.backend import Work, prefill
+    from edgespec.loop.backend import Work, prefill
 
     draw, found = np.random.default_rng(3), list[Any]()
     session = backend.open()
@@ -68,7 +68,9 @@ def logits(backend: Any) -> Any:
 
 def load(path: str, room: int | None = None, **options: Any) -> tuple[Any, dict[str, float]]:
     """A model, and MiB of its weights by where llama.cpp says that they lie; the device has so much memory."""
-    from edgespec.backends.llamacpp import backend, files, memory
+    from edgespec.backends.llamacpp import backend
+    from edgespec.backends.llamacpp.ggml import files
+    from edgespec.backends.llamacpp.memory import planning as memory
 
     real = memory.devices
     if room is not None:
@@ -89,7 +91,7 @@ def load(path: str, room: int | None = None, **options: Any) -> tuple[Any, dict[
 def least(path: str, **options: Any) -> int:
     """The memory that a model needs at least: what the error names."""
     from edgespec.errors import NoRoom
-    from edgespec.weights.machine import parse_size
+    from edgespec.machine.memory import parse_size
 
     try:
         load(path, **options | {"memory": 1})
@@ -123,7 +125,7 @@ def main() -> None:
     if sys.argv[1] == "serve":
         serve()
         return
-    from edgespec.backends.llamacpp.gpu import devices
+    from edgespec.backends.llamacpp.memory.gpu import devices
 
     add(sys.argv[2])
     answers: list[Any] = [[[one.name.partition("[")[0], one.shared, one.free] for one in devices()]]

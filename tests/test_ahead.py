@@ -9,23 +9,23 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.generate import generate_tokens
-from edgespec.jobs import Ended, Request, Wrote
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import Worker
+from edgespec.planners.auto import Pace, PacedPlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.guard import BLOCK, REST, Guard
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import Pace, PacedPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.stats import GenerationStats
+from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
 
 SIZE, PROMPT = 48, [1, 2, 3]
 MODEL = random_model(0, vocab_size=SIZE, sharpness=3.0)

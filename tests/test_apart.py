@@ -9,8 +9,8 @@ from typing import Any
 import contract
 import pytest
 
-from edgespec.backend import Backend
 from edgespec.errors import ModelError, UsageError
+from edgespec.loop.backend import Backend
 
 pytest.importorskip("llama_cpp")
 
@@ -25,7 +25,7 @@ CHECKS = [  # which call everything at least once; starting a process takes a se
 
 
 def load(model: Path, **options: int) -> Backend:
-    from edgespec.backends.llamacpp.apart import load_apart
+    from edgespec.backends.llamacpp.lending.child_process import load_apart
 
     given = {"context_length": 256, "threads": 1} | {name: value for name, value in options.items() if value}
     return load_apart(str(model), [], given, lambda done, total: None)

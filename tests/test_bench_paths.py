@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
-
-from edgespec.measure.paths import Shape, measure, shapes, table
+from benchmarks.paths import Shape, measure, shapes, table
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-paths"
 

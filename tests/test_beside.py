@@ -3,14 +3,15 @@
 import sys
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
+from benchmarks import beside, llama_server
+from benchmarks.beside import Servers, Told
+from benchmarks.typing_ahead import served
+
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.measure import beside, llama_server
-from edgespec.measure.beside import Servers, Told
-from edgespec.measure.typing_ahead import served
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
+from edgespec.machine.memory import parse_size
 from edgespec.models import fit as module
 from edgespec.models.fit import BESIDE, fit
 from edgespec.models.hub import parse
 from edgespec.models.registry import BUILT_IN, Entry, FileFacts, read_models
-from edgespec.weights.machine import parse_size
 
 GB = 10**9
 TARGET, DRAFT = "hf:o/r/big.gguf", "hf:o/r/small.gguf"

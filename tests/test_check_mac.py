@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
+from benchmarks import mac
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.streaming import SlotStore
 from mlx_models import FAMILIES, write_model
 
-from edgespec.measure import mac
-from edgespec.weights import residency
+from edgespec.weights import plan as residency
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from conftest import Run
 
 import edgespec
-from edgespec import backend as backend_module
-from edgespec.backend import choose_backend, load_options
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
+from edgespec.loop import backend as backend_module
+from edgespec.loop.backend import choose_backend, load_options
 
 FOLDER_ENGINES = ["torch", "mlx"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import Run
 
-from edgespec import remembered
+from edgespec.machine import measurements as remembered
 from edgespec.measure.doctor import learned_line
 
 EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.company import Written, equal_texts, write_texts
 
 from edgespec.errors import UsageError
-from edgespec.measure.company import Written, equal_texts, write_texts
-from edgespec.sampling import SamplingParams
+from edgespec.loop.sampling import SamplingParams
 
 PROMPTS = ("Count to five.", "Name a colour.")
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9))

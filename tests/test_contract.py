@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from contract import CHECKS, TREE, Factory, chain_rows, loaded, nodes_below_a_commit, random_tokens, work
-from edgespec.backends import reference
+from edgespec.backends.reference import backend as reference
 
-from edgespec.backend import Backend, Session, prefill
 from edgespec.errors import ModelError
-from edgespec.shapes import Exact, ShapeClass
-from edgespec.tree import nodes_below, path_to
+from edgespec.loop.backend import Backend, Session, prefill
+from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.tree import nodes_below, path_to
 
 
 def reference_factory(folder: Path) -> Factory:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from gguf_files import VOCAB, gguf, write_gguf
 
-from edgespec.backend import Work, load_backend, load_vocab
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.models.folder_from_gguf import convert, read_gguf, write_safetensors
-from edgespec.models.gguf_tokenizer import PATTERNS, build_tokenizer
+from edgespec.loop.backend import Work, load_backend, load_vocab
+from edgespec.models.convert.folder_from_gguf import convert, read_gguf, write_safetensors
+from edgespec.models.convert.gguf_tokenizer import PATTERNS, build_tokenizer
 
 pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed: pip install 'edgespec[convert]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'edgespec[convert]'")
@@ -301,7 +301,7 @@ def test_shards_hold_every_tensor_once_and_load(llama: Tiny, tmp_path: Path) -> 
 
 
 def test_tensors_read_in_pieces_are_whole(llama: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.models.folder_from_gguf.CHUNK", 64 * 7)  # 288 rows are no multiple of 7
+    monkeypatch.setattr("edgespec.models.convert.folder_from_gguf.CHUNK", 64 * 7)  # 288 rows are no multiple of 7
     convert(llama.gguf, tmp_path / "out", dtype="float32")
     file = "model.safetensors"
     assert (tmp_path / "out" / file).read_bytes() == (llama.folder / file).read_bytes()
@@ -461,7 +461,7 @@ def test_float16_that_would_overflow_is_refused(llama: Tiny, tmp_path: Path) -> 
 
 
 def test_a_full_disk_is_seen_before_and_during(llama: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import edgespec.models.folder_from_gguf as module
+    import edgespec.models.convert.folder_from_gguf as module
 
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")

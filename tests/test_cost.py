@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.cost import FLAT, KEPT, STEEP, Curve, PassCost, best_size, chain_goodput, goodput, worth_reading
+from edgespec.planners.cost import FLAT, KEPT, STEEP, Curve, PassCost, best_size, chain_goodput, goodput, worth_reading
 
 
 def line(constant, slope):

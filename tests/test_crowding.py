@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from edgespec import crowding
-from edgespec.loading import close_all, open_backends
+from edgespec.loading import draft_or_memory as crowding
+from edgespec.loading.pair import close_all, open_backends
 from edgespec.models.registry import Entry, find_model
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import DatastoreError
-from edgespec.planners.ngrams import END
+from edgespec.loop.hint_texts import END
 from edgespec.planners.datastore import HEADER_SIZE, build, open_datastore, read_texts
 
 

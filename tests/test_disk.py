@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgespec import remembered
 from edgespec.errors import ModelError
-from edgespec.measure import doctor
-from edgespec.weights import disk
-from edgespec.weights.disk import (
+from edgespec.machine import disk
+from edgespec.machine import measurements as remembered
+from edgespec.machine.disk import (
     BETTER,
     SIZES,
     THREADS,
@@ -23,8 +22,9 @@ from edgespec.weights.disk import (
     recall_reading,
     remember_reading,
 )
-from edgespec.weights.machine import disk_name
-from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.machine.memory import disk_name
+from edgespec.measure import doctor
+from edgespec.weights.plan import Extent, Layer, Plan
 from edgespec.weights.ring import Streamer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="os.preadv is not there")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from edgespec.measure.doctor import Diagnosis, Pass, as_dict, report
-from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.plan import Extent, Layer, Plan
 
 GB = 10**9
 

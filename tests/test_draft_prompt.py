@@ -4,20 +4,20 @@ import time
 from threading import Event
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 
 from test_server import served, stream
 from test_server_tools import TEMPLATE
 
-from edgespec.jobs import Cancelled, Ended, Request, Wrote
+from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
+from edgespec.scheduler.queue import wanted
+from edgespec.scheduler.requests import Cancelled, Ended, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.drafts import MOST_DRAFTS
-from edgespec.server.typed import PREPARED, stable_prefix
-from edgespec.turns import wanted
+from edgespec.server.typing_ahead import PREPARED, stable_prefix
 
 TYPED = "Why is the sky blue, and the sea, and not the grass? " * 3
 PATH = "/edgespec/draft-prompt"

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
 from dsi_models import Slow, SlowSpec
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
-from edgespec import asking
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
-from edgespec.jobs import Request, Wrote
-from edgespec.measure.dsi_wall import SIZE, Recorded, open_places, plain_text
-from edgespec.sampling import SamplingParams
-from edgespec.shapes import Exact, ShapeClass
-from edgespec.stats import GenerationStats
-from edgespec.targets.coordinator import Targets
-from edgespec.targets.guesser import DraftGuesser, Guesser
-from edgespec.targets.places import Place, check_address, processes, threads
-from edgespec.targets.verifier import Task, Verifier, close_own, describe, stop_up_to, verifier_of, verify
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.stats import GenerationStats
+from edgespec.scheduler import drive as asking
+from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.targets.coordinator import Targets
+from edgespec.scheduler.targets.guesser import DraftGuesser, Guesser
+from edgespec.scheduler.targets.places import Place, check_address, processes, threads
+from edgespec.scheduler.targets.verifier import Task, Verifier, close_own, describe, stop_up_to, verifier_of, verify
 
 PROMPT = [0, 5, 9, 3]  # of `Recorded`, too
 TEMPERATURES = (0.0, 0.7, 1.0)

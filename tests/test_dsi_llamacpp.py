@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import UsageError
-from edgespec.targets.opening import check_targets, shares
+from edgespec.loading.targets import check_targets, shares
 
 Run = Callable[..., tuple[int, str, str]]
 

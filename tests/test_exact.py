@@ -8,18 +8,18 @@ from math import inf
 import numpy as np
 import pytest
 from conftest import Run
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from edgespec import exact
-from edgespec.backend import Capabilities, Logits, Work, check_batch, most_nodes, prefill
 from edgespec.errors import UsageError
-from edgespec.exact import Group, choose, comb, find_early, line, price, probe, settle
-from edgespec.generate import generate_tokens
+from edgespec.loading import exact
+from edgespec.loading.exact import Group, choose, comb, find_early, line, price, probe, settle
+from edgespec.loop.backend import Capabilities, Logits, Work, check_batch, most_nodes, prefill
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import Exact, ShapeClass, also_wanted
+from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.shapes import Exact, ShapeClass, also_wanted
-from edgespec.stats import GenerationStats
 
 LIMITS = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0)
 

@@ -12,26 +12,27 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from benchmarks.made_up import Shape, write_made_up
 from conftest import quantised
-from edgespec.backends.llamacpp import attention, cells
+from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
 from edgespec.backends.llamacpp.backend import load
-from edgespec.backends.llamacpp.files import llama_cpp, without_amx
+from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
+from edgespec.backends.llamacpp.memory import attention
 
-from edgespec.backend import Work, prefill, start_of
 from edgespec.errors import UsageError
-from edgespec.exact import find_early, settle
-from edgespec.generate import Generation, generate_tokens
+from edgespec.loading.exact import find_early, settle
+from edgespec.loop.backend import Work, prefill, start_of
+from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.models.made_up import Shape, write_made_up
+from edgespec.planners.auto import PacedPlanner, new_pace
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.shapes import Exact, ShapeClass
-from edgespec.stats import GenerationStats
 
 # llama_ftype in llama.h. SmolLM2's rows of 576 fit no block of 256, but those of its feed-forward, 1536, do.
 KINDS = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "IQ4_XS": 30, "F16": 1, "BF16": 32}

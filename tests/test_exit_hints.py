@@ -8,15 +8,15 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
+from benchmarks.exit_gain import Machine, draft_curve, gains, go_on, read_before, texts
+from benchmarks.exit_report import hint_gains, hint_table
+from benchmarks.exits import How, log_rounds, read_rounds
+from benchmarks.hints import judge, log_hints, read_hints, reweighed, told_late
 from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model
 
-from edgespec.backend import prefill
 from edgespec.errors import UsageError
-from edgespec.measure.exit_gain import Machine, draft_curve, gains, go_on, read_before, texts
-from edgespec.measure.exit_report import hint_gains, hint_table
-from edgespec.measure.exits import How, log_rounds, read_rounds
-from edgespec.measure.hints import judge, log_hints, read_hints, reweighed, told_late
+from edgespec.loop.backend import prefill
 from edgespec.measure.replay import Recording
 
 HOW = How(budget=8, keep=32, depth=6, beam=4, leaves=40, most_passes=40)

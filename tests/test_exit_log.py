@@ -10,11 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
-
-from edgespec.backend import prefill
-from edgespec.errors import UsageError
-from edgespec.measure.exit_gain import (
+from benchmarks.exit_gain import (
     Machine,
     beyond,
     by_seconds,
@@ -31,11 +27,15 @@ from edgespec.measure.exit_gain import (
     tree_of,
     with_next,
 )
-from edgespec.measure.exits import How, log_rounds, read_rounds
+from benchmarks.exits import How, log_rounds, read_rounds
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
+from edgespec.errors import UsageError
+from edgespec.loop.backend import prefill
+from edgespec.loop.tree import make_tree
+from edgespec.loop.verify import walk
 from edgespec.measure.replay import Recording, replay
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.tree import make_tree
-from edgespec.verify import walk
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "exit-log"
 SIZE = 48

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from edgespec.errors import ModelError
-from edgespec.weights import direct
+from edgespec.machine.system import READ_SIZE, memory_step, open_direct, own_buffer, read_unaligned
+from edgespec.weights import direct_io as direct
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer
-from edgespec.weights.residency import Tensor
-from edgespec.weights.system import READ_SIZE, memory_step, open_direct, own_buffer, read_unaligned
+from edgespec.weights.plan import Tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
 

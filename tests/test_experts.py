@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.cost import distinct
+from edgespec.planners.cost import distinct
 from edgespec.weights.experts import (
     ExpertLayer,
     Residents,
@@ -16,7 +16,7 @@ from edgespec.weights.experts import (
     overflows,
     pool_size,
 )
-from edgespec.weights.residency import Tensor
+from edgespec.weights.plan import Tensor
 
 MIB = 1 << 20
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
@@ -12,15 +12,15 @@ from starlette.testclient import TestClient
 from test_server import HELLO, stream
 from test_server_tools import TEMPLATE, TOOLS
 
-from edgespec.jobs import Ended, Foresaw, Request, Wrote
+from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
+from edgespec.planners.auto import PacedPlanner, new_pace
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import CATCH_UP, SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import AHEAD, MOST_AHEAD, Scheduler
+from edgespec.scheduler.requests import Ended, Foresaw, Request, Wrote
+from edgespec.scheduler.scheduler import AHEAD, MOST_AHEAD, Scheduler
 from edgespec.server.app import make_app
 from edgespec.server.texts import Service
 
@@ -64,7 +64,7 @@ def test_what_is_foreseen_changes_no_text(kind, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_draft_like_the_target_foresees_its_text(temperature, monkeypatch):
     """Coupled to the target's noise, also where it is sampled. However busy the machine is: it may take its time."""
-    monkeypatch.setattr("edgespec.scheduler.AHEAD", 1e9)
+    monkeypatch.setattr("edgespec.scheduler.scheduler.AHEAD", 1e9)
     tokens, events = write("specexec", temperature, True)
     done, right = 0, 0
     for event in events:

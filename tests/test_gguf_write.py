@@ -16,16 +16,16 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 import gguf
-from edgespec.backends.llamacpp import imatrix as imatrix_module
-from edgespec.backends.llamacpp.quantise import read_imatrix
+from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
+from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import small_llama
 
-from edgespec.backend import load_vocab
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.models import gguf_write
-from edgespec.models.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
-from edgespec.models.folder_from_gguf import read_gguf
-from edgespec.models.gguf_write import PURPOSES, Recipe, appearing, merge, parse_layers, quantise
+from edgespec.loop.backend import load_vocab
+from edgespec.models.convert import gguf_write
+from edgespec.models.convert.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
+from edgespec.models.convert.folder_from_gguf import read_gguf
+from edgespec.models.convert.gguf_write import PURPOSES, Recipe, appearing, merge, parse_layers, quantise
 
 CONVERT = Path(__file__).parent.parent / "scripts" / "convert"
 
@@ -212,7 +212,7 @@ def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest
 def test_what_is_stopped_leaves_nothing(smollm2: Path, tmp_path: Path, number: signal.Signals) -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from pathlib import Path; from edgespec.models.gguf_write import *\n"
+        "from pathlib import Path; from edgespec.models.convert.gguf_write import *\n"
         f"quantise(Path({str(smollm2)!r}), Path('out.gguf'), Recipe('IQ4_XS'), requantise=True,"
         " progress=lambda *what: print(*what, flush=True))"
     )

@@ -13,19 +13,20 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp import backend as backend_module
-from edgespec.backends.llamacpp import gpu, memory
 from edgespec.backends.llamacpp.backend import load
-from edgespec.backends.llamacpp.files import load_model
-from edgespec.backends.llamacpp.gpu import RESERVE, Device, auto_layers, check_spans, devices, gpu_spans, wired
+from edgespec.backends.llamacpp.ggml.files import load_model
+from edgespec.backends.llamacpp.memory import gpu
+from edgespec.backends.llamacpp.memory import planning as memory
+from edgespec.backends.llamacpp.memory.gpu import RESERVE, Device, auto_layers, check_spans, devices, gpu_spans, wired
 
-from edgespec import loading
-from edgespec.backend import Work, prefill
 from edgespec.errors import NoRoom, UsageError
-from edgespec.loading import open_backends
+from edgespec.loading import pair as loading
+from edgespec.loading.pair import open_backends
+from edgespec.loop.backend import Work, prefill
+from edgespec.machine.memory import left_of
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.machine import left_of
-from edgespec.weights.residency import MARGIN, Plan, Tensor, make_plan
+from edgespec.weights.plan import MARGIN, Plan, Tensor, make_plan
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB

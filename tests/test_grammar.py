@@ -11,23 +11,23 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-import edgespec.asking as asking
-from edgespec.backend import prefill
+import edgespec.scheduler.drive as asking
 from edgespec.errors import UsageError
-from edgespec.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
-from edgespec.jobs import Request, Wrote
+from edgespec.loop.backend import prefill
+from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
+from edgespec.loop.sampling import Noise, SamplingParams, sample
+from edgespec.loop.text import user_messages
+from edgespec.loop.tree import Source, make_tree
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import Noise, SamplingParams, sample
-from edgespec.scheduler import Scheduler
-from edgespec.text import user_messages
-from edgespec.tree import Source, make_tree
+from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
 
 MODEL = random_model(2, vocab_size=258, sharpness=2.0)
 TARGET = ReferenceBackend(MODEL, sessions=3)
@@ -231,7 +231,7 @@ def test_the_command_line(run, tmp_path):
 def test_without_the_package_the_command_is_named():
     script = (
         "import sys; sys.modules['llguidance'] = None\n"
-        "from edgespec.backends.reference import ReferenceVocab\nfrom edgespec.grammar import Compiler\n"
+        "from edgespec.backends.reference.backend import ReferenceVocab\nfrom edgespec.loop.grammar import Compiler\n"
         "from edgespec.errors import MissingPackage\n"
         "try: Compiler(ReferenceVocab(64))\nexcept MissingPackage as error: print(error)"
     )

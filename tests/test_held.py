@@ -5,10 +5,10 @@ from test_pool import pooled, until
 from test_scheduler import PROMPTS, Reader, Recording, alone, backend, planners, run
 
 from edgespec.errors import ModelError, SessionFileError
-from edgespec.jobs import Cancelled, Ended
 from edgespec.planners.none import NonePlanner
-from edgespec.scheduler import Scheduler
-from edgespec.shelf import Shelf
+from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.requests import Cancelled, Ended
+from edgespec.scheduler.scheduler import Scheduler
 
 
 def prepared(scheduler, *asked, hold=0, steps=20, **more):
@@ -74,7 +74,7 @@ def test_a_request_does_not_wait_for_a_prompt_that_nobody_reads():
 
 
 def test_a_held_text_that_gives_way_is_nobodys_answer(monkeypatch):
-    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    monkeypatch.setattr("edgespec.scheduler.session_pool.RESERVED", 4)
     scheduler = Scheduler(pooled(cells=130, context=120), planners("none", 3), budget=4)
     held = prepared(scheduler, 0, 0.7, 1, 100, hold=30, steps=60)
     assert len(held.tokens) >= 30
@@ -172,7 +172,7 @@ def test_a_shelf_that_cannot_tell_the_model_is_done_without(tmp_path, monkeypatc
 
 def shares(scheduler):
     """Cells that all texts take, by the scheduler's count."""
-    from edgespec.slots import taken
+    from edgespec.scheduler.session_pool import taken
 
     return sum(map(taken, scheduler._slots))
 

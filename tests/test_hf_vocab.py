@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
-from edgespec.backends.hf_vocab import HfVocab, experts_of, load_vocab
+from edgespec.backends.common.hf_vocab import HfVocab, experts_of, load_vocab
 from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
 from tokenizers import Tokenizer, decoders, models
 
 from edgespec.errors import ModelError, VocabMismatch
-from edgespec.same_vocab import MAX_PADDING, check_same_vocab
+from edgespec.loop.same_vocab import MAX_PADDING, check_same_vocab
 
 TEXTS = ["to be or not to be", " two  spaces\n\ttab", "žluťoučký kůň, 日本語, 🎉", "a</s>b<|im_end|>", ""]
 
@@ -161,7 +161,7 @@ def test_where_a_package_is_missing_the_extra_of_the_engine_is_named(engine, lib
     pytest.importorskip(library.partition(".")[0])
     script = (
         f"import sys, {library}; sys.modules[{package!r}] = None\n"  # the engine's own library is there, and works
-        "from edgespec.backend import load_vocab\n"
+        "from edgespec.loop.backend import load_vocab\n"
         "from edgespec.errors import MissingPackage\n"
         f"try: load_vocab({engine!r}, 'folder')\n"
         "except MissingPackage as error: print(error)"

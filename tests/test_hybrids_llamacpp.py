@@ -11,28 +11,28 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from benchmarks.made_up import Shape, write_made_up
 from conftest import Run, quantised
 from contract import chain_rows
-from edgespec.backends.llamacpp import memory as llamacpp_memory
-from edgespec.backends.llamacpp import paths
+from edgespec.backends.llamacpp import recurrent as paths
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from hybrid_files import ARCHITECTURES, write_hybrid
 from test_lossless_llamacpp import SAMPLINGS, loaded, write
 from test_made_up import tokenizer  # noqa: F401, a fixture
 from test_offload_llamacpp import least_memory
 
-from edgespec.backend import Work, prefill
 from edgespec.errors import Interrupted, UsageError
-from edgespec.generate import Generation, generate_tokens
+from edgespec.loop.backend import Work, prefill
+from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain
-from edgespec.models.made_up import Shape, write_made_up
-from edgespec.paths import MOST_OWED
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.path_cost import MOST_OWED
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
 from edgespec.weights import ring
 
 Q4_1 = 3

@@ -14,8 +14,8 @@ from mlx_models import HYBRIDS, write_model
 from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
 
-from edgespec.backend import Work, prefill
-from edgespec.exact import settle
+from edgespec.loading.exact import settle
+from edgespec.loop.backend import Work, prefill
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

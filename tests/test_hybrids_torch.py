@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 from contract import chain_rows
-from edgespec.backends.path_states import Lane, states_of
+from edgespec.backends.common.path_states import Lane, states_of
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.offload import HostCopies
 from edgespec.backends.torch.paths import groups, state_bytes
@@ -18,8 +18,8 @@ from hf_models import HYBRIDS, MAMBA, SMALL, perturbed, save, tiny_model, transf
 from test_lossless_torch import OPTIONS, SAMPLINGS, check_lossless
 from test_torch import memory_for
 
-from edgespec.backend import Capabilities, Work, prefill
 from edgespec.errors import ModelError
+from edgespec.loop.backend import Capabilities, Work, prefill
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

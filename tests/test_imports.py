@@ -21,7 +21,7 @@ HEAVY += [
 
 
 def test_importing_the_package_imports_no_engine() -> None:
-    modules = "edgespec, edgespec.cli.commands, edgespec.models.folder_from_gguf"
+    modules = "edgespec, edgespec.cli.commands, edgespec.models.convert.folder_from_gguf"
     script = f"import {modules}, sys; print([name for name in {HEAVY} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"
@@ -103,21 +103,21 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 def test_pure_parts_import_only_numpy_and_each_other() -> None:
     allowed = {"numpy", "numpy.typing", "collections", "collections.abc", "dataclasses", "enum", "math", "typing"}
-    pure = {"edgespec.tree", "edgespec.sampling", "edgespec.errors", "edgespec.verify"}
+    pure = {"edgespec.loop.tree", "edgespec.loop.sampling", "edgespec.errors", "edgespec.loop.verify"}
     for name in ("tree", "sampling", "verify", "errors"):
         assert imports(ROOT / "edgespec" / f"{name}.py") <= allowed | pure
 
 
 def test_planners_know_no_engine_and_no_loop() -> None:
     for path in (ROOT / "edgespec" / "planners").glob("*.py"):
-        forbidden = {"ctypes", "torch", "mlx", "llama_cpp", "edgespec.generate", "edgespec.model"}
+        forbidden = {"ctypes", "torch", "mlx", "llama_cpp", "edgespec.loop.generate", "edgespec.model"}
         assert not imports(path) & forbidden, path
 
 
 def test_a_missing_engine_is_named_with_its_command() -> None:
     script = (
         "import sys; sys.modules['llama_cpp'] = None\n"
-        "from edgespec.backend import load_backend\nfrom edgespec.errors import MissingPackage\n"
+        "from edgespec.loop.backend import load_backend\nfrom edgespec.errors import MissingPackage\n"
         "try: load_backend('llamacpp', 'model.gguf')\nexcept MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -10,11 +10,11 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.context import KV_TYPES, ContextSize
-from edgespec.backends.llamacpp.files import ggml_base
-from edgespec.backends.llamacpp.memory import MIN_NODES, memory_needs
+from edgespec.backends.llamacpp.ggml.files import ggml_base
+from edgespec.backends.llamacpp.memory.planning import MIN_NODES, memory_needs
 
-from edgespec.backend import prefill
 from edgespec.errors import ModelError, UsageError
+from edgespec.loop.backend import prefill
 
 TEXT = list(range(5, 45))
 

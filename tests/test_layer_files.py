@@ -15,7 +15,7 @@ from edgespec.backends.mlx.memory import find_layout
 from mlx_models import FAMILIES, write_model
 
 from edgespec.errors import ModelError
-from edgespec.models.layer_files import PAGE, write_layer_files
+from edgespec.models.convert.layer_files import PAGE, write_layer_files
 from edgespec.models.safetensors_header import read_safetensors_header
 
 

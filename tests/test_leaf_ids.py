@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from contract import check_nodes, check_session, loaded, raises, random_tokens, work
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from test_contract import llamacpp_factory
 
-from edgespec.backend import prefill
 from edgespec.errors import ContextFull
+from edgespec.loop.backend import prefill
 
 
 def test_ids_go_where_leaves_are(smollm2_tiny):

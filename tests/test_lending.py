@@ -38,7 +38,7 @@ def test_it_listens_where_llamacpp_can(run: Run, host: str) -> None:
 @pytest.mark.parametrize("address", ["studio", "studio:", ":50052", "studio:many", ""])
 def test_a_lender_has_a_host_and_a_port(address: str) -> None:
     pytest.importorskip("llama_cpp")
-    from edgespec.backends.llamacpp.lending import check_lender
+    from edgespec.backends.llamacpp.lending.rpc import check_lender
 
     from edgespec.errors import UsageError
 
@@ -47,7 +47,7 @@ def test_a_lender_has_a_host_and_a_port(address: str) -> None:
 
 
 def test_a_build_without_rpc_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, smollm2_tiny: Path) -> None:
-    from edgespec.backends.llamacpp import lending
+    from edgespec.backends.llamacpp.lending import rpc as lending
 
     monkeypatch.setattr(lending, "has_rpc", lambda: False)
     for command in (["lend", "--port", "0"], ["run", str(smollm2_tiny), "Hello", "--lender", "127.0.0.1:1"]):
@@ -59,9 +59,9 @@ def test_a_build_without_rpc_is_one_line(run: Run, monkeypatch: pytest.MonkeyPat
 
 def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:
     pytest.importorskip("llama_cpp")
-    from edgespec.backends.llamacpp.lending import choose_lent
+    from edgespec.backends.llamacpp.lending.rpc import choose_lent
 
-    from edgespec.weights.residency import Tensor
+    from edgespec.weights.plan import Tensor
 
     layer, head = 1 << 20, 1 << 19
     names = ["token_embd.weight", *(f"blk.{i}.ffn_up.weight" for i in range(10)), "output.weight"]

@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from benchmarks.order import Recorded, compare, read_answers, simulate, words_of
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
-from edgespec.jobs import Ended, Request
-from edgespec.lengths import LATEST, Lengths, urgency
-from edgespec.measure.order import Recorded, compare, read_answers, simulate, words_of
+from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
+from edgespec.scheduler.lengths import LATEST, Lengths, urgency
+from edgespec.scheduler.requests import Ended, Request
+from edgespec.scheduler.scheduler import Scheduler
 
 SHORT, LONG = [5, 9, 11, 13], [5, 20, 21, 22]  # prompts; 5 is in all of them
 

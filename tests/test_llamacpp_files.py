@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp import backend
-from edgespec.backends.llamacpp.files import without_amx
+from edgespec.backends.llamacpp.ggml.files import without_amx
 
 from edgespec.errors import ModelError
 

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp import backend as llamacpp
-from edgespec.backends.llamacpp import threads
-from edgespec.backends.llamacpp.files import ggml_library
-from edgespec.backends.llamacpp.threads import (
+from edgespec.backends.llamacpp.ggml.files import ggml_library
+from edgespec.backends.llamacpp.memory import threads
+from edgespec.backends.llamacpp.memory.threads import (
     CALM,
     CROWDED,
     SPLIT_CELLS,
@@ -26,7 +26,7 @@ from edgespec.backends.llamacpp.threads import (
     threads_for,
 )
 
-from edgespec.backend import Work, prefill
+from edgespec.loop.backend import Work, prefill
 
 STAT = """\
 cpu  111 222 333 444 555 666 777 888 0 0

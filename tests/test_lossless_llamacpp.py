@@ -22,19 +22,19 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from conftest import Q2_K, quantised
 from edgespec.backends.llamacpp.backend import load
 
-from edgespec.backend import prefill
 from edgespec.errors import ContextFull, ModelError
-from edgespec.generate import generate_tokens
-from edgespec.jobs import Ended, Request
+from edgespec.loop.backend import prefill
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
+from edgespec.planners.auto import PacedPlanner, new_pace
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.stats import GenerationStats
+from edgespec.scheduler.requests import Ended, Request
+from edgespec.scheduler.scheduler import Scheduler
 
 PROMPTS = ["The three most important rivers of Europe are", "def is_prime(n):\n    ", "Once upon a time, a fox"]
 SAMPLINGS = [

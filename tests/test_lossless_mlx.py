@@ -10,15 +10,15 @@ import mlx.core as mx
 from edgespec.backends.mlx.backend import load
 from mlx_models import FAMILIES, write_model
 
-from edgespec.generate import generate_tokens
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
-from edgespec.models.folder_from_gguf import convert
+from edgespec.models.convert.folder_from_gguf import convert
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
 
 SAMPLINGS = [
     SamplingParams(),

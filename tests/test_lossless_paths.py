@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 from contract import chain_rows
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless_reference import PLANNERS, samplings, tokens, write
 
-from edgespec.backend import Work, prefill
+from edgespec.loop.backend import Work, prefill
+from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.sampling import SamplingParams
 
 MODEL = random_model(1, vocab_size=48, layers=3, recurrent=True)
 

@@ -5,21 +5,21 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from edgespec.backends.reference import Model, ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import Model, ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backend import Backend
 from edgespec.errors import ContextFull
-from edgespec.generate import Generation, generate_tokens
-from edgespec.planners import Context, Planner
+from edgespec.loop.backend import Backend
+from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.planners.auto import PacedPlanner, new_pace
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import Noise, SamplingParams
-from edgespec.stats import GenerationStats
 
 SIZE = 48
 MODELS = [random_model(seed, vocab_size=SIZE, sharpness=sharpness) for seed, sharpness in enumerate([1.5, 3.0, 6.0])]

@@ -12,13 +12,13 @@ from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
-from edgespec.generate import generate_tokens
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
 
 SAMPLINGS = [
     SamplingParams(),

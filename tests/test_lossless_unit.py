@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.measure.lossless import explain, first_divergence, is_tie, plain_logits, replay
-from edgespec.sampling import Noise, SamplingParams, sample
 
 SIZE = 12
 filters = st.fixed_dictionaries(

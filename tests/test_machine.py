@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.weights import machine
-from edgespec.weights.machine import (
+from edgespec.machine import memory as machine
+from edgespec.machine.memory import (
     available_memory,
     disk_bandwidth,
     file_system,
@@ -28,7 +28,7 @@ from edgespec.weights.machine import (
     parse_size,
     private_memory,
 )
-from edgespec.weights.system import HUGE, READ_SIZE, open_direct, read_buffer
+from edgespec.machine.system import HUGE, READ_SIZE, open_direct, read_buffer
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -281,7 +281,7 @@ def test_modules_can_be_imported_on_windows() -> None:
         "for name in list(vars(mmap)):\n"
         "    if name.startswith(('MAP_', 'PROT_', 'MADV_')): delattr(mmap, name)\n"
         "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
-        "import edgespec.weights.machine, edgespec.weights.residency, edgespec.weights.ring, edgespec.weights.system\n"
+        "import edgespec.machine.memory, edgespec.weights.plan, edgespec.weights.ring, edgespec.machine.system\n"
         "import edgespec.measure.doctor, edgespec.cli.commands\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

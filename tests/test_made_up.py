@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from benchmarks.made_up import Shape, write_made_up
 from gguf_files import VOCAB, byte_level_vocab, gguf
 
-from edgespec.backend import Work, load_backend, load_vocab
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.models.made_up import Shape, write_made_up
+from edgespec.loop.backend import Work, load_backend, load_vocab
 
 TINY = Shape(layers=3, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=100)
 

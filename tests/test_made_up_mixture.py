@@ -9,16 +9,16 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
+from benchmarks.made_up_mixture import Experts, write_mixture
 from conftest import quantised
 from edgespec.backends.llamacpp.backend import load
-from edgespec.backends.llamacpp.memory import all_tensors, find_layers
+from edgespec.backends.llamacpp.memory.planning import all_tensors, find_layers
 from gguf_files import small_llama
 
-from edgespec.backend import Work
 from edgespec.errors import EdgespecError, ModelError, UsageError
-from edgespec.models import gguf_write
+from edgespec.loop.backend import Work
+from edgespec.models.convert import gguf_write
 from edgespec.models.gguf_header import own_values
-from edgespec.models.made_up_mixture import Experts, write_mixture
 
 Q8_0, Q4_K_M, F16 = 7, 15, 1
 CHAIN = [5, 80, 33, 120, 7, 64]

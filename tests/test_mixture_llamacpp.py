@@ -16,26 +16,26 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
-from edgespec.backends.llamacpp import ggml_tensor
-from edgespec.backends.llamacpp import memory as llamacpp_memory
-from edgespec.backends.llamacpp import mixture as llamacpp_mixture
-from edgespec.backends.llamacpp import sparing as llamacpp_sparing
+from benchmarks.routing import record
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
-from edgespec.backends.llamacpp.ggml_tensor import GgmlTensor, is_known
+from edgespec.backends.llamacpp.ggml import ggml_tensor
+from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_known
+from edgespec.backends.llamacpp.memory import mixture as llamacpp_mixture
+from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
+from edgespec.backends.llamacpp.memory import skip_padding as llamacpp_sparing
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
-from edgespec.backend import Work, prefill
 from edgespec.errors import ModelError, UsageError
-from edgespec.exact import settle
-from edgespec.generate import generate_tokens
-from edgespec.measure.routing import record
+from edgespec.loading.exact import settle
+from edgespec.loop.backend import Work, prefill
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
-from edgespec.weights import direct
+from edgespec.weights import direct_io as direct
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
 __all__ = ["mixtures"]

@@ -23,9 +23,9 @@ from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 from mlx_models import FAMILIES, SHARED, write_model
 
-from edgespec.backend import prefill
 from edgespec.errors import ModelError, UsageError
-from edgespec.sampling import top_of_rows
+from edgespec.loop.backend import prefill
+from edgespec.loop.sampling import top_of_rows
 
 CHECKS = [
     contract.tree_equals_chains,
@@ -351,7 +351,7 @@ def test_options_out_of_range(llama, options):
 def test_without_mlx():
     script = (
         "import sys; sys.modules['mlx_lm'] = None\n"
-        "from edgespec.backend import load_backend\n"
+        "from edgespec.loop.backend import load_backend\n"
         "from edgespec.errors import MissingPackage\n"
         "try: load_backend('mlx', 'folder')\n"
         "except MissingPackage as error: print(error)"

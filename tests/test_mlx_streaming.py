@@ -25,11 +25,11 @@ from edgespec.backends.mlx.streaming import SlotStore, address
 from mlx.utils import tree_flatten
 from mlx_models import FAMILIES, write_model
 
-from edgespec.backend import prefill
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.weights import residency
-from edgespec.weights.machine import private_memory
-from edgespec.weights.residency import make_plan
+from edgespec.loop.backend import prefill
+from edgespec.machine.memory import private_memory
+from edgespec.weights import plan as residency
+from edgespec.weights.plan import make_plan
 
 LAYERS = 7
 DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"

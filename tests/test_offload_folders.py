@@ -5,12 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.offload import text_summary
+from benchmarks.offload_folders import Folder, parse_folder, weight_bytes
+from benchmarks.offload_tables import folder_table
+from benchmarks.offload_worker import MLX_LM, Task, measure
 
 from edgespec.errors import UsageError
-from edgespec.measure.offload import text_summary
-from edgespec.measure.offload_folders import Folder, parse_folder, weight_bytes
-from edgespec.measure.offload_tables import folder_table
-from edgespec.measure.offload_worker import MLX_LM, Task, measure
 
 
 @pytest.fixture

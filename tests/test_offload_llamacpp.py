@@ -25,26 +25,27 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 import llama_cpp
 from conftest import Run
 from edgespec.backends.llamacpp import backend as llamacpp_backend
-from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
 from edgespec.backends.llamacpp.context import ContextSize
-from edgespec.backends.llamacpp.memory import MIN_NODES
+from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
+from edgespec.backends.llamacpp.memory.planning import MIN_NODES
 
-from edgespec import exact as exact_module
-from edgespec.backend import Work, prefill
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.generate import generate_tokens
-from edgespec.loading import open_backends
+from edgespec.loading import exact as exact_module
+from edgespec.loading.pair import open_backends
+from edgespec.loop.backend import Work, prefill
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.machine import disk
+from edgespec.machine.memory import parse_size
 from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
-from edgespec.weights import disk, ring
+from edgespec.weights import ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
-from edgespec.weights.machine import parse_size
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -780,9 +781,9 @@ import ctypes, re, resource, sys
 from pathlib import Path
 from edgespec.backends.llamacpp import memory as llamacpp_memory
 from edgespec.backends.llamacpp.backend import load
-from edgespec.backend import prefill
+from edgespec.loop.backend import prefill
 from edgespec.errors import UsageError
-from edgespec.weights.machine import parse_size
+from edgespec.machine.memory import parse_size
 
 llamacpp_memory.private_memory = lambda: 0  # it grows with every load
 

@@ -10,10 +10,10 @@ from conftest import Run
 
 import edgespec
 from edgespec.errors import ModelError
+from edgespec.loop.sampling import SamplingParams
 from edgespec.models.gguf_header import header_values
 from edgespec.models.own_sampling import GGUF_NAMES, GGUF_PREFIX, choose_sampling, own_sampling
 from edgespec.models.registry import Defaults
-from edgespec.sampling import SamplingParams
 
 FLOAT32, INT32, STRING, LIST = 6, 5, 8, 9  # gguf_type in ggml's gguf.h
 

@@ -6,17 +6,15 @@ from dataclasses import replace
 import hypothesis
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from edgespec.cost import FLAT, STEEP, PassCost
-from edgespec.generate import Generation, generate_tokens
-from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.choice import make_planner
-from edgespec.planners.drafting import agreed
-from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import (
+from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import Source, make_tree
+from edgespec.planners.auto import (
     BELIEF,
     FURTHER,
     PATIENCE,
@@ -28,11 +26,13 @@ from edgespec.planners.paced import (
     Share,
     new_pace,
 )
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.choice import make_planner
+from edgespec.planners.cost import FLAT, STEEP, PassCost
+from edgespec.planners.drafting import agreed
+from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
-from edgespec.tree import Source, make_tree
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
 PROMPT = [1, 2, 3, 4, 1, 2, 3]

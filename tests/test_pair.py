@@ -17,7 +17,8 @@ import gguf
 from gguf_files import byte_level_vocab, sentencepiece_vocab
 
 from edgespec.errors import EdgespecError, RegistryError, UsageError
-from edgespec.loading import close_all, open_backends
+from edgespec.loading.pair import close_all, open_backends
+from edgespec.loop.text import user_messages
 from edgespec.measure import pair as pair_module
 from edgespec.measure import pair_report, recording
 from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair, without_disturbance
@@ -28,7 +29,6 @@ from edgespec.measure.replay import replay
 from edgespec.model import Model
 from edgespec.models.registry import Entry, find_model, read_models
 from edgespec.planners.choice import make_planner
-from edgespec.text import user_messages
 
 GB = 10**9
 Edit = Callable[[Any], object]

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.backend import Backend, Work, load_backend, prefill
-from edgespec.generate import generate_tokens
+from edgespec.loop.backend import Backend, Work, load_backend, prefill
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.none import NonePlanner
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
 
 PAIRS = [("llamacpp", "torch"), ("llamacpp", "mlx"), ("torch", "mlx")]
 STORY = "The lighthouse keeper wrote down the weather, every ship that passed, and what the gulls had stolen from him. "

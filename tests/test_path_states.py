@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.path_states import Lane, PathStates, Rectangle, most_paths, states_of
+from edgespec.backends.common.path_states import Lane, PathStates, Rectangle, most_paths, states_of
 
-from edgespec.backend import Work
-from edgespec.paths import ALWAYS, MOST_OWED, MOST_OWED_IN_MEMORY
+from edgespec.loop.backend import Work
+from edgespec.planners.path_cost import ALWAYS, MOST_OWED, MOST_OWED_IN_MEMORY
 
 TEXT = list(range(100, 110))
 PARENTS = [-1, 0, 0, 1]

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from edgespec.backend import Capabilities
-from edgespec.batches import plan_trees
-from edgespec.cost import Curve, split
-from edgespec.paths import Path, States, best_part, paths_of, rows_added, rows_of, step_from
-from edgespec.tree import best_nodes, make_tree
+from edgespec.loop.backend import Capabilities
+from edgespec.loop.tree import best_nodes, make_tree
+from edgespec.planners.cost import Curve, split
+from edgespec.planners.path_cost import Path, States, best_part, paths_of, rows_added, rows_of, step_from
+from edgespec.scheduler.batch import plan_trees
 
 TREE = [-1, 0, 0, 1, 1, 2]
 

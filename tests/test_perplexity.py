@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from benchmarks.perplexity import perplexity
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from edgespec.backend import Work
 from edgespec.errors import UsageError
-from edgespec.measure.perplexity import perplexity
+from edgespec.loop.backend import Work
 
 
 def test_a_text_in_two_pieces() -> None:

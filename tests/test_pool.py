@@ -6,17 +6,17 @@ from threading import Event
 from time import monotonic, sleep
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, play, run
 
-from edgespec.jobs import Wrote
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler import Scheduler
-from edgespec.shelf import Shelf
+from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.requests import Wrote
+from edgespec.scheduler.scheduler import Scheduler
 
 
 def pooled(cells=None, spare_leaves=None, slots=3, shape="any", kind=Recording, context=300):
@@ -76,7 +76,7 @@ def test_idle_texts_give_way_and_the_oldest_first():
 
 
 def test_texts_that_grow_beyond_their_share_end_but_never_all(monkeypatch):
-    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    monkeypatch.setattr("edgespec.scheduler.session_pool.RESERVED", 4)
     target = pooled(cells=130, context=120)
     scheduler = Scheduler(target, planners("none", 3), budget=4)
     readers = [Reader(scheduler, 0, 0.7, seed, 100) for seed in range(3)]
@@ -101,7 +101,7 @@ def growing():
 
 def test_a_text_that_ends_for_lack_of_room_is_told_whole(monkeypatch):
     """What may become a stop string, and half a character, as if no more tokens had been wanted."""
-    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    monkeypatch.setattr("edgespec.scheduler.session_pool.RESERVED", 4)
     options, held = {"max_tokens": 90, "temperature": 0.9}, set()
     for seed in range(8):
         with growing() as model:
@@ -121,7 +121,7 @@ def test_a_text_that_ends_for_lack_of_room_is_told_whole(monkeypatch):
 
 
 def test_a_task_is_told_it_too(monkeypatch):
-    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    monkeypatch.setattr("edgespec.scheduler.session_pool.RESERVED", 4)
     options = {"max_tokens": 90, "temperature": 0.9}
     with growing() as model:
         expected = [one.text for one in model.branch("hello", 2, seed=0, **options)]

@@ -1,15 +1,15 @@
 """What a text may be foretold from besides itself: a predicted answer, and what its siblings write."""
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
+from edgespec.loop.hint_texts import LONGEST_INPUT, Family
+from edgespec.loop.tree import Source
 from edgespec.model import CHARACTERS, Model
-from edgespec.planners.ngrams import LONGEST_INPUT, Family
+from edgespec.planners.auto import PacedPlanner, new_pace
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PacedPlanner, new_pace
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.tree import Source
 
 PROMPT = "to be or not to be, that is the question; " * 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec import remembered
+from edgespec.machine import measurements as remembered
 
 FOLDERS = ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA")  # where a system looks for the user's cache
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
-from edgespec.weights.machine import parse_size
-from edgespec.weights.residency import (
+from edgespec.machine.memory import parse_size
+from edgespec.weights.plan import (
     MORE_SLOTS,
     PART,
     SLOTS,

@@ -11,7 +11,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from edgespec.backends.reference import random_model
+from edgespec.backends.reference.backend import random_model
 
 TEXT = "the keeper wrote down the weather every morning and every evening he read it out "
 

@@ -4,15 +4,24 @@ import math
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
-from edgespec.generate import generate_tokens
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import (
+    Noise,
+    SamplingParams,
+    adjust,
+    candidates,
+    log_sum_exp,
+    sample,
+    top_ids,
+    top_log_probs,
+)
+from edgespec.loop.stats import GenerationStats
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.sampling import Noise, SamplingParams, adjust, candidates, log_sum_exp, sample, top_ids, top_log_probs
-from edgespec.stats import GenerationStats
 
 seeds = st.integers(0, 2**32)
 
@@ -304,7 +313,7 @@ def test_speculative_text_follows_the_targets_distribution():
 
 def joint_logits(target, session, prompt, size):
     """Logits [1 + size, V] after the prompt, and after the prompt and each token."""
-    from edgespec.backend import Work, prefill
+    from edgespec.loop.backend import Work, prefill
 
     prefill(target, session, prompt[:-1])
     tokens, parents = np.array([prompt[-1], *range(size)], np.int32), np.array([-1] + [0] * size, np.int32)

@@ -7,15 +7,15 @@ from time import time
 
 import pytest
 from contract import check_session, random_tokens
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
-from edgespec import saved
-from edgespec.backend import prefill
 from edgespec.errors import SessionFileError
+from edgespec.loop import session_files as saved
+from edgespec.loop.backend import prefill
+from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.model import Model
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.shapes import Exact, ShapeClass
-from edgespec.shelf import Shelf
+from edgespec.scheduler.disk_cache import Shelf
 
 MODEL = random_model(4)
 

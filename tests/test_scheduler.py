@@ -13,27 +13,27 @@ from time import sleep
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, ReferenceSession, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import edgespec.asking as asking
-from edgespec.backend import prefill
-from edgespec.cost import Curve, goodput, split
+import edgespec.scheduler.drive as asking
 from edgespec.errors import ContextFull, ModelError, UsageError
-from edgespec.generate import generate_tokens
-from edgespec.jobs import Cancelled, Closed, Ended, Reading, Request, Wrote
+from edgespec.loop.backend import prefill
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.hint_texts import Family
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.pieces import TILE, PromptPieces
-from edgespec.planners.ngrams import Family
+from edgespec.planners.auto import PLAIN, PacedPlanner, new_pace
+from edgespec.planners.cost import Curve, goodput, split
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PLAIN, PacedPlanner, new_pace
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.shapes import Exact, ShapeClass
-from edgespec.stats import GenerationStats
+from edgespec.scheduler.prompt_chunks import TILE, PromptPieces
+from edgespec.scheduler.requests import Cancelled, Closed, Ended, Reading, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
 
 CONTEXT = 300
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
@@ -720,7 +720,7 @@ class TestModel:
 
     def test_a_program_may_end_in_the_middle(self):
         script = (
-            "import threading\nfrom edgespec.backends.reference import ReferenceBackend, random_model\n"
+            "import threading\nfrom edgespec.backends.reference.backend import ReferenceBackend, random_model\n"
             "from edgespec.model import Model\nfrom edgespec.planners.none import NonePlanner\n"
             "model = Model(ReferenceBackend(random_model(2, vocab_size=258)), NonePlanner())\n"
             "model.scheduler.start()\nchunks = model.stream('hello', max_tokens=400)\nprint(next(chunks).token_id)"

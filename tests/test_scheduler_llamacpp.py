@@ -8,17 +8,17 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from benchmarks.made_up import Shape, write_made_up
 from edgespec.backends.llamacpp.backend import load
 
-from edgespec.exact import settle
-from edgespec.jobs import Request, Wrote
-from edgespec.models.made_up import Shape, write_made_up
+from edgespec.loading.exact import settle
+from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.shelf import Shelf
-from edgespec.slots import forget
+from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
+from edgespec.scheduler.session_pool import forget
 
 TEXT = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 20
 PROMPTS = [TEXT[:40], TEXT[:900], f"{TEXT[:700]}Or not.", TEXT[30:1000], f"{TEXT[:1200]}He did."]

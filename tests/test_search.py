@@ -2,18 +2,18 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
-from edgespec.generate import generate_tokens
-from edgespec.jobs import Request
-from edgespec.planners import Context
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.search import COMMITTED, NOT_READ, Search
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.sampling import Noise, SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.stats import GenerationStats
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.scheduler import Scheduler
 
 SIZE = 48
 MODEL = random_model(0, vocab_size=SIZE, sharpness=3.0)

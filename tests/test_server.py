@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("httpx", reason="httpx is not installed")
@@ -17,17 +17,17 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from edgespec.jobs import Request as Wanted
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
+from edgespec.scheduler.requests import Request as Wanted
 from edgespec.server import texts
+from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, make_app
 from edgespec.server.chat import ChatBody
 from edgespec.server.errors import Refused
-from edgespec.server.guard import Guard
 from edgespec.server.texts import MOST_BODY, Service
-from edgespec.tree import Source
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -246,7 +246,7 @@ class TestMessages:
 
     def test_stop_sequences_and_counts(self, client):
         text = client.post("/v1/messages", json=self.BODY | {"seed": 4}).json()["content"][0]["text"]
-        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["@@", text[5:7]]}).json()
+        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["", text[5:7]]}).json()
         assert answer["stop_reason"] == "stop_sequence"
         assert answer["stop_sequence"] == text[5:7]
         counted = client.post("/v1/messages/count_tokens", json=HELLO).json()["input_tokens"]
@@ -629,7 +629,7 @@ def test_silence_is_filled_with_pings():
 
 
 def test_what_was_held_back_is_sent_where_the_pool_is_too_small(monkeypatch):
-    monkeypatch.setattr("edgespec.slots.RESERVED", 4)
+    monkeypatch.setattr("edgespec.scheduler.session_pool.RESERVED", 4)
     body = {"prompt": "hello", "n": 2, "max_tokens": 90, "temperature": 0.9, "seed": 3}
     with served(context=120) as client:
         client.model.target.capabilities = replace(client.model.target.capabilities, cells=100)

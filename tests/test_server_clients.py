@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
@@ -225,7 +225,7 @@ class TestCommand:
 
     def test_signals_end_it_cleanly(self, tmp_path):
         """The first refuses what is new, the second ends what is written, with an error that its reader is told."""
-        from edgespec.backends.reference import random_model
+        from edgespec.backends.reference.backend import random_model
 
         model = random_model(2, vocab_size=258)
         model.unembedding[1] = 0

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from edgespec.backends.reference import ReferenceVocab
+from edgespec.backends.reference.backend import ReferenceVocab
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +16,12 @@ from test_server_forms import SCHEMA, pieces
 from test_server_tools import TEMPLATE, TOOLS, check
 
 from edgespec.errors import UsageError
-from edgespec.grammar import Compiler, json_schema
+from edgespec.loop.grammar import Compiler, json_schema
+from edgespec.server.call_formats import FORMS, MARKER, Thought, form_of
 from edgespec.server.channels import ANALYSIS, FINAL, Channels, comes_in_channels
-from edgespec.server.forced import after_thought, call_grammar, is_text
-from edgespec.server.forms import FORMS, MARKER, Thought, form_of
+from edgespec.server.constrained import after_thought, call_grammar, is_text
+from edgespec.server.parse_output import Regions, types_of
 from edgespec.server.prompts import settled
-from edgespec.server.regions import Regions, types_of
 
 FUNCTION = {
     "name": "look_up",

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from test_server import HELLO, served, stream
 from test_server_tools import TEMPLATE
 
-from edgespec.grammar import Compiler, json_schema, lark, regex
-from edgespec.server.forced import after_thought
-from edgespec.server.forms import FORMS, HERMES, Call, Thought, form_of, shown_ids, thinking_of
-from edgespec.server.regions import Regions, types_of
-from edgespec.text import TextStream
+from edgespec.loop.grammar import Compiler, json_schema, lark, regex
+from edgespec.loop.text import TextStream
+from edgespec.server.call_formats import FORMS, HERMES, Call, Thought, form_of, shown_ids, thinking_of
+from edgespec.server.constrained import after_thought
+from edgespec.server.parse_output import Regions, types_of
 
 FUNCTIONS = [
     {"name": "f", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}},

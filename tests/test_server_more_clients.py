@@ -116,7 +116,7 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
     from edgespec.server.chat import ChatBody, CompletionBody
     from edgespec.server.messages import CountBody, MessagesBody
     from edgespec.server.responses import ResponsesBody
-    from edgespec.server.typed import DraftBody
+    from edgespec.server.typing_ahead import DraftBody
 
     bodies = {
         ("POST", "/v1/chat/completions"): ChatBody,

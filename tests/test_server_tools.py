@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from edgespec.backends.reference import CHAT_TEMPLATE
+from edgespec.backends.reference.backend import CHAT_TEMPLATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +12,8 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from test_server import HELLO, served, stream
 
-from edgespec.server.forms import HERMES, Call
-from edgespec.server.regions import Regions, calls_of
+from edgespec.server.call_formats import HERMES, Call
+from edgespec.server.parse_output import Regions, calls_of
 
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"

@@ -1,9 +1,9 @@
 """Variants of a planner in the benchmark: their names, and their speeds against each other."""
 
 import pytest
+from benchmarks.side_by_side import parse_variant, ratio
 
 from edgespec.errors import UsageError
-from edgespec.measure.side_by_side import parse_variant, ratio
 
 
 def test_a_variants_name_says_its_settings():

@@ -9,9 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from click.testing import CliRunner
-
-from edgespec.measure.dsi import (
+from benchmarks.dsi import (
     TABLE_2,
     TOKENS,
     dsi_round,
@@ -24,7 +22,8 @@ from edgespec.measure.dsi import (
     si_round_as_released,
     speedups,
 )
-from edgespec.measure.dsi_wall import PROMPT, SIZE, Recorded
+from benchmarks.dsi_wall import PROMPT, SIZE, Recorded
+from click.testing import CliRunner
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "simulate-dsi"
 

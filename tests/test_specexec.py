@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from edgespec.planners import Context
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.search import NOT_READ
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.sampling import Noise, SamplingParams
 
 SIZE = 48
 

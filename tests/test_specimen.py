@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import quantised
-from edgespec.backends.llamacpp import specimen as module
-from edgespec.backends.llamacpp.files import read_tensors
-from edgespec.backends.llamacpp.specimen import kinds, specimen
+from edgespec.backends.llamacpp.ggml.files import read_tensors
+from edgespec.backends.llamacpp.memory import probe_model as module
+from edgespec.backends.llamacpp.memory.probe_model import kinds, specimen
 
 from edgespec.errors import ModelError
-from edgespec.weights.residency import Tensor
+from edgespec.weights.plan import Tensor
 
 
 def tensor(layer: int, name: str, size: int) -> Tensor:

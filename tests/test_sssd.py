@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.tree import Source, make_tree
 from edgespec.measure.replay import Recording, calibration_module, fit, measure, observe, read_recordings, replay
-from edgespec.planners import Context
 from edgespec.planners.datastore import build, open_datastore
 from edgespec.planners.sssd import (
     CONTINUATIONS,
@@ -19,8 +21,6 @@ from edgespec.planners.sssd import (
     features,
     grow,
 )
-from edgespec.sampling import Noise, SamplingParams
-from edgespec.tree import Source, make_tree
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 SHARES = {source: [(0.0, 1.0, 0.0, 0.0)] for source in (Source.INPUT, Source.DATASTORE)}  # uncalibrated

@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError
-from edgespec.weights import disk, linux, ring, system
+from edgespec.machine import disk, system
+from edgespec.machine.system import READ_SIZE
+from edgespec.weights import linux, ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
-from edgespec.weights.pin import lock, warm
-from edgespec.weights.residency import Extent, Layer, Plan
+from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.preload import lock, warm
 from edgespec.weights.ring import Streamer
-from edgespec.weights.system import READ_SIZE
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20

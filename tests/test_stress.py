@@ -3,17 +3,18 @@
 import threading
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from edgespec.jobs import Request
-from edgespec.measure.stress import KINDS, ask_for_json, half_open, is_pet, left_over, load, sampled_json
-from edgespec.measure.typing_ahead import WAYS, replay, served
+from benchmarks.stress import KINDS, ask_for_json, half_open, is_pet, left_over, load, sampled_json
+from benchmarks.typing_ahead import WAYS, replay, served
+
+from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.sampling import SamplingParams
+from edgespec.scheduler.requests import Request
 
 
 @pytest.fixture(scope="module")

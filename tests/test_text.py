@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.text import TextStream, render_chat
+from edgespec.loop.text import TextStream, render_chat
 
 
 @dataclass

@@ -2,19 +2,19 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.reference import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
-from edgespec.cost import PassCost
 from edgespec.errors import ModelError
-from edgespec.jobs import Ended, Request, Wrote
-from edgespec.planners import Context
+from edgespec.loop.draft_passes import alone, together
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.cost import PassCost
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.planners.together import alone, together
-from edgespec.sampling import Noise, SamplingParams
-from edgespec.scheduler import Scheduler
-from edgespec.shapes import Exact, ShapeClass
+from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
 
 SIZE = 48
 MODEL = random_model(1, vocab_size=SIZE, sharpness=3.0)

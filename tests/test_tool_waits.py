@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-from edgespec.backends.reference import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 
+from benchmarks import tool_waits
 from test_server_tools import TEMPLATE
 
-from edgespec.measure import tool_waits
-from edgespec.server.forms import HERMES, Call
+from edgespec.server.call_formats import HERMES, Call
 
 TALK = [
     {"role": "user", "content": "What is the weather in Paris?"},

@@ -39,10 +39,10 @@ from edgespec.backends.torch.offload import (
 from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
-from edgespec.backend import load_backend, prefill
 from edgespec.errors import Interrupted, MissingPackage, ModelError, UsageError
-from edgespec.sampling import top_of_rows
-from edgespec.tree import ancestor_mask, depths
+from edgespec.loop.backend import load_backend, prefill
+from edgespec.loop.sampling import top_of_rows
+from edgespec.loop.tree import ancestor_mask, depths
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,

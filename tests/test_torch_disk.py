@@ -27,7 +27,7 @@ from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.weights.machine import private_memory
+from edgespec.machine.memory import private_memory
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'edgespec[nf4]'"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.tree import (
+from edgespec.loop.tree import (
     DraftTree,
     Source,
     ancestor_mask,

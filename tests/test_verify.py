@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.tree import make_tree, path_to, root_only
-from edgespec.verify import walk
+from edgespec.loop.tree import make_tree, path_to, root_only
+from edgespec.loop.verify import walk
 
 TREE = make_tree([9, 1, 2, 1, 3, 1], [-1, 0, 0, 1, 1, 3], np.zeros(6))
 

@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from edgespec.measure import wire
-from edgespec.measure.typing_ahead import served
+from benchmarks import wire
+from benchmarks.typing_ahead import served
+
 from edgespec.model import load
 
 RECORDED = Path(__file__).with_name("llama_server.json")

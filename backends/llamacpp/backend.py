@@ -10,46 +10,62 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch, shape_of
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.sampling import Float32Array
-from edgespec.saved import content_of, identity_of
-from edgespec.shapes import Exact
+from edgespec.loop.backend import Capabilities, Logits, Work, check_batch, shape_of
+from edgespec.loop.sampling import Float32Array
+from edgespec.loop.session_files import content_of, identity_of
+from edgespec.loop.shapes import Exact
+from edgespec.machine.memory import left_of, parse_size
 from edgespec.weights.linux import mappings
-from edgespec.weights.machine import left_of, parse_size
-from edgespec.weights.pin import Progress
-from edgespec.weights.residency import Plan
+from edgespec.weights.plan import Plan
+from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer
 
-from . import paths
-from .apart import Apart, load_apart
-from .attention import ALIKE, can_be_alike, chooser, has_kernels, noted
+from . import recurrent as paths
 from .batch import Batch
 from .cells import TILE, Cells, Rows
 from .context import ContextSize, check_options, kept_of, make_context
-from .files import engine_build, last_log, llama_cpp, load_model, metadata, parts, without_amx
-from .gpu import devices, kept_off
-from .ids import Ids
-from .lending import lent_line, lent_options
+from .ggml.files import (
+    engine_build,
+    last_log,
+    llama_cpp,
+    load_model,
+    metadata,
+    parts,
+    without_amx,
+)
+from .ggml.signals import Signals
+from .ggml.stop import ABORTED, Stop
+from .lending.child_process import Apart, load_apart
+from .lending.rpc import lent_line, lent_options
 from .logits import LlamaLogits
-from .memory import MIN_NODES, SHARE, choose_gpu_layers, is_plenty, keeps_experts, plan_memory, start_streaming
-from .mixture import Mixture, open_mixture
-from .paths import PathSession, ids_of_session, is_recurrent, most_paths, why_not
+from .memory.attention import ALIKE, can_be_alike, chooser, has_kernels, noted
+from .memory.gpu import devices, kept_off
+from .memory.layer_hooks import LayerWatch
+from .memory.mixture import Mixture, open_mixture
+from .memory.planning import (
+    MIN_NODES,
+    SHARE,
+    choose_gpu_layers,
+    is_plenty,
+    keeps_experts,
+    plan_memory,
+    start_streaming,
+)
+from .memory.probe_model import REPACKED, load_specimen
+from .memory.skip_padding import Sparing, may_spare
+from .memory.threads import compute_cores, crowd, threads_for
+from .memory.tolerance import tolerance
+from .recurrent import PathSession, ids_of_session, is_recurrent, most_paths, why_not
+from .seq_ids import Ids
 from .session import LlamaSession, Placement, paddings
-from .signals import Signals
-from .sparing import Sparing, may_spare
-from .specimen import REPACKED, load_specimen
-from .stop import ABORTED, Stop
-from .threads import compute_cores, crowd, threads_for
-from .tolerance import tolerance
 from .vocab import LlamaVocab, load_vocab
-from .watch import LayerWatch
 
 __all__ = ["LlamaBackend", "load", "load_vocab", "specimen_of"]
 
 
 class LlamaBackend:
-    """See `edgespec.backend.Backend`. One model with one context; make it with `load`."""
+    """See `edgespec.loop.backend.Backend`. One model with one context; make it with `load`."""
 
     name = "llamacpp"
 

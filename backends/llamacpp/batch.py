@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cells import Rows
-from .files import llama_cpp
+from .ggml.files import llama_cpp
 
 
 class Batch:

@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from edgespec.backend import common_prefix
 from edgespec.errors import ContextFull, ModelError
-from edgespec.shapes import ShapeClass, also_wanted
+from edgespec.loop.backend import common_prefix
+from edgespec.loop.shapes import ShapeClass, also_wanted
 
-from .files import llama_cpp
-from .signals import Signals
+from .ggml.files import llama_cpp
+from .ggml.signals import Signals
 
 TILE = 64  # GGML_FA_TILE_KV in ggml-cpu/common.h
 EXTRA_IDS = 2  # of sequences: one for waste, one for padding

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.paths import MOST_OWED
+from edgespec.planners.path_cost import MOST_OWED
 
 from .cells import EXTRA_IDS, TILE
-from .files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
-from .paths import ids_of_session, is_recurrent, most_paths
+from .ggml.files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
+from .recurrent import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 
-from .files import llama_cpp
+from .ggml.files import llama_cpp
 
 
 class LlamaLogits:
-    """See `edgespec.backend.Logits`: views of llama.cpp's output buffer."""
+    """See `edgespec.loop.backend.Logits`: views of llama.cpp's output buffer."""
 
     def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
         self._context = context

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.backend import Work
 from edgespec.errors import ContextFull
-from edgespec.saved import Loaded, read, write
-from edgespec.shapes import PromptRead
-from edgespec.tree import IntArray, nodes_below, parents_among
+from edgespec.loop.backend import Work
+from edgespec.loop.session_files import Loaded, read, write
+from edgespec.loop.shapes import PromptRead
+from edgespec.loop.tree import IntArray, nodes_below, parents_among
 
 from .cells import TILE, Cells
-from .files import llama_cpp
-from .state_files import load_sequence, save_sequence
+from .ggml.files import llama_cpp
+from .ggml.state_files import load_sequence, save_sequence
 
 
 class Owner(Loaded, Protocol):
@@ -87,7 +87,7 @@ def depth_first(parents: list[int], first: int) -> list[int]:
 
 
 class LlamaSession:
-    """See `edgespec.backend.Session`."""
+    """See `edgespec.loop.backend.Session`."""
 
     def __init__(self, backend: Owner, ids: list[int]) -> None:
         self.token_ids: list[int] = []

@@ -8,11 +8,11 @@ from typing import Any
 
 from edgespec.errors import ModelError
 
-from .files import llama_cpp, load_model
+from .ggml.files import llama_cpp, load_model
 
 
 class LlamaVocab:
-    """See `edgespec.backend.Vocab`."""
+    """See `edgespec.loop.backend.Vocab`."""
 
     def __init__(self, model: Any) -> None:
         self._vocab = llama_cpp.llama_model_get_vocab(model)

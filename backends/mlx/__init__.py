@@ -5,6 +5,6 @@ from edgespec.errors import MissingPackage
 try:
     import mlx_lm as mlx_lm
 
-    from .. import hf_vocab as hf_vocab  # after mlx_lm, which stops transformers from recommending PyTorch
+    from ..common import hf_vocab as hf_vocab
 except ImportError as error:
     raise MissingPackage("mlx-lm", "mlx", "running models on MLX") from error

@@ -30,18 +30,18 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch, shape_of
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
-from edgespec.saved import content_of, identity_of
-from edgespec.shapes import Exact, ShapeClass, also_wanted
-from edgespec.weights.machine import parse_size
-from edgespec.weights.pin import Progress
-from edgespec.weights.residency import Plan
+from edgespec.loop.backend import Capabilities, Logits, Work, check_batch, shape_of
+from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.loop.session_files import content_of, identity_of
+from edgespec.loop.shapes import Exact, ShapeClass, also_wanted
+from edgespec.machine.memory import parse_size
+from edgespec.weights.plan import Plan
+from edgespec.weights.preload import Progress
 from edgespec.weights.ring import measure_disk, supported
 
-from ..hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
-from ..interrupts import interruptible
+from ..common.hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
+from ..common.interrupts import interruptible
 from .loading import check_files, find_windows, load_weights
 from .memory import (
     MIN_NODES,
@@ -72,7 +72,7 @@ TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
 
 
 class MlxLogits:
-    """See `edgespec.backend.Logits`. `rows` is float32 [wanted, V]; the host reads MLX's memory without a copy."""
+    """See `edgespec.loop.backend.Logits`. `rows` is float32 [wanted, V]; the host reads MLX's memory without a copy."""
 
     def __init__(self, rows: Any, nodes: Sequence[int]) -> None:
         self._rows = rows
@@ -141,7 +141,7 @@ def device_top_ids(scores: Any, k: int) -> Any:
 
 
 class MlxBackend:
-    """See `edgespec.backend.Backend`. Make it with `load`."""
+    """See `edgespec.loop.backend.Backend`. Make it with `load`."""
 
     name = "mlx"
 

@@ -9,7 +9,7 @@ from mlx_lm.utils import load_model
 
 from edgespec.errors import ModelError
 
-from ..hf_vocab import first_line
+from ..common.hf_vocab import first_line
 from .paths import leaves_of
 
 

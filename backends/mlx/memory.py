@@ -16,12 +16,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from edgespec.errors import ModelError, NoRoom
+from edgespec.machine.memory import available_memory, format_size, private_memory
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
-from edgespec.weights.direct import ALIGNED
-from edgespec.weights.machine import available_memory, format_size, private_memory
-from edgespec.weights.residency import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.direct_io import ALIGNED
+from edgespec.weights.plan import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
 
-from ..path_states import most_paths, states_of
+from ..common.path_states import most_paths, states_of
 from .loading import check_files, find_windows, load_weights
 from .paths import is_recurrent, sizes_of
 from .tree import Pass, TreeCache, wrap_ropes

@@ -11,10 +11,10 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from edgespec.backend import Work
-from edgespec.tree import IntArray
+from edgespec.loop.backend import Work
+from edgespec.loop.tree import IntArray
 
-from ..path_states import PathStates, Rectangle
+from ..common.path_states import PathStates, Rectangle
 from .session import MlxSession, Owner
 from .tree import TreeCache
 
@@ -105,7 +105,7 @@ def _for_all(buffer: Any, end: int, lanes: int) -> Any:
 
 
 class MlxPathSession(MlxSession):
-    """See `edgespec.backend.Session`."""
+    """See `edgespec.loop.backend.Session`."""
 
     caches: list[LaneCache]  # type: ignore[assignment]
 

@@ -9,11 +9,11 @@ from typing import Any, BinaryIO, Protocol
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backend import Capabilities, Work
 from edgespec.errors import ContextFull
-from edgespec.saved import Loaded, read, write
-from edgespec.shapes import PromptRead
-from edgespec.tree import IntArray, depths, nodes_below, parents_among
+from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.session_files import Loaded, read, write
+from edgespec.loop.shapes import PromptRead
+from edgespec.loop.tree import IntArray, depths, nodes_below, parents_among
 
 from .tree import Pass, TreeCache
 
@@ -29,7 +29,7 @@ class Owner(Loaded, Protocol):
 
 
 class MlxSession:
-    """See `edgespec.backend.Session`."""
+    """See `edgespec.loop.backend.Session`."""
 
     def __init__(self, backend: Owner, caches: list[TreeCache]) -> None:
         self.token_ids: list[int] = []

@@ -25,12 +25,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 
 from edgespec.errors import Interrupted, ModelError
-from edgespec.weights.direct import ALIGNED, DirectFiles
-from edgespec.weights.disk import recall_reading
-from edgespec.weights.pin import Progress, warm
-from edgespec.weights.residency import Extent, Layer, Plan, Tensor
+from edgespec.machine.disk import recall_reading
+from edgespec.machine.system import HUGE, libc
+from edgespec.weights.direct_io import ALIGNED, DirectFiles
+from edgespec.weights.plan import Extent, Layer, Plan, Tensor
+from edgespec.weights.preload import Progress, warm
 from edgespec.weights.ring import Streamer
-from edgespec.weights.system import HUGE, libc
 
 from .memory import Layout, Placed
 from .paths import leaves_of

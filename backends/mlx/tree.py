@@ -9,7 +9,7 @@ import numpy as np
 from mlx import nn
 from numpy.typing import NDArray
 
-from edgespec.tree import ancestor_mask, depths
+from edgespec.loop.tree import ancestor_mask, depths
 
 
 class Pass:

@@ -25,17 +25,17 @@ from weakref import WeakSet
 
 import torch
 
-from edgespec.backend import Capabilities, Logits, Vocab, Work, check_batch, shape_of
 from edgespec.errors import ModelError, UsageError
-from edgespec.saved import content_of, identity_of
-from edgespec.shapes import Exact, also_wanted
-from edgespec.weights.disk import disk_speed
-from edgespec.weights.machine import available_memory, format_size, left_of, parse_size, private_memory
-from edgespec.weights.residency import MARGIN, SAFETY
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work, check_batch, shape_of
+from edgespec.loop.session_files import content_of, identity_of
+from edgespec.loop.shapes import Exact, also_wanted
+from edgespec.machine.disk import disk_speed
+from edgespec.machine.memory import available_memory, format_size, left_of, parse_size, private_memory
+from edgespec.weights.plan import MARGIN, SAFETY
 
-from ..hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
-from ..interrupts import interruptible
-from ..path_states import most_paths, states_of
+from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
+from ..common.interrupts import interruptible
+from ..common.path_states import most_paths, states_of
 from . import paths
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
@@ -80,7 +80,7 @@ def _bytes_of_weights(backend: "TorchBackend") -> int:
 
 
 class TorchBackend:
-    """See `edgespec.backend.Backend`. Make it with `load`."""
+    """See `edgespec.loop.backend.Backend`. Make it with `load`."""
 
     name = "torch"
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from edgespec.errors import EdgespecError, ModelError
+from edgespec.machine.disk import recall_reading
+from edgespec.machine.system import HUGE, read_buffer
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights import ring
-from edgespec.weights.direct import ALIGNED, DirectFiles
-from edgespec.weights.disk import recall_reading
-from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.system import HUGE, read_buffer
+from edgespec.weights.direct_io import ALIGNED, DirectFiles
+from edgespec.weights.plan import Extent, Layer, Plan
 
 from .offload import CopyEngine, pin_memory, stored_tensors, unpin_memory
 

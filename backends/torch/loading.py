@@ -12,14 +12,22 @@ import transformers
 from rich.console import Console
 from rich.progress import track
 
-from edgespec.backend import Capabilities
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
-from edgespec.weights.machine import format_size
+from edgespec.loop.backend import Capabilities
+from edgespec.machine.memory import format_size
 
-from ..hf_vocab import LOCAL, first_line, read_config
+from ..common.hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
-from .offload import BUFFERS, Block, CopyEngine, Streamer, block_bytes, count_resident, streamed_layers
+from .offload import (
+    BUFFERS,
+    Block,
+    CopyEngine,
+    Streamer,
+    block_bytes,
+    count_resident,
+    streamed_layers,
+)
 from .paths import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
 
 WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take

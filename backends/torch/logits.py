@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgespec.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 
 class TorchLogits:
-    """See `edgespec.backend.Logits`: rows that stay on the device."""
+    """See `edgespec.loop.backend.Logits`: rows that stay on the device."""
 
     def __init__(self, logits: Any, wanted: Sequence[int]) -> None:
         self._logits = logits  # [wanted, V]
@@ -35,7 +35,7 @@ class TorchLogits:
 def top_on_device(
     logits: Any, index: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
 ) -> tuple[list[IdArray], list[Scores]]:
-    """`edgespec.backend.Logits.top` of the rows `index` of logits [n, V], with one copy to the host."""
+    """`edgespec.loop.backend.Logits.top` of the rows `index` of logits [n, V], with one copy to the host."""
     device, size = logits.device, logits.shape[1]
     widths = [size if extra is None else min(len(extra), size) for extra in noise]
     with torch.inference_mode():

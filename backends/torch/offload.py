@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom
-from edgespec.weights.machine import format_size
+from edgespec.machine.memory import format_size
 
 BUFFERS = 2  # enough to keep either the copies or the computation busy all the time
 ALIGNMENT = 256  # bytes; where a tensor may start in a block

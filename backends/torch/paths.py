@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import transformers
 
-from edgespec.backend import Capabilities, Logits, Work, check_batch
 from edgespec.errors import EdgespecError, Interrupted, ModelError
-from edgespec.tree import IntArray
+from edgespec.loop.backend import Capabilities, Logits, Work, check_batch
+from edgespec.loop.tree import IntArray
 
-from ..hf_vocab import first_line
-from ..interrupts import interruptible
-from ..path_states import Lane, PathStates, Rectangle
+from ..common.hf_vocab import first_line
+from ..common.interrupts import interruptible
+from ..common.path_states import Lane, PathStates, Rectangle
 from .attention import Part, Probe, Tree, additive, finish
 from .logits import TorchLogits
 from .session import Owner, Placement, TorchSession
@@ -178,7 +178,7 @@ class PathOwner(Owner, Protocol):
 
 
 class TorchPathSession(TorchSession):
-    """See `edgespec.backend.Session`."""
+    """See `edgespec.loop.backend.Session`."""
 
     def __init__(self, backend: PathOwner, cells: Any) -> None:
         super().__init__(backend, cells)
@@ -244,7 +244,7 @@ class TorchPathSession(TorchSession):
 
 
 def forward(backend: PathOwner, batch: Sequence[Work]) -> list[Logits]:
-    """See `edgespec.backend.Backend`; in inference mode."""
+    """See `edgespec.loop.backend.Backend`; in inference mode."""
     limits = backend.capabilities
     check_batch(batch, limits)
     sessions = [cast(TorchPathSession, work.session) for work in batch]

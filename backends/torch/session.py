@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgespec.backend import Capabilities, Work
 from edgespec.errors import ContextFull
-from edgespec.saved import Loaded, read, write
-from edgespec.shapes import PromptRead
-from edgespec.tree import IntArray, nodes_below, parents_among
+from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.session_files import Loaded, read, write
+from edgespec.loop.shapes import PromptRead
+from edgespec.loop.tree import IntArray, nodes_below, parents_among
 
 
 class Owner(Loaded, Protocol):
@@ -36,7 +36,7 @@ class Placement:
 
 
 class TorchSession:
-    """See `edgespec.backend.Session`."""
+    """See `edgespec.loop.backend.Session`."""
 
     def __init__(self, backend: Owner, cells: Any) -> None:
         self.token_ids: list[int] = []

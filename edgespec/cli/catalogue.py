@@ -36,9 +36,9 @@ def models(model: str | None, models_file: str | None, by_fit: bool, memory: str
     and where that comes from. Weights are not loaded, and nothing is fetched.
     """
     from edgespec.cli.model_card import card_text, model_card
+    from edgespec.machine.memory import available_memory, parse_size
     from edgespec.models.fit import fit
-    from edgespec.weights.machine import available_memory, parse_size
-    from edgespec.weights.residency import SAFETY
+    from edgespec.weights.plan import SAFETY
 
     if model:
         card = model_card(find_model(model, models_file))

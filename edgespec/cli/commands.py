@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from edgespec import __version__, remembered
-from edgespec.backend import choose_backend, load_options, load_vocab
+from edgespec import __version__
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.lend import lend
@@ -27,11 +26,13 @@ from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.loop.backend import choose_backend, load_options, load_vocab
+from edgespec.loop.text import user_messages
+from edgespec.machine import measurements as remembered
+from edgespec.machine.memory import parse_size
 from edgespec.model import GenerationResult, Model, load
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import PLANNERS, USE_DRAFT
-from edgespec.text import user_messages
-from edgespec.weights.machine import parse_size
 
 
 def main(command: click.Command | None = None) -> None:
@@ -184,7 +185,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
             sampling["logit_bias"] = {int(i): float(v) for i, v in (item.split("=") for item in bias)}
         except ValueError as error:
             raise UsageError(f"--logit-bias must be ID=BIAS, for example 42=-5; got {', '.join(bias)}") from error
-    from edgespec.sampling import SamplingParams
+    from edgespec.loop.sampling import SamplingParams
 
     SamplingParams(**sampling)  # refuse bad values before a model is loaded
     return sampling

@@ -7,9 +7,9 @@ from importlib import import_module
 import click
 
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.remembered import cache_folder
-from edgespec.targets.places import is_loopback
-from edgespec.weights.machine import available_memory, format_size
+from edgespec.machine.measurements import cache_folder
+from edgespec.machine.memory import available_memory, format_size
+from edgespec.scheduler.targets.places import is_loopback
 
 
 @click.command(
@@ -39,7 +39,7 @@ def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool)
             f"ssh bring the other machine here: ssh -L {port}:127.0.0.1:{port} THIS edgespec lend "
             "(or say --i-know-it-is-insecure)"
         )
-    lending = import_module("edgespec.backends.llamacpp.lending")
+    lending = import_module("edgespec.backends.llamacpp.lending.rpc")
     lending.rpc()
     with socket.socket(socket.AF_INET) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,12 +3,12 @@
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.loading import DEFAULT_BUDGET, DEFAULT_CONTEXT
+from edgespec.loading.pair import DEFAULT_BUDGET, DEFAULT_CONTEXT
+from edgespec.loop.sampling import SamplingParams
 from edgespec.models.gguf_header import has_states
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
-from edgespec.paths import note
-from edgespec.sampling import SamplingParams
+from edgespec.planners.path_cost import note
 
 FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"  # where a value may come from
 UNSAID = {  # what the program does where nobody says anything, if that is no number

@@ -113,8 +113,8 @@ def _suits(
     path: str, draft: str, ctx: int, quietly: bool, as_json: bool, *, memory: str | None, models_file: str | None
 ) -> bool:
     """Print what is said against a draft; whether it can be used."""
+    from edgespec.machine.memory import available_memory, parse_size
     from edgespec.measure.pair_checks import check_pair
-    from edgespec.weights.machine import available_memory, parse_size
 
     other = _file(find_model(draft, models_file))
     verdict = check_pair(path, other, context_length=ctx, memory=parse_size(memory) if memory else available_memory())

@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from edgespec.errors import MissingPackage, UsageError
+from edgespec.machine.measurements import cache_folder
 from edgespec.model import Model
-from edgespec.remembered import cache_folder
-from edgespec.shelf import Shelf
-from edgespec.targets.places import is_loopback
+from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"  # in the environment
 

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from edgespec.errors import UsageError
-from edgespec.grammar import Grammar, json_schema, lark
+from edgespec.loop.grammar import Grammar, json_schema, lark
+from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult, Model
-from edgespec.tree import Source
 
 # TARGET stays plain.
 COLOURS = {

@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backend import (
+from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.loading.exact import check_choice, find_early, line, settle, tokens
+from edgespec.loading.pair import RESIDENT, check_engine_options, choose_budget, choose_context
+from edgespec.loop.backend import (
     Backend,
     Work,
     choose_backend,
@@ -25,15 +28,12 @@ from edgespec.backend import (
     most_nodes,
     prefill,
 )
-from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.exact import check_choice, find_early, line, settle, tokens
-from edgespec.loading import RESIDENT, check_engine_options, choose_budget, choose_context
+from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
+from edgespec.machine.measurements import can_remember, everything, identity
+from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, parse_size
 from edgespec.models.registry import find_model, is_folder, local_path
-from edgespec.paths import note
-from edgespec.remembered import can_remember, everything, identity
-from edgespec.weights.disk import Reading, find_reading, recall_reading, remember_reading
-from edgespec.weights.machine import available_memory, disk_bandwidth, file_system, format_size, parse_size
-from edgespec.weights.residency import REMEDY, SAFETY, SLOW, Plan, two_digits
+from edgespec.planners.path_cost import note
+from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
 # Tokens per pass to expect in a chat of trees with 8 and with 64 nodes, from this project's own measurements (README).
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
@@ -240,7 +240,7 @@ def _weight_files(path: str) -> dict[str, int]:
     if Path(path).is_dir():
         files = sorted(map(str, Path(path).glob("model*.safetensors")))
     else:
-        files = import_module("edgespec.backends.llamacpp.files").parts(path)
+        files = import_module("edgespec.backends.llamacpp.ggml.files").parts(path)
     if not files:
         raise ModelError(f"{path}: has no weights: there is no file model*.safetensors")
     try:
@@ -259,7 +259,7 @@ def _try(
     planned = engine == "llamacpp" and "lenders" not in options  # else the process that borrows does it
     if planned:
         say("memory")
-        memory = import_module("edgespec.backends.llamacpp.memory")
+        memory = import_module("edgespec.backends.llamacpp.memory.planning")
         size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
         on_gpu = memory.choose_gpu_layers(path, size, memory=room, beside=beside, resident=False)
         tried.plan, _, tried.notes = memory.plan_memory(

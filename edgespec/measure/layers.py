@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from edgespec.backend import Backend, Work, load_backend
 from edgespec.errors import UsageError
+from edgespec.loop.backend import Backend, Work, load_backend
 from edgespec.measure.recording import questions, record, recording_file
 from edgespec.measure.replay import Recording
+from edgespec.models.convert.gguf_write import Recipe, check_drop, quantise
 from edgespec.models.gguf_header import own_values
-from edgespec.models.gguf_write import Recipe, check_drop, quantise
 
 ROUNDS = 3
 CONTEXT = 512  # tokens of a question and its answer, that are read together

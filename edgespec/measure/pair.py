@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backend import Backend, Work, most_nodes
 from edgespec.errors import EdgespecError
-from edgespec.loading import DEFAULT_BUDGET, close_all, open_backends
+from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
+from edgespec.loop.backend import Backend, Work, most_nodes
 from edgespec.measure.doctor import time_pass
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
-from edgespec.models.calibration import calibration_text
+from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.registry import Entry, all_models, local_path
 from edgespec.planners.choice import make_planner
 

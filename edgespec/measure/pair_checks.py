@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.llamacpp.files import llama_cpp, load_model, parts, read_tensors
-from edgespec.backends.llamacpp.paths import is_recurrent, why_not
+from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, parts, read_tensors
+from edgespec.backends.llamacpp.recurrent import is_recurrent, why_not
 from edgespec.backends.llamacpp.vocab import load_vocab
 from edgespec.errors import EdgespecError, VocabMismatch
+from edgespec.loop.same_vocab import check_same_vocab
+from edgespec.loop.text import chat_text
+from edgespec.machine.memory import format_size
 from edgespec.models.gguf_header import header_values
 from edgespec.models.gguf_model import check_magic
-from edgespec.same_vocab import check_same_vocab
-from edgespec.text import chat_text
-from edgespec.weights.machine import format_size
 
 LARGEST_SHARE = 1 / 8  # of the target's bytes: a larger draft seldom pays
 LARGEST_OF_MEMORY = 1 / 4

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, RegistryError, UsageError
+from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
 from edgespec.measure.pictures import check_picture
 from edgespec.models.registry import OWN, read_models
-from edgespec.remembered import machine
 
 
 def table(found: Measured) -> str:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec.backend import Backend
 from edgespec.errors import UsageError
-from edgespec.generate import generate_tokens
+from edgespec.loop.backend import Backend
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.text import render_chat, user_messages
+from edgespec.machine.measurements import cache_folder, identity
 from edgespec.measure.replay import Recording
 from edgespec.planners.choice import make_planner
-from edgespec.remembered import cache_folder, identity
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
-from edgespec.text import render_chat, user_messages
 
 QUESTIONS = {
     "prose": (

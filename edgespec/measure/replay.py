@@ -16,14 +16,14 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Vocab
 from edgespec.errors import UsageError
-from edgespec.planners import Context, Planner
+from edgespec.loop.backend import Vocab
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.text import render_chat
+from edgespec.loop.tree import Source
+from edgespec.loop.verify import walk
 from edgespec.planners.sssd import Matches, SssdPlanner, features, split
-from edgespec.sampling import Noise, SamplingParams
-from edgespec.text import render_chat
-from edgespec.tree import Source
-from edgespec.verify import walk
 
 MAX_LEAVES = 256  # llama.cpp's limit
 
@@ -183,7 +183,7 @@ def calibration_module(weights: dict[Source, list[tuple[float, ...]]], origin: s
         *textwrap.wrap(origin, 110, break_long_words=False),
         '"""',
         "",
-        "from edgespec.tree import Source",
+        "from edgespec.loop.tree import Source",
         "",
         "# For matches of 0, 1, 2, … tokens: constant, and weights of log-odds of the share, log(total), log(depth).",
         "WEIGHTS: dict[Source, list[tuple[float, float, float, float]]] = {",

@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from edgespec.backend import Backend
 from edgespec.errors import UsageError
-from edgespec.loading import WIDE, choose_budget, close_all, open_backends
+from edgespec.loading.pair import WIDE, choose_budget, close_all, open_backends
+from edgespec.loop.backend import Backend
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.text import user_messages
 from edgespec.measure.lossless import explain
 from edgespec.model import Model
 from edgespec.models.registry import find_model
+from edgespec.planners.auto import new_pace
 from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
-from edgespec.planners.paced import new_pace
-from edgespec.sampling import SamplingParams
-from edgespec.stats import GenerationStats
-from edgespec.text import user_messages
 
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
 

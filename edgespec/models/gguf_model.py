@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError
-from edgespec.sampling import Float32Array
+from edgespec.loop.sampling import Float32Array
 
 Metadata = Mapping[str, Any]  # a GGUF's header: key -> number, text or list
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape, outermost dimension first

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.loop.sampling import SamplingParams
 from edgespec.models.gguf_header import header_values
 from edgespec.models.registry import SAMPLING, Defaults
-from edgespec.sampling import SamplingParams
 
 GGUF_PREFIX = "general.sampling."
 # GGUF key -> ours. Keys as in llama.cpp's llama-arch.cpp, read as its `common_init_sampler_from_model` does; but a

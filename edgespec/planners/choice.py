@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec.backend import Backend
 from edgespec.errors import UsageError
-from edgespec.planners import Planner
+from edgespec.loop.backend import Backend
+from edgespec.loop.planner import Planner
+from edgespec.planners.auto import PATIENCE, Pace, PacedPlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import open_datastore
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.paced import PATIENCE, Pace, PacedPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backend import Vocab
 from edgespec.errors import DatastoreError
-from edgespec.planners.ngrams import END
-from edgespec.tree import IntArray
+from edgespec.loop.backend import Vocab
+from edgespec.loop.hint_texts import END
+from edgespec.loop.tree import IntArray
 
 MAGIC = "edgespec datastore"
 VERSION = 1

@@ -5,7 +5,8 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from edgespec.backend import (
+from edgespec.errors import ContextFull, Interrupted
+from edgespec.loop.backend import (
     Backend,
     Logits,
     Work,
@@ -16,12 +17,11 @@ from edgespec.backend import (
     prompt_work,
     start_of,
 )
-from edgespec.cost import Curve, PassCost
-from edgespec.errors import ContextFull, Interrupted
-from edgespec.planners import Context
-from edgespec.planners.together import Passed, Steps, Wanted, alone
-from edgespec.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
-from edgespec.tree import DraftTree
+from edgespec.loop.draft_passes import Passed, Steps, Wanted, alone
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
+from edgespec.loop.tree import DraftTree
+from edgespec.planners.cost import Curve, PassCost
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3

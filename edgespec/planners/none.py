@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from edgespec.planners import Context
-from edgespec.tree import DraftTree, root_only
+from edgespec.loop.planner import Context
+from edgespec.loop.tree import DraftTree, root_only
 
 
 class NonePlanner:

@@ -13,8 +13,8 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgespec.sampling import IdArray, Scores
-from edgespec.tree import DraftTree, FloatArray, Source, nodes_below, parents_among, shallow
+from edgespec.loop.sampling import IdArray, Scores
+from edgespec.loop.tree import DraftTree, FloatArray, Source, nodes_below, parents_among, shallow
 
 COMMITTED = -1  # a node's place in the draft's session when it is committed there: the root's
 NOT_READ = -2  # … when the draft has not read it

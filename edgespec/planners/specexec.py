@@ -25,15 +25,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgespec.backend import Backend, Session
-from edgespec.cost import PassCost, worth_reading
-from edgespec.planners import Context
+from edgespec.loop.backend import Backend, Session
+from edgespec.loop.draft_passes import Steps, alone
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import IdArray
+from edgespec.loop.tree import DraftTree, choose, root_only, select
 from edgespec.planners.ahead import Worker
+from edgespec.planners.cost import PassCost, worth_reading
 from edgespec.planners.drafting import Drafter, Guess
 from edgespec.planners.search import COMMITTED, ENOUGH, KEEP, NOT_READ, Search
-from edgespec.planners.together import Steps, alone
-from edgespec.sampling import IdArray
-from edgespec.tree import DraftTree, choose, root_only, select
 
 UNLIKELY = 0.001  # nodes less probable are not read ahead
 CATCH_UP = 64  # tokens of the text that are read at once, before looking ahead, where the draft was not asked for long

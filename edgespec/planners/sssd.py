@@ -25,13 +25,12 @@ from math import exp, inf, log
 
 import numpy as np
 
-from edgespec.backend import common_prefix
-from edgespec.planners import Context
-from edgespec.planners.ngrams import END
+from edgespec.loop.backend import common_prefix
+from edgespec.loop.hint_texts import END, LONGEST_INPUT, Beside, NgramIndex
+from edgespec.loop.planner import Context
+from edgespec.loop.tree import DraftTree, Source, root_only
 from edgespec.planners.datastore import Datastore
-from edgespec.planners.ngrams import LONGEST_INPUT, Beside, NgramIndex
 from edgespec.planners.sssd_calibration import WEIGHTS
-from edgespec.tree import DraftTree, Source, root_only
 
 CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
 RARE = 0.05  # where guesses less probable than this do not pay …

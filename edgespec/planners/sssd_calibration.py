@@ -8,7 +8,7 @@ fitted to, budget 64, the acceptance length with the datastore rose from 2.01 (p
 it from 1.64 to 1.65. No benchmark that this project measures was used.
 """
 
-from edgespec.tree import Source
+from edgespec.loop.tree import Source
 
 # For matches of 0, 1, 2, … tokens: constant, and weights of log-odds of the share, log(total), log(depth).
 WEIGHTS: dict[Source, list[tuple[float, float, float, float]]] = {

@@ -15,9 +15,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.errors import EdgespecError
-from edgespec.server import chat, messages, responses, typed
+from edgespec.server import chat, messages, responses
+from edgespec.server import typing_ahead as typed
+from edgespec.server.access import Guard
 from edgespec.server.errors import Refused, error_body, refusal
-from edgespec.server.guard import Guard
 from edgespec.server.metrics import metrics
 from edgespec.server.texts import Service
 

@@ -10,10 +10,10 @@ The prompt ends behind <|start|>assistant, so an answer begins with a header.
 import json
 import re
 
-from edgespec.backend import Vocab
-from edgespec.server.forms import Form, Thought, made
-from edgespec.server.regions import Piece, Regions
-from edgespec.text import overlap
+from edgespec.loop.backend import Vocab
+from edgespec.loop.text import overlap
+from edgespec.server.call_formats import Form, Thought, made
+from edgespec.server.parse_output import Piece, Regions
 
 MESSAGE = "<|message|>"
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around a thought

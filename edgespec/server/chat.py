@@ -9,12 +9,13 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from edgespec.backend import Vocab
-from edgespec.generate import LogProbs
-from edgespec.grammar import Compiled, Grammar, json_object, json_schema, lark, regex
-from edgespec.jobs import Chunk, Ended, Request, Wrote
+from edgespec.loop.backend import Vocab
+from edgespec.loop.generate import LogProbs
+from edgespec.loop.grammar import Compiled, Grammar, json_object, json_schema, lark, regex
+from edgespec.loop.text import Message
+from edgespec.scheduler.requests import Chunk, Ended, Request, Wrote
+from edgespec.server.call_formats import Call, Thought
 from edgespec.server.errors import Refused
-from edgespec.server.forms import Call, Thought
 from edgespec.server.prompts import prompt_ids
 from edgespec.server.texts import (
     Answer,
@@ -32,7 +33,6 @@ from edgespec.server.texts import (
     usage_of,
 )
 from edgespec.server.tools import Look, Tools, choose_tools, replayed
-from edgespec.text import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_LOG_PROBS = 20

@@ -7,9 +7,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from edgespec.jobs import Event, Request
-from edgespec.scheduler import Scheduler
-from edgespec.stats import GenerationStats
+from edgespec.loop.stats import GenerationStats
+from edgespec.scheduler.requests import Event, Request
+from edgespec.scheduler.scheduler import Scheduler
 
 MOST_DRAFTS = 8  # clients that type at once
 KEPT_SECONDS = 60.0  # for which a draft is held after it was last told of

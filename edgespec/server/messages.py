@@ -8,12 +8,13 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from edgespec.jobs import Ended, Wrote
+from edgespec.loop.text import Message
+from edgespec.scheduler.requests import Ended, Wrote
+from edgespec.server.call_formats import Call, Thought
 from edgespec.server.chat import compiled
 from edgespec.server.errors import Refused
-from edgespec.server.forms import Call, Thought
+from edgespec.server.parse_output import Piece
 from edgespec.server.prompts import prompt_ids
-from edgespec.server.regions import Piece
 from edgespec.server.texts import (
     Answer,
     SamplingFields,
@@ -28,7 +29,6 @@ from edgespec.server.texts import (
     server_sent,
 )
 from edgespec.server.tools import Look, Tools, choose_tools, replayed
-from edgespec.text import Message
 
 # A line that Claude Code puts first and changes with every request, so that no prefix would ever be found again.
 BILLING = "x-anthropic-billing-header:"

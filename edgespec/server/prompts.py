@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgespec.backend import Vocab
-from edgespec.server.forms import form_of
-from edgespec.text import Message, render_chat
+from edgespec.loop.backend import Vocab
+from edgespec.loop.text import Message, render_chat
+from edgespec.server.call_formats import form_of
 
 ID_LENGTH = 9  # letters and digits: what Mistral's templates insist on
 

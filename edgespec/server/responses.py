@@ -10,10 +10,10 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from edgespec.jobs import Ended, Wrote
+from edgespec.scheduler.requests import Ended, Wrote
+from edgespec.server.call_formats import Call, Thought
 from edgespec.server.chat import Extra, compiled, conversation, grammar_of, one_form, template_options
 from edgespec.server.errors import Refused
-from edgespec.server.forms import Call, Thought
 from edgespec.server.prompts import prompt_ids
 from edgespec.server.texts import (
     SamplingFields,

@@ -16,20 +16,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from edgespec.backend import check_room
-from edgespec.grammar import Compiled
-from edgespec.jobs import Chunk, Ended, Event, Job, Request, Wrote
+from edgespec.loop.backend import check_room
+from edgespec.loop.grammar import Compiled
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.text import TextStream
 from edgespec.model import Model
-from edgespec.sampling import SamplingParams
+from edgespec.scheduler.requests import Chunk, Ended, Event, Job, Request, Wrote
+from edgespec.server.call_formats import Call, Thought
 from edgespec.server.channels import Reader
 from edgespec.server.drafts import Drafts
 from edgespec.server.errors import Refused, error_body, refusal
-from edgespec.server.foreseen import Foreseen
-from edgespec.server.forms import Call, Thought
-from edgespec.server.regions import Piece, Regions
+from edgespec.server.parse_output import Piece, Regions
+from edgespec.server.speculative_calls import Foreseen
 from edgespec.server.tools import Look
-from edgespec.stats import GenerationStats
-from edgespec.text import TextStream
 
 MOST_BODY = 8 * 2**20  # bytes
 BODY_SECONDS = 60.0  # in which it must have come

@@ -6,13 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.backend import Vocab
-from edgespec.grammar import Grammar
+from edgespec.loop.backend import Vocab
+from edgespec.loop.grammar import Grammar
+from edgespec.server.call_formats import Form, begins_inside, form_of, shown_ids, thinking_of
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, Channels, Reader, comes_in_channels
+from edgespec.server.constrained import after_thought, call_grammar
 from edgespec.server.errors import Refused
-from edgespec.server.forced import after_thought, call_grammar
-from edgespec.server.forms import Form, begins_inside, form_of, shown_ids, thinking_of
-from edgespec.server.regions import Regions, types_of
+from edgespec.server.parse_output import Regions, types_of
 
 MOST_TOOLS = 128
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgespec.weights.pin import Progress, lock, warm
-from edgespec.weights.residency import Extent, Layer
-from edgespec.weights.system import check_result, check_sizes, file_sizes, libc, touch
+from edgespec.machine.system import check_result, check_sizes, file_sizes, libc, touch
+from edgespec.weights.plan import Extent, Layer
+from edgespec.weights.preload import Progress, lock, warm
 
 MS_INVALIDATE = 2  # macOS, sys/mman.h
 

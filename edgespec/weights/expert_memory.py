@@ -19,17 +19,17 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 
 from edgespec.errors import ModelError
-from edgespec.weights.direct import DirectFiles
-from edgespec.weights.disk import recall_reading
-from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
-from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
-from edgespec.weights.pin import Progress
-from edgespec.weights.system import (
+from edgespec.machine.disk import recall_reading
+from edgespec.machine.system import (
     HUGE,
     check_result,
     libc,
     new_memory,
 )
+from edgespec.weights.direct_io import DirectFiles
+from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
+from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
+from edgespec.weights.preload import Progress
 
 Load = tuple[int, int]  # number of the layer, of the weight
 

@@ -22,8 +22,8 @@ from mmap import PAGESIZE
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgespec.weights.residency import Tensor, layer_of
-from edgespec.weights.system import HUGE
+from edgespec.machine.system import HUGE
+from edgespec.weights.plan import Tensor, layer_of
 
 FADING = 0.9  # of what was used, with each further pass: see docs/measured.md
 NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")

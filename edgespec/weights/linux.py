@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.weights.pin import Progress, lock, warm
-from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.system import (
+from edgespec.machine.system import (
     HUGE,
     check_result,
     check_sizes,
@@ -27,6 +25,8 @@ from edgespec.weights.system import (
     read_fully,
     touch,
 )
+from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.preload import Progress, lock, warm
 
 MAP_FIXED = 0x10
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h

@@ -16,12 +16,12 @@ from time import perf_counter
 from typing import Protocol
 
 from edgespec.errors import EdgespecError, ModelError
+from edgespec.machine.disk import disk_speed
+from edgespec.machine.system import READ_SIZE, READ_THREADS, libc
 from edgespec.weights.darwin import DarwinStore
-from edgespec.weights.disk import disk_speed
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, moves_pages
-from edgespec.weights.pin import Progress, pieces
-from edgespec.weights.residency import Extent, Layer, Plan
-from edgespec.weights.system import READ_SIZE, READ_THREADS, libc
+from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.preload import Progress, pieces
 
 
 class Slots(Protocol):

@@ -1,0 +1,219 @@
+"""The tokenizer of a model folder, through transformers; shared by all backends that load such folders.
+
+Where transformers is not installed, the backend that imports this says which extra of its own brings it.
+
+Byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece pieces ("▁" for a space, "<0x0A>"
+for a byte) are turned into bytes exactly. Token texts are those that llama.cpp's converter writes into a GGUF
+(convert_hf_to_gguf.py, `get_vocab_base`), so that fingerprints are equal across engines: unused ids at the end are
+named [PAD<id>], and tokens that look like control tokens count as such.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoTokenizer
+
+from edgespec.errors import ModelError
+
+BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
+
+# Tokens that end a turn or a text whatever the configuration says: llama.cpp's list (llama-vocab.cpp).
+END_TOKENS = frozenset(
+    [
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
+        *("[EOS]", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
+        *("<REPO>", "<reponame>", "<|file_sep|>"),
+    ]
+)
+LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # how folders are read
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (`bytes_to_unicode` in GPT-2's encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+ALPHABET = byte_level_alphabet()
+
+
+class HfVocab:
+    """See `edgespec.loop.backend.Vocab`."""
+
+    def __init__(self, tokenizer: Any, size: int, end_ids: Iterable[int] = ()) -> None:
+        """
+        Args:
+            tokenizer: a transformers tokenizer backed by the library tokenizers.
+            size: the width of the model's logits; may be more, and rarely less, than the tokenizer knows.
+            end_ids: ids at which the model's configuration ends a generation.
+
+        Raises:
+            ModelError: the tokenizer is of another kind.
+        """
+        self.size = size
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.chat_template = _chat_template(tokenizer)
+        self._tokenizer: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if self._tokenizer is None:
+            raise ModelError(
+                f"the tokenizer is a {type(tokenizer).__name__}; one that tokenizer.json describes is needed"
+            )
+        self._kind = _kind(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
+        ends = {*end_ids, self.eos_id} | {token for token, text in self._added.items() if text in END_TOKENS}
+        self.eog_ids = frozenset(token for token in ends if token is not None and 0 <= token < size)
+        special = {token for token, entry in added.items() if entry.special or LOOKS_SPECIAL.fullmatch(entry.content)}
+        self._control = frozenset(special | self.eog_ids)
+        # `encode_special_tokens` below reads as text only what is marked as special.
+        unmarked = [token for token in self._control if token not in added or not added[token].special]
+        texts = [text for text in map(self._text, unmarked) if text]
+        self._tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+        first = self._tokenizer.encode("a", add_special_tokens=True).ids[:1]
+        self._wants_bos = self.bos_id is not None and first == [self.bos_id]
+
+    def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
+        self._tokenizer.encode_special_tokens = not parse_special
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if ids and max(ids) >= self.size:
+            token = max(ids)
+            raise ModelError(
+                f"the text holds {self._text(token)!r}, token {token}, but the model has {self.size} tokens"
+            )
+        return [self.bos_id, *ids] if add_bos and self._wants_bos and self.bos_id is not None else ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        text = self._text(token_id)
+        if text is None or token_id in self._control:
+            return b""
+        if token_id in self._added:
+            return text.encode("utf-8")
+        if self._kind == BYTE_LEVEL:
+            return b"".join(bytes([ALPHABET[char]]) if char in ALPHABET else char.encode("utf-8") for char in text)
+        byte = BYTE_PIECE.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode("utf-8")
+
+    def token_text(self, token_id: int) -> str:
+        return self._text(token_id) or f"[PAD{token_id}]"
+
+    def _text(self, token_id: int) -> str | None:
+        text: str | None = self._tokenizer.id_to_token(token_id)
+        return text
+
+    @cached_property
+    def fingerprint(self) -> str:
+        texts = (self.token_text(token).encode("utf-8") for token in range(self.size))
+        return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+def _chat_template(tokenizer: Any) -> str | None:
+    """The Jinja source; of several named templates the one called default."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _kind(tokenizer: Any) -> str:
+    """How token texts spell bytes, from the decoder's own description."""
+    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+    steps = state.get("decoders", [state])
+    names = {step.get("type") for step in steps}
+    if "ByteLevel" in names:
+        return BYTE_LEVEL
+    if "Metaspace" in names or any(step.get("pattern") == {"String": "▁"} for step in steps):
+        return SENTENCE_PIECE
+    raise ModelError(
+        f"the tokenizer joins its tokens by {', '.join(sorted(map(str, names)))}; "
+        f"byte-level BPE and SentencePiece tokenizers can be used"
+    )
+
+
+def check_folder(path: str) -> Path:
+    """The folder of a model, if it is one.
+
+    Raises:
+        ModelError: says what is missing.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise ModelError(f"{path}: there is no such folder")
+    if not folder.is_dir():
+        raise ModelError(f"{path}: is a file; a model folder with config.json and safetensors files is needed")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: has no config.json, so it is not a model folder")
+    return folder
+
+
+def weight_files(path: str) -> list[str]:
+    """The files that decide what a model folder computes."""
+    return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
+
+
+def read_config(folder: Path) -> Any:
+    """The folder's config.json as transformers' configuration object.
+
+    Raises:
+        ModelError: it is damaged, or of an architecture that the installed transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, **LOCAL)
+    except Exception as error:  # the library raises nearly every type there is
+        raise ModelError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+
+
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Experts of a layer, and those that a token uses, by the names that config.json has for them; None: no mixture."""
+    count = next(
+        (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
+    )
+    used = config.get("num_experts_per_tok") or 0
+    return (count, used) if 0 < used < count else None
+
+
+def load_vocab(path: str) -> HfVocab:
+    """The tokenizer of the model folder at `path`. Nothing is fetched, and no code of the folder is run.
+
+    Raises:
+        ModelError: the folder or its tokenizer is missing, damaged, or of a kind that cannot be used.
+    """
+    folder = check_folder(path)
+    text_config = read_config(folder).get_text_config()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+    except Exception as error:  # the libraries raise nearly every type there is
+        raise ModelError(f"{path}: its tokenizer cannot be read: {first_line(error)}") from error
+    if not isinstance(getattr(text_config, "vocab_size", None), int):
+        raise ModelError(f"{path}: config.json gives no vocab_size")
+    try:
+        return HfVocab(tokenizer, text_config.vocab_size, _end_ids(folder, text_config))
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _end_ids(folder: Path, config: Any) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json: an id or a list of ids."""
+    ends = getattr(config, "eos_token_id", None)
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            ends = json.loads(file.read_text("utf-8")).get("eos_token_id", ends)
+        except (ValueError, AttributeError) as error:
+            raise ModelError(f"generation_config.json is not a JSON object: {error}") from error
+    return [ends] if isinstance(ends, int) else list(ends or [])
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,25 @@
+"""Logits that are copies, a row for each node: for engines, or passes, that give them one by one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
+
+
+class RowLogits:
+    """See `edgespec.loop.backend.Logits`."""
+
+    def __init__(self, rows: dict[int, Float32Array] | None = None) -> None:
+        self.rows = rows if rows is not None else {}  # node -> [V]
+
+    def row(self, node: int) -> Float32Array:
+        return self.rows[node].copy()
+
+    def state(self, node: int) -> Float32Array:
+        return np.zeros(0, np.float32)
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        return top_of_rows([self.rows[node] for node in nodes], k, temperature, noise)

@@ -1,0 +1,1 @@
+"""llama.cpp's library: its functions, callbacks, files and tensors."""

@@ -1,0 +1,192 @@
+"""GGUF files through llama.cpp's libraries: loading a model, reading the tensor table, and what went wrong.
+
+llama-cpp-python names the functions of libllama; a few of libggml-base that it leaves out are named here.
+"""
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import MissingPackage, ModelError
+from edgespec.models.gguf_model import check_magic
+from edgespec.weights.plan import Tensor
+
+try:
+    import llama_cpp as llama_cpp  # the engine's other files have it from here, with this error
+except ImportError as error:
+    raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
+
+FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
+
+_log_lines: list[str] = []
+size_lines: list[str] = []  # what llama.cpp said last about the sizes of its buffers
+
+
+def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+    if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
+        _log_lines.append(text.decode("utf-8", "replace").strip())
+        del _log_lines[:-20]
+    elif b" size = " in text:
+        size_lines.append(text.decode("utf-8", "replace"))
+        del size_lines[:-100]
+
+
+_log_callback = llama_cpp.llama_log_callback(_keep_log)  # llama.cpp keeps only its address
+
+
+def keep_log() -> None:
+    """From now on llama.cpp says nothing itself; `last_log` has its complaints."""
+    _log_lines.clear()
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+
+
+def last_log() -> str:
+    """What llama.cpp last complained about: the first line is the cause, later ones only pass it on."""
+    return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
+
+
+def load_model(path: str, **params: Any) -> Any:
+    """A llama_model, to be freed by the caller.
+
+    Args:
+        path: the GGUF file.
+        params: fields of llama.cpp's llama_model_params.
+
+    Raises:
+        ModelError: the file is missing, not a GGUF, or damaged.
+    """
+    check_magic(path)
+    keep_log()
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
+        setattr(model_params, name, value)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+    if not model:
+        raise ModelError(f"{path}: cannot be loaded: {last_log()}")
+    return model
+
+
+def load_header(path: str) -> Any:
+    """A llama_model with its tokenizer and sizes but without weights; otherwise as `load_model`."""
+    return load_model(
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
+    )
+
+
+def without_amx(system_info: bytes) -> dict[str, Any]:
+    """Parameters of a model that keep llama.cpp's kernels for Intel's AMX out of use.
+
+    Compiled by GCC they end in a segmentation fault: of the 64 bytes of tile configuration its intrinsic reads 8, so
+    the stores of the others are optimised away, and the processor refuses what it finds (seen with GCC 12; the same
+    fault in ggml-org/llama.cpp#20824).
+    """
+    return {"use_extra_bufts": False} if b"AMX_INT8 = 1" in system_info else {}
+
+
+def metadata(model: Any, key: str) -> bytes:
+    """A value from the GGUF's header as text; empty if it is not there."""
+    buffer = ctypes.create_string_buffer(64)
+    llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value
+
+
+def parts(path: str) -> list[str]:
+    """The files of a model: model-00001-of-00003.gguf and so on, or the one file."""
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
+    return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
+
+
+def file_size(path: str) -> int:
+    """Bytes of a model's files."""
+    return sum(Path(part).stat().st_size for part in parts(path))
+
+
+def read_tensors(path: str, file: int = 0) -> list[Tensor]:
+    """The tensor table of one GGUF file.
+
+    Raises:
+        ModelError: missing, not a GGUF, or damaged.
+    """
+    library = ggml_base()
+    with _table(path) as table:
+        base = library.gguf_get_data_offset(table)
+        return [
+            Tensor(
+                library.gguf_get_tensor_name(table, i).decode(),
+                file,
+                base + library.gguf_get_tensor_offset(table, i),
+                library.gguf_get_tensor_size(table, i),
+            )
+            for i in range(library.gguf_get_n_tensors(table))
+        ]
+
+
+@contextmanager
+def _table(path: str) -> Iterator[Any]:
+    """The header of a GGUF file."""
+    check_magic(path)
+    table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
+    if not table:
+        raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
+    try:
+        yield table
+    finally:
+        ggml_base().gguf_free(table)
+
+
+class GgufInit(ctypes.Structure):
+    """struct gguf_init_params of gguf.h."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+
+
+@cache
+def ggml_library(name: str) -> Any:
+    """One of llama.cpp's libraries, such as "ggml-cpu": the very one that libllama uses.
+
+    Packages hold each library under several names, which are copies: another name is another library, with other
+    devices.
+    """
+    names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
+        sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
+    )
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    return ctypes.CDLL(str(next((folder / one for one in names if (folder / one).exists()), folder / names[-1])))
+
+
+@cache
+def ggml_base() -> Any:
+    """What llama-cpp-python does not name of libggml-base."""
+    library = ggml_library("ggml-base")
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+    for name, result, arguments in [
+        ("ggml_get_name", text, [pointer]),
+        ("ggml_get_data", pointer, [pointer]),
+        ("ggml_nelements", number, [pointer]),
+        ("ggml_op_desc", text, [pointer]),
+        ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
+        ("gguf_init_from_file", pointer, [text, GgufInit]),
+        ("gguf_free", None, [pointer]),
+        ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),
+        ("gguf_get_n_tensors", number, [pointer]),
+        ("gguf_get_tensor_name", text, [pointer, number]),
+        ("gguf_get_tensor_offset", ctypes.c_size_t, [pointer, number]),
+        ("gguf_get_tensor_size", ctypes.c_size_t, [pointer, number]),
+    ]:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def engine_build() -> str:
+    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
+    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
+    features = llama_cpp.llama_print_system_info().decode().strip(" |")
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])

@@ -1,0 +1,30 @@
+"""What llama.cpp has of a sequence, in a file: its part of what `edgespec/loop/session_files.py` writes."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import SessionFileError
+
+from .files import last_log, llama_cpp
+
+
+def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:
+    """Write a sequence's cells and state, which are those of a text. Raises OSError."""
+    tokens = (llama_cpp.llama_token * len(text))(*text)
+    if text and not llama_cpp.llama_state_seq_save_file(context, os.fsencode(path), seq, tokens, len(text)):
+        raise OSError(last_log())
+
+
+def load_sequence(context: Any, path: str | Path, seq: int, text: Sequence[int]) -> None:
+    """Have llama.cpp read them, cells from the first that is free on. Raises SessionFileError: it has none then."""
+    found, count = (llama_cpp.llama_token * max(1, len(text)))(), ctypes.c_size_t()
+    if text and not llama_cpp.llama_state_seq_load_file(
+        context, os.fsencode(path), seq, found, len(text), ctypes.byref(count)
+    ):
+        raise SessionFileError(f"{path}: llama.cpp cannot read the session: {last_log()}")
+    if list(found)[: len(text)] != list(text):
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), seq, -1, -1)
+        raise SessionFileError(f"{path}: the session was replaced while it was read")

@@ -1,0 +1,121 @@
+"""The process that `apart.py` starts: loads a model with borrowed layers, and does what it is told."""
+
+import os
+import pickle
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from edgespec.loop.backend import Work, common_prefix
+
+from ..backend import LlamaBackend, load
+from .child_process import Facts, flag_in
+from .rpc import borrow
+
+
+class Host:
+    """The model and its sessions, by numbers. Every public method is a call."""
+
+    def __init__(self, send: Any, flag: Any) -> None:
+        self._send, self._flag = send, flag
+        self._sessions: dict[int, Any] = {}
+        self._last = 0
+
+    def borrow(self, lenders: list[str]) -> None:
+        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp keeps only the latter's address
+
+    def load(self, path: str, options: dict[str, Any]) -> Facts:
+        options |= {"borrowed": self._borrowed, "progress": lambda *counts: self._send("progress", counts)}
+        model = load(path, **options)
+        assert isinstance(model, LlamaBackend)
+        model.computing = {**model.computing, "lenders": self._lenders}  # what agrees to the bit is theirs, too
+        self._model = model
+        model.stop.lie_in(self._flag)
+        return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
+
+    def open(self) -> int:
+        return self._number(self._model.open())
+
+    def fork(self, session: int) -> int:
+        return self._number(self._sessions[session].fork())
+
+    def _number(self, session: Any) -> int:
+        self._last += 1
+        self._sessions[self._last] = session
+        return self._last
+
+    def keep_to(self, exact: Any) -> Any:
+        self._model.keep_to(exact)
+        return self._model.capabilities
+
+    def kept(self, session: int, length: int, short: bool) -> int:
+        return int(self._sessions[session].kept(length, short=short))
+
+    def commit(self, session: int, path: list[int], known: int) -> tuple[int, list[int], int]:
+        before = self._sessions[session].token_ids[:known]
+        self._sessions[session].commit(path)
+        return self._changed(session, before)
+
+    def rewind(self, session: int, length: int, known: int) -> tuple[int, list[int], int]:
+        before = self._sessions[session].token_ids[:known]
+        self._sessions[session].rewind(length)
+        return self._changed(session, before)
+
+    def _changed(self, session: int, before: list[int]) -> tuple[int, list[int], int]:
+        """How many tokens stayed, which came, and what is owed."""
+        held = self._sessions[session]
+        same = common_prefix(held.token_ids, before)
+        return same, held.token_ids[same:], held.owed
+
+    def save(self, session: int, path: str, note: Any) -> None:
+        self._sessions[session].save(path, note)
+
+    def load_session(self, session: int, path: str) -> Any:
+        return self._sessions[session].load(path)
+
+    def close(self, session: int) -> None:
+        self._sessions.pop(session).close()
+
+    def forward(self, parts: list[Any]) -> float:
+        works = [
+            Work(self._sessions[part.session], part.token_ids, part.parents, part.wanted, part.prompt, part.short)
+            for part in parts
+        ]
+        self._logits = self._model.forward(works)
+        return self._model.wait_seconds
+
+    def row(self, index: int, node: int) -> Any:
+        return self._logits[index].row(node)
+
+    def state(self, index: int, node: int) -> Any:
+        return self._logits[index].state(node)
+
+    def top(self, index: int, nodes: list[int], k: int, temperature: float, noise: list[Any]) -> Any:
+        return self._logits[index].top(nodes, k, temperature, noise)
+
+
+def main() -> None:
+    """Do one call after the other, until the other end closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asked
+    connection = Connection(int(sys.argv[1]))
+
+    number = 0
+
+    def send(kind: str, value: Any) -> None:
+        connection.send_bytes(pickle.dumps((number, kind, value)))
+
+    host = Host(send, flag_in(int(sys.argv[2])))
+    while True:
+        try:
+            number, name, arguments = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)  # llama.cpp would want to free what a lender that is gone has
+        try:
+            send("done", getattr(host, name)(*arguments))
+        except Exception as error:
+            send("raised", error)
+
+
+if __name__ == "__main__":
+    main()

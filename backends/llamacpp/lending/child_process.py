@@ -1,0 +1,290 @@
+"""A model in a process of its own: where a lender dies, llama.cpp ends the program that borrowed from it.
+
+Here is what stands for the model in this program; `apart_child.py` is the other end. Calls go through a socket, one at
+a time. Logits stay there until they are asked for: a walk needs a few rows of a tree's. The flag that ends a pass lies
+in memory of both.
+"""
+
+import ctypes
+import mmap
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.sampling import Float32Array, IdArray, Scores
+from edgespec.loop.session_files import content_of, identity_of
+from edgespec.loop.shapes import Exact
+from edgespec.loop.tree import IntArray
+
+from ..ggml.files import parts
+from ..vocab import load_vocab
+from .rpc import check_lender, rpc
+
+CHILD = "edgespec.backends.llamacpp.lending.child_main"
+SECONDS_TO_END = 10
+SECONDS_TO_BORROW = 20  # the start of the program is in it
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change of a loaded model."""
+
+    capabilities: Capabilities
+    notes: list[str]
+    build: str
+    computing: Mapping[str, str | int | None]
+    plan: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A work, of a session by its number."""
+
+    session: int
+    token_ids: IntArray
+    parents: IntArray
+    wanted: IntArray
+    prompt: bool
+    short: bool
+
+
+class Apart:
+    """See `edgespec.loop.backend.Backend`; made by `load_apart`."""
+
+    name = "llamacpp"
+
+    def __init__(self, path: str, child: "Child", facts: Facts) -> None:
+        self.vocab: Vocab = load_vocab(path)
+        self._path = path
+        self.child = child
+        self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
+        self.notes: Sequence[str] = facts.notes
+        self.plan = facts.plan
+        self.wait_seconds = 0.0
+
+    def open(self) -> "ApartSession":
+        return ApartSession(self, self.child.call("open"))
+
+    def keep_to(self, exact: Exact) -> None:
+        self.capabilities = self.child.call("keep_to", exact)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        sessions = [cast(ApartSession, work.session) for work in batch]
+        works = [
+            Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt, work.short)
+            for session, work in zip(sessions, batch, strict=True)
+        ]
+        self.wait_seconds = self.child.call("forward", works)
+        return [ApartLogits(self.child, index) for index in range(len(batch))]
+
+    def interrupt(self) -> None:
+        self.child.flag.value = b"x"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self, content_of(*parts(self._path)))
+
+    def close(self) -> None:
+        self.child.end()
+
+
+class ApartSession:
+    """See `edgespec.loop.backend.Session`."""
+
+    def __init__(self, backend: Apart, number: int) -> None:
+        self.number = number
+        self.token_ids: list[int] = []
+        self.owed = 0
+        self._backend = backend
+        self._closed = False
+
+    def kept(self, length: int, *, short: bool = False) -> int:
+        found: int = self._backend.child.call("kept", self.number, length, short)
+        return found
+
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+        self._update("commit", list(path))
+        return np.zeros(0, np.int32)  # only drafts keep nodes, and they are not lent
+
+    def rewind(self, length: int) -> None:
+        try:
+            self._update("rewind", length)
+        except ModelError:  # the process is gone, and the text with it; the next pass says so
+            self.token_ids, self.owed = [], 0
+
+    def fork(self) -> "ApartSession":
+        other = ApartSession(self._backend, self._backend.child.call("fork", self.number))
+        other._update("rewind", len(self.token_ids))
+        return other
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        self._backend.child.call("save", self.number, os.path.abspath(path), note)
+
+    def load(self, path: str | Path) -> Any:
+        try:
+            return self._backend.child.call("load_session", self.number, os.path.abspath(path))
+        finally:  # where it failed the session may be empty: have the process say what it holds
+            self.token_ids.clear()
+            self._update("rewind", self._backend.capabilities.context_length)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with suppress(ModelError):  # the process is gone, and the session with it
+                self._backend.child.call("close", self.number)
+        self.token_ids, self.owed = [], 0
+
+    def _update(self, name: str, argument: Any) -> None:
+        same, added, self.owed = self._backend.child.call(name, self.number, argument, len(self.token_ids))
+        del self.token_ids[same:]
+        self.token_ids += added
+
+
+class ApartLogits:
+    """See `edgespec.loop.backend.Logits`."""
+
+    def __init__(self, child: "Child", index: int) -> None:
+        self._child, self._index = child, index
+
+    def row(self, node: int) -> Float32Array:
+        found: Float32Array = self._child.call("row", self._index, node)
+        return found
+
+    def state(self, node: int) -> Float32Array:
+        found: Float32Array = self._child.call("state", self._index, node)
+        return found
+
+    def top(
+        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
+    ) -> tuple[list[IdArray], list[Scores]]:
+        found: tuple[list[IdArray], list[Scores]] = self._child.call(
+            "top", self._index, np.asarray(nodes).tolist(), k, temperature, list(noise)
+        )
+        return found
+
+
+class Child:
+    """The process, and calls to it."""
+
+    def __init__(self, lenders: Sequence[str]) -> None:
+        self._lenders = lenders
+        self._calls = 0
+        here, there = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors}
+        with there, tempfile.TemporaryFile() as shared:
+            shared.truncate(mmap.PAGESIZE)
+            self.flag = flag_in(shared.fileno())
+            ours = [there.fileno(), shared.fileno()]
+            command = [sys.executable, "-m", CHILD, *map(str, ours)]
+            self._process = subprocess.Popen(command, pass_fds=ours, env=environment, **pipes)
+        self._connection = Connection(here.detach())
+
+    def call(
+        self,
+        name: str,
+        *arguments: Any,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        seconds: float | None = None,
+    ) -> Any:
+        """Have the process do something.
+
+        Args:
+            name: of a method of `apart_child.Host`.
+            arguments: for it.
+            progress: told what the method tells.
+            seconds: to wait for anything; None: for ever.
+
+        Raises:
+            EdgespecError, ValueError: what it raised.
+            ModelError: it is gone, as when a lender is, or says nothing.
+        """
+        self._calls += 1
+        try:
+            self._connection.send_bytes(pickle.dumps((self._calls, name, arguments)))
+            while True:
+                if not self._connection.poll(seconds):
+                    raise ModelError(f"no answer from {', '.join(self._lenders)}: a lender lends to one at a time")
+                number, kind, value = pickle.loads(self._message())
+                if number == self._calls and kind != "progress":  # else Ctrl-C came before an answer
+                    break
+                if number == self._calls:
+                    progress(*value)
+        except (EOFError, OSError) as error:
+            raise ModelError(self._why()) from error
+        if kind == "raised":
+            raise value
+        return value
+
+    def _message(self) -> bytes:
+        """The next message, which has begun to come."""
+        try:
+            return self._connection.recv_bytes()
+        except KeyboardInterrupt:  # nobody knows where the next one begins
+            self._connection.close()
+            raise
+
+    def _why(self) -> str:
+        if self._errors.closed:
+            return "the model was closed"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_END)
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        said = f": {lines[-1]}" if lines else ""
+        return f"a lender ({', '.join(self._lenders)}) is gone, or the way to it; its layers went with it{said}"
+
+    def end(self, seconds: float = SECONDS_TO_END) -> None:
+        """End it; it has so long to do so itself. Safe to call twice."""
+        self._connection.close()  # which it takes for a sign
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def flag_in(file: int) -> Any:
+    """Two bytes of memory that all have who map this file: see `Stop.lie_in`."""
+    return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
+
+
+def load_apart(
+    path: str, lenders: Sequence[str], options: Mapping[str, Any], progress: Callable[[int, int], None]
+) -> Apart:
+    """Load a model in a process of its own, with layers in lenders' memory; `options` are those of `load`.
+
+    Raises:
+        NoRpc: llama.cpp cannot do so.
+        ModelError: nobody lends there, or the model cannot be loaded.
+        UsageError: an address or an option is wrong.
+    """
+    if options.get("gpu_memory") is not None:
+        raise UsageError("gpu_memory is this machine's: with lenders say gpu_layers")
+    if lenders:
+        rpc()
+    for address in lenders:
+        check_lender(address)
+    child = Child(lenders)
+    try:
+        child.call("borrow", list(lenders), seconds=SECONDS_TO_BORROW if lenders else None)
+        facts = child.call("load", path, dict(options), progress=progress)
+        return Apart(path, child, facts)
+    except BaseException:
+        child.end(0)  # it may be waiting for a lender
+        raise

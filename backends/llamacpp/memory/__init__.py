@@ -1,0 +1,1 @@
+"""Where weights and caches lie: memory, GPU, disk."""

@@ -1,0 +1,98 @@
+"""In step with a pass: llama.cpp tells which node it computes next, and waits until that node's weights are there."""
+
+from edgespec.errors import Interrupted
+from edgespec.weights.ring import Streamer
+
+from ..ggml.callback import NodeCallback
+from ..ggml.files import ggml_base
+from ..ggml.stop import Stop
+from .mixture import Mixture
+from .skip_padding import Sparing
+
+
+class LayerWatch:
+    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
+
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
+    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
+    everything before is computed. The first pass has every node reported and so learns the last node before each
+    layer that is streamed; later passes stop only there.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
+        self._watched = NodeCallback(self._called)
+        self.callback, self.signals = self._watched.callback, self._watched.signals
+        self.nodes = self._watched.nodes
+        self.streamer = streamer
+        self.mixture: Mixture | None = None  # whose experts are read as they are chosen
+        self.sparing: Sparing | None = None  # where the page cache keeps its experts
+        self.stop: Stop | None = None  # when it is set, the pass ends
+        self._streamed = {layer.index for layer in streamer.plan.streamed}
+        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
+        self._name_of = ggml_base().ggml_get_name
+        self._last_nodes: set[bytes] = set()  # before a streamed layer
+        self._learning, self._layer, self._name, self._reported = True, -1, b"", True
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        """A pass starts; arguments as for `Mixture.begin`. Raises ModelError: the weights cannot be read any more."""
+        self.streamer.begin()
+        if chooser := self.mixture or self.sparing:
+            chooser.begin(prompt=prompt, rows=rows, padding=padding)
+        self.error = None
+        self._learning = bool(self._streamed) and not self._last_nodes
+        self._layer, self._name, self._reported = -1, b"", True
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that passes have waited for weights."""
+        return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        if self.mixture:
+            self.mixture.close()
+        self.streamer.close()
+
+    def _called(self, tensor: int, ask: bool) -> bool:
+        if not ask:
+            return self.error is None  # False ends the pass
+        if self.error is not None:
+            return True
+        try:
+            self.signals.obey()
+            if self.stop and self.stop.is_set:
+                raise Interrupted("the pass was interrupted")
+            return self._asked(self._name_of(tensor), tensor)
+        except BaseException as error:
+            self.error = error
+            return True
+
+    def finish(self) -> None:
+        """The pass is over, or was given up."""
+        self.streamer.finish()
+        if chooser := self.mixture or self.sparing:
+            chooser.finish()
+
+    def _asked(self, name: bytes, tensor: int) -> bool:
+        layer = self._layer_of.get(name)
+        if layer is None:
+            digits = name.rpartition(b"-")[2]
+            layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
+        if layer < 0:
+            layer = self._layer
+        if layer == 0 < self._layer:  # the pass was too large for one graph: here is the next one
+            self.finish()
+            self._layer = -1
+        new = layer > self._layer and layer in self._streamed
+        if new:
+            self._last_nodes.add(self._name)
+        if new and self._reported:
+            self.streamer.enter(layer)
+        if not new or self._reported:
+            self._layer = max(layer, self._layer)
+        stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
+        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
+        self._reported = stop or self._learning or name in self._last_nodes or self._layer < layer
+        self._name = name
+        return self._reported

@@ -1,0 +1,320 @@
+"""A mixture of experts in llama.cpp: what its router chose is read, and llama.cpp is told where it lies.
+
+llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor that holds a layer's experts one behind the
+other. Before a layer's experts are computed, `data` of its tensors is set to the slots of `expert_memory.py`, and the
+numbers of the chosen experts to those of their slots. Both are undone, or written anew, in every pass; a pass in which
+that is missed finds the experts in the mapped file: slow, never wrong.
+
+Rows of padding choose nothing: the tensor of the numbers is shortened, and what would be computed of them is 0.
+
+The nodes of a layer, by their names in llama-graph.cpp:
+
+    ffn_moe_topk            the chosen experts [used, rows], the first columns of a sorted matrix
+    ffn_moe_weights…        how much they count: the last to need the experts' own numbers
+    ffn_moe_gate, …_up      the first weights
+    ffn_moe_down            the last
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelError
+from edgespec.machine.measurements import identity, recall, remember
+from edgespec.models.gguf_header import own_values
+from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.plan import Plan
+from edgespec.weights.preload import Progress
+
+from ..ggml.files import ggml_base, parts
+from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
+from .planning import all_tensors, find_layers
+
+NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
+ADD_ROWS = b"ADD_ID"  # adds a row of a small matrix by the expert's number
+
+
+ROUTER = b"ffn_moe_logits-"  # and the layer: how experts score
+# Number of the layer, the chosen experts [rows, used] without padding, address of the states [rows, width] of all rows.
+Heard = Callable[[int, NDArray[np.int32], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the graph."""
+
+    name: bytes
+    op: bytes
+    sources: tuple[int, ...]  # addresses of tensors; 0: none
+    names: tuple[bytes, ...]  # of these
+
+
+def node_at(address: int) -> Node:
+    """What is known of a node before it is computed."""
+    tensor = GgmlTensor.from_address(address)
+    sources = tuple(source or 0 for source in tensor.src)
+    names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
+    return Node(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
+
+
+def root_of(address: int) -> int:
+    """The tensor whose data a view shows, or the tensor itself; 0: none."""
+    return (GgmlTensor.from_address(address).view_src or address) if address else 0
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer's experts in the graph."""
+
+    weights: list[tuple[int, int, int]] = field(default_factory=list)  # tensor, its own data, data of slot 0
+    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # small: tensor, data, bytes a row, a copy
+
+    def tell_slots(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """From now on llama.cpp finds slots."""
+        for tensor, _, there in self.weights:
+            GgmlTensor.from_address(tensor).data = there
+        for tensor, data, size, copy in self.rows:
+            for expert, slot in zip(experts, slots, strict=True):
+                ctypes.memmove(ctypes.addressof(copy) + slot * size, data + expert * size, size)
+            GgmlTensor.from_address(tensor).data = ctypes.addressof(copy)
+
+    def tell_experts(self) -> None:
+        """From now on llama.cpp finds experts in the mapped file."""
+        for tensor, data, *_ in (*self.weights, *self.rows):
+            GgmlTensor.from_address(tensor).data = data
+
+
+class Mixture:
+    """Keeps an `ExpertMemory` in step with a pass. `LayerWatch` tells it every node."""
+
+    def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
+        """
+        Args:
+            memory: where experts lie.
+            used: experts that a token uses.
+            about: under which it is remembered what was used.
+        """
+        self.memory = memory
+        self.about = about
+        self.shape = memory.layers[0].count, used
+        self.routers: dict[int, int] = {}  # number of a layer -> address of its router's weights
+        self.heard: Heard | None = None  # told what is chosen in passes that are not over prompts
+        self._layers: list[Layer] = []
+        self._copies: list[Any] = []  # of small matrices, with a row for each slot; layers share them
+        self._users: dict[bytes, tuple[int, int]] = {}  # node -> number of the layer, of the weight that it needs
+        self._first: set[bytes] = set()  # those of them that come first in their layer
+        self._before: set[bytes] = set()  # the nodes before users: a pass stops behind them
+        self._told: list[Layer] = []  # where llama.cpp finds slots
+        self._numbers: tuple[int, int] = (0, 0)  # the tensor of the chosen experts, and its rows without padding
+        self._chosen = -1  # number of the layer whose experts are known
+        self._used: list[int] = []  # its weights whose nodes have come
+        self._nearly_all = False  # of its experts are wanted
+        self._prompt, self._rows, self._padding = False, 0, 0
+
+    @property
+    def counted(self) -> tuple[int, int, int]:
+        """Experts that passes over trees have used, those of them that were in memory, bytes read."""
+        return self.memory.wanted, self.memory.hits, self.memory.bytes_read
+
+    def learn(self, addresses: Sequence[int]) -> str:
+        """Find the experts' nodes among all nodes of a pass.
+
+        Returns:
+            Why the experts cannot be read as they are chosen, or "".
+        """
+        if not addresses or not is_known(addresses[0]):
+            return "this build of llama.cpp has another layout of tensors"
+        nodes = [node_at(address) for address in addresses]
+        numbers = {layer.index: number for number, layer in enumerate(self.memory.layers)}
+        places = {
+            tensor.name.encode(): (number, i)
+            for number, layer in enumerate(self.memory.layers)
+            for i, tensor in enumerate(layer.tensors)
+        }
+        self._layers = [Layer() for _ in numbers]
+        chosen: dict[int, int] = {}  # address of the chosen experts' numbers -> number of the layer
+        for i, node in enumerate(nodes):
+            if node.name.startswith(ROUTER) and int(node.name[len(ROUTER) :]) in numbers:
+                self.routers[numbers[int(node.name[len(ROUTER) :])]] = node.sources[0]
+            if node.op == b"MUL_MAT_ID" and node.names[0] in places:
+                if node.name in self._users:
+                    return f"two nodes are called {node.name.decode()}"
+                if not all(map(is_here, (node.sources[0], node.sources[2]))):
+                    return f"{node.name.decode()} is computed where this program cannot look"
+                number, weight = self._users[node.name] = places[node.names[0]]
+                if not self._layers[number].weights:
+                    self._first.add(node.name)
+                self._before.add(nodes[i - 1].name)
+                chosen |= dict.fromkeys((node.sources[2], root_of(node.sources[2])), number)
+                data = GgmlTensor.from_address(node.sources[0]).data
+                self._layers[number].weights.append((node.sources[0], data, self.memory.base(number, weight)))
+            elif node.op == ADD_ROWS and node.sources[2] in chosen:
+                self._add_rows(self._layers[chosen[node.sources[2]]], node.sources[1])
+            elif chosen.keys() & {*node.sources, *map(root_of, node.sources)}:
+                return f"{node.name.decode()} needs the experts' numbers when they are gone"
+        for number, layer in enumerate(self.memory.layers):
+            if len(self._layers[number].weights) != len(layer.tensors):
+                return f"the graph has other experts in layer {layer.index} than the file"
+        return ""
+
+    def _add_rows(self, layer: Layer, address: int) -> None:
+        tensor = GgmlTensor.from_address(address)
+        size, at = tensor.nb[1] * tensor.ne[1], len(layer.rows)
+        if at == len(self._copies):
+            self._copies.append(ctypes.create_string_buffer(size))
+        elif len(self._copies[at]) < size:
+            ctypes.resize(self._copies[at], size)
+        layer.rows.append((address, tensor.data, tensor.nb[1], self._copies[at]))
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        """A pass starts.
+
+        Args:
+            prompt: it is over a prompt, which uses nearly all experts.
+            rows: of it.
+            padding: so many of the last of these are not looked at.
+
+        Raises:
+            ModelError: the model cannot be read any more.
+        """
+        self.memory.begin()
+        self._prompt, self._rows, self._padding = prompt, rows, padding
+        self._chosen = -1
+
+    def asked(self, name: bytes, tensor: int, reported: bool) -> bool:
+        """This node comes next.
+
+        Args:
+            name: of the node.
+            tensor: its address.
+            reported: everything before it is computed.
+
+        Returns:
+            Whether the pass is to stop behind it.
+
+        Raises:
+            ModelError: the disk failed.
+            OSError: memory cannot be moved.
+        """
+        if user := self._users.get(name):
+            number, weight = user
+            if name in self._first:
+                if reported:
+                    self._choose(number, tensor)
+                else:  # its experts are in the mapped file; what came of it in an earlier graph is computed
+                    self._layers[number].tell_experts()
+                    self._chosen = -1
+            if number == self._chosen:
+                self._leave_padding(tensor if reported else 0)
+                self._go_on(weight, reported)
+        return name in self._before
+
+    def _leave_padding(self, node: int) -> None:
+        """Of this node, which comes next, no row of padding is computed; 0: all are."""
+        address, rows = self._numbers
+        if not address:
+            return
+        if node:  # nothing else needs its memory any more
+            skip_rows(node, address, rows)
+        else:
+            GgmlTensor.from_address(address).ne[1] = self._rows
+
+    def _go_on(self, weight: int, reported: bool) -> None:
+        """This weight of the layer comes next; those before, if that is reported, are done with."""
+        # Of the last layer only rows whose logits are wanted are computed: few or none of a prompt's.
+        if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
+            for used in self._used:
+                self.memory.expect_all(self._chosen + 1, used)
+            self._used = []
+        self._used.append(weight)
+        self.memory.wait(self._chosen, weight)
+
+    def _choose(self, number: int, tensor: int) -> None:
+        """The router has chosen."""
+        self._forget_slots()
+        self._chosen = -1
+        _, states, numbers = GgmlTensor.from_address(tensor).src[:3]
+        chosen = self._chosen_by_row(numbers)
+        if self.heard and not self._prompt:
+            padding = self._padding if len(chosen) == self._rows else 0
+            self.heard(number, chosen[: len(chosen) - padding], states)
+        experts: list[int] = np.unique(chosen).tolist()
+        if not experts:
+            return
+        slots = self.memory.want(number, experts, count=not self._prompt)
+        chosen[...] = slots[chosen]
+        if self._padding and len(chosen) == self._rows and not self._prompt:
+            self._numbers = numbers, self._rows - self._padding
+        layer = self._layers[number]
+        layer.tell_slots(experts, slots[experts].tolist())
+        self._told.append(layer)
+        self._chosen, self._used = number, []
+        self._nearly_all = len(experts) >= NEARLY_ALL * len(slots)
+
+    def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
+        """The chosen experts [rows, used], where llama.cpp has them; those of padding are made the first row's."""
+        tensor = GgmlTensor.from_address(address)
+        used, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1] // 4
+        if rows == 0:
+            return np.zeros((0, used), np.int32)
+        numbers = (ctypes.c_int32 * (stride * (rows - 1) + used)).from_address(tensor.data)
+        found = np.lib.stride_tricks.as_strided(np.frombuffer(numbers, np.int32), (rows, used), (4 * stride, 4))
+        if self._padding and rows == self._rows and not self._prompt:
+            found[rows - self._padding :] = found[0]
+        return found
+
+    def _forget_slots(self) -> None:
+        for layer in self._told:
+            layer.tell_experts()
+        self._leave_padding(0)
+        self._told, self._numbers = [], (0, 0)
+
+    def finish(self) -> None:
+        """The pass is over, or was given up."""
+        self._forget_slots()
+        self._chosen, self._used = -1, []
+        self.memory.finish()
+
+    def close(self) -> None:
+        """Stop reading, give memory back, and remember which experts were used."""
+        if self.memory.wanted:
+            remember(self.about, [residents.scores.round(3).tolist() for residents in self.memory.residents])
+        self.memory.close()
+
+
+def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress) -> Mixture | None:
+    """Make ready to read a model's experts as they are chosen; None: the page cache has to keep them.
+
+    Args:
+        path: of the model; for a split one its first file.
+        plan: that gives experts slots.
+        nodes: of a pass: `LayerWatch.nodes`.
+        notes: what a person should know is added.
+        progress: told how much of what is read first has been read.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    layers = find_layers(path, all_tensors(path))
+    used, about = int(own_values(path).get("expert_used_count", 1)), {"kind": "experts", "target": identity(path)}
+    try:
+        mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used, about)
+    except OSError as error:
+        raise ModelError(f"{path}: experts cannot be read: {error}") from error
+    try:
+        if why := mixture.learn(nodes):
+            notes.append(f"experts are left to the page cache, which is slow: {why}")
+            mixture.memory.close()
+            return None
+        known = recall(about)
+        shape = (len(layers), layers[0].count)
+        scores = np.array(known) if known is not None and np.shape(known) == shape else np.zeros(shape)
+        mixture.memory.fill(scores.tolist(), progress)
+    except BaseException:
+        mixture.memory.close()
+        raise
+    return mixture

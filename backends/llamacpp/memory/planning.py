@@ -1,0 +1,307 @@
+"""llama.cpp models larger than memory: what of the weights stays beside a context, and moving the rest.
+
+`plan_memory` has llama.cpp rehearse a context to learn the size of its buffers, and leaves the choice to
+`residency.py`. `start_streaming` has `ring.py` move the weights that do not stay, and `watch.py` keeps the movement in
+step with a pass.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.machine.disk import USUAL, recall_reading
+from edgespec.machine.memory import (
+    COMPRESSING_FILE_SYSTEMS,
+    NETWORK_FILE_SYSTEMS,
+    available_memory,
+    file_system,
+    format_size,
+    parse_size,
+    private_memory,
+)
+from edgespec.machine.system import HUGE
+from edgespec.models.gguf_header import own_values
+from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
+from edgespec.weights.linux import Mapping, mappings
+from edgespec.weights.plan import EXPERTS, MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
+from edgespec.weights.preload import Progress
+from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
+
+from ..context import ContextSize
+from ..ggml.files import (
+    file_size,
+    last_log,
+    llama_cpp,
+    load_header,
+    parts,
+    read_tensors,
+    size_lines,
+)
+from ..lending.rpc import choose_lent, memory_of_lenders
+from .gpu import auto_layers, check_spans, devices, experts_too_large
+
+MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
+SHARE = 1 / 4  # of a context, for each further session where memory is counted
+CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
+BESIDE_POOLS = 1 / 32  # of memory, and a MARGIN: libraries' pages, page tables
+ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
+
+
+def plan_memory(
+    path: str,
+    size: ContextSize,
+    *,
+    memory: int | None = None,
+    beside: Sequence[str] = (),
+    gpu_layers: int = 0,
+    lent: bool = False,
+    experts_here: bool = False,
+) -> tuple[Plan | None, ContextSize, list[str]]:
+    """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
+
+    Arguments and errors as for `load`; `lent`: it is not a GPU but lenders who have layers; `experts_here`: what
+    `keeps_experts` says.
+    """
+    found = available_memory()
+    room = memory if memory is not None else int(found * (1 - SAFETY))
+    if not supported():
+        note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
+        return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
+    tensors = all_tensors(path)
+    count = count_layers(tensors)
+    layers = [] if lent and gpu_layers else find_layers(path, tensors)
+    # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
+    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
+    gpu |= {"experts_here": experts_here, "output_here": lent}
+    # Sessions may fill a pass together.
+    sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
+    beside_it = sum(_weights_and_buffers(other, size) for other in beside)
+    needs = [beside_it + needed for needed in _rehearse(path, sizes)]
+    plans = _plans(tensors, room, needs, gpu, layers)
+    # Every chunk of a prompt reads what does not stay, so large ones pay, unless their buffers make that much more.
+    most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)
+    best = max(i for i, plan in enumerate(plans) if _bytes_read(plan) <= most)
+    if not most:
+        best = min(best, sizes.index(size))
+    plan = plans[best]
+    notes = []
+    if memory is not None and memory > found:
+        notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
+    if plan is None:
+        return None, sizes[best], notes
+    plan = replace(plan, beside=beside_it)
+    if sys.platform == "darwin" and not lent:
+        check_spans(plan, tensors, gpu_layers)
+    kind = file_system(path)
+    if kind in NETWORK_FILE_SYSTEMS:
+        notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
+    elif kind in COMPRESSING_FILE_SYSTEMS:
+        notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
+    return plan, sizes[best], notes
+
+
+def all_tensors(path: str) -> list[Tensor]:
+    """Of all files of a model."""
+    return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+
+
+def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
+    """The layers of a mixture whose experts can be read as they are chosen; none where that does not work."""
+    if not any(EXPERTS.search(tensor.name) for tensor in tensors) or not moves_memory():
+        return []
+    values = own_values(path)
+    # The last layers of some models foretell tokens, and are not computed.
+    computed = count_layers(tensors) - int(values.get("nextn_predict_layers", 0))
+    return find_experts(
+        [tensor for tensor in tensors if layer_of(tensor) < computed], int(values.get("expert_count", 0))
+    )
+
+
+def keeps_experts(path: str, gpu_layers: int, size: ContextSize) -> bool:
+    """Whether the processor keeps all experts, since a GPU that gets so many layers cannot hold theirs."""
+    found = devices() if gpu_layers else []
+    tensors = all_tensors(path) if found else []
+    if not any(EXPERTS.search(tensor.name) for tensor in tensors):
+        return False
+    return experts_too_large(found, tensors, gpu_layers, _buffers(path, size))
+
+
+def choose_gpu_layers(
+    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool,
+    gpu_memory: int | str | None = None, borrowed: Any = None,
+) -> int:  # fmt: skip
+    """How many layers a GPU, or a lender, gets where nobody says it; arguments and errors as for `load`."""
+    if borrowed:
+        tensors, needed = all_tensors(path), memory_needs(path, size, beside)
+        buffers = needed - private_memory() - MARGIN
+        return choose_lent(tensors, memory, needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1)
+    most = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    found = devices()
+    if most is not None:  # of which another model of this program may have taken a part
+        found = [replace(device, free=min(device.free, max(0, most - device.used))) for device in found]
+    if not found:
+        if most is None:
+            return 0
+        raise UsageError(
+            "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
+        )
+    tensors = all_tensors(path)
+    room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
+    buffers = _buffers(path, size)
+    beside_it = sum(_weights_and_buffers(other, size) for other in beside)
+    needed = private_memory() + MARGIN + buffers + beside_it
+
+    def plan(kept: int) -> Plan | None:
+        return None if resident else make_plan(tensors, room, needed, kept=kept)
+
+    layers = auto_layers(found, tensors, buffers, beside_it, plan)
+    # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
+    try:
+        from_disk = layers > 0 and bool(find_layers(path, tensors)) and plan(0) is not None
+    except NoRoom:  # not without the GPU
+        from_disk = False
+    return 0 if from_disk else layers
+
+
+def _plans(
+    tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, Any], layers: Sequence[ExpertLayer]
+) -> list[Plan | None]:
+    """A plan for each of these needs, which grow, as far as there is one. Raises UsageError: not even the first."""
+    plans = [_plan(tensors, room, needs[0], gpu, layers)]
+    with suppress(UsageError):
+        for needed in needs[1:]:
+            plans.append(_plan(tensors, room, needed, gpu, layers))
+    return plans
+
+
+def _plan(
+    tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
+) -> Plan | None:
+    """A plan with what experts get of the memory that others leave.
+
+    Where a GPU has layers, and memory does not hold the experts of the others, it gets no layer's experts.
+    """
+    beside = beside_pools(room)
+    least = memory_of(layers, 0) + beside if layers else 0
+    if layers and gpu.get("on_device"):
+        if make_plan(tensors, room, needed, **gpu) is None:
+            return None
+        gpu = gpu | {"experts_here": True}
+    plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
+    if plan is None or not layers:
+        return plan
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - beside
+    # Linux caches files in pages of up to 2 MiB, and keeps one as long as a part of it is locked.
+    slots = max(0, most_slots(layers, left - HUGE * len(plan.pinned)))
+    return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
+
+
+def beside_pools(room: int) -> int:
+    """Bytes of memory that are left alone where experts have pools, which do not shrink as page cache does."""
+    return MARGIN + int(room * BESIDE_POOLS)
+
+
+def _bytes_read(plan: Plan | None) -> int:
+    """By a pass over a prompt."""
+    if plan is None:
+        return 0
+    missing = 1 - plan.slots_of_experts / plan.experts if plan.slots_of_experts >= 0 else 0
+    return plan.streamed_bytes + int(missing * plan.cached_bytes)
+
+
+def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
+    """Bytes for everything but a model's own weights: what is `beside` it, caches, buffers, this program."""
+    return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
+
+
+def is_plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
+    """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
+    return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < available_memory()
+
+
+def _file_sizes(*paths: str) -> int:
+    return sum(file_size(path) for path in paths if Path(path).is_file())
+
+
+def _weights_and_buffers(path: str, size: ContextSize) -> int:
+    weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
+    before = private_memory() + MARGIN
+    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before  # a draft has room for each text
+
+
+def _buffers(path: str, size: ContextSize) -> int:
+    """Bytes of a model's caches and of what a pass computes."""
+    return _rehearse(path, [size])[0] - private_memory() - MARGIN
+
+
+def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
+    """Bytes of this program with a model's tokenizer, caches and buffers, but without its weights, for each size.
+
+    llama.cpp goes through the motions without allocating caches and buffers, and says how large they would be.
+    """
+    model = load_header(path)
+    needed = []
+    try:
+        private = private_memory() + MARGIN
+        for size in sizes:
+            size_lines.clear()
+            context = llama_cpp.llama_init_from_model(model, size.params(model))
+            if not context:
+                raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
+            llama_cpp.llama_free(context)
+            # "llama_kv_cache: size = 126.00 MiB (…" is all of it; "… KV buffer size = …" is zero in a rehearsal.
+            kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
+            found = [re.search(kinds, line) for line in size_lines]
+            needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
+        return needed
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) -> tuple[Streamer, float, str]:
+    """Pin and start to stream the weights of a model that has just been loaded.
+
+    Args:
+        path: of the model; for a split one its first file.
+        plan: what stays and what is streamed.
+        known: addresses of mappings of the same files that are not this model's own.
+        progress: told how much of what stays has been read.
+
+    Returns:
+        What streams, the disk's bytes per second (0: nothing is streamed), and how pinned weights are kept.
+
+    Raises:
+        ModelError: it cannot be read or mapped.
+    """
+    files = parts(path)
+    mapped = list[Mapping]()
+    if sys.platform == "linux":
+        for part in files:
+            new = [mapping for mapping in mappings(part) if mapping.start not in known]
+            if not new:
+                raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
+            # Pieces of another model of the same file that is streamed come and go; they are smaller than a fresh one.
+            mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
+    try:
+        store = open_store(files, mapped, plan)
+        try:
+            store.drop([extent for layer in plan.streamed for extent in layer.extents])
+            if plan.slots_of_experts >= 0:
+                store.drop(plan.cached)
+            store.look_up(plan.looked_up)
+            store.pin(plan.pinned, progress)
+            speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
+            how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
+            return Streamer(plan, store, how.threads, how.size), speed, store.note
+        except BaseException:
+            store.close()
+            raise
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be streamed: {error}") from error

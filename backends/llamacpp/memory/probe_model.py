@@ -1,0 +1,106 @@
+"""A small model that computes as a large one does: a copy of its file with one layer of each kind.
+
+Which kernel llama.cpp takes depends on the types and shapes of weights, on the cache, and on the pass, not on how many
+layers follow each other. So what passes agree is tried in seconds, however large the model is.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import disk_usage
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
+
+from edgespec.errors import ModelError
+from edgespec.machine.memory import file_system, format_size
+from edgespec.weights.plan import Tensor, count_layers, layer_of
+
+from ..ggml.files import keep_log, last_log, llama_cpp, parts, read_tensors
+from .attention import ALIKE
+
+LEAST_LAYERS = 2
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems: what lies there is in no plan
+HEADROOM = 1 << 28  # bytes of the disk that are left alone
+REPACKED = {"repacked": True}  # in `computing`: weights are kept in another order, for other kernels
+
+
+def kinds(tensors: list[Tensor]) -> list[int]:
+    """One layer of each kind, by the names and sizes of its tensors; at least `LEAST_LAYERS`, if there are so many."""
+    layers: dict[int, list[tuple[str, int]]] = {}
+    for tensor in tensors:
+        if (layer := layer_of(tensor)) >= 0:
+            layers.setdefault(layer, []).append((tensor.name.split(".", 2)[2], tensor.size))
+    first: dict[tuple[tuple[str, int], ...], int] = {}
+    for index, found in sorted(layers.items()):
+        first.setdefault(tuple(sorted(found)), index)
+    chosen = set(first.values())
+    others = sorted(layers.keys() - chosen)
+    return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
+
+
+def _place(needed: int) -> str:
+    """A folder for so many bytes: the system's for such files, unless it is too small, or in memory.
+
+    Raises:
+        ModelError: there is none.
+    """
+    for place in (gettempdir(), str(Path.home())):
+        usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
+        if usable and disk_usage(place).free > needed + HEADROOM:
+            return place
+    raise ModelError(f"no disk has room for {format_size(needed)}")
+
+
+@contextmanager
+def specimen(path: str) -> Iterator[str]:
+    """The path of such a copy, removed at the end.
+
+    Raises:
+        ModelError: it cannot be made.
+    """
+    tensors = [tensor for part in parts(path) for tensor in read_tensors(part)]
+    left_out = sorted(set(range(count_layers(tensors))) - set(kinds(tensors)))
+    if not left_out:
+        yield path
+        return
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.only_copy = True
+    params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
+    keep_log()
+    needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
+    with TemporaryDirectory(prefix="edgespec-", dir=_place(needed)) as folder:
+        copy = Path(folder) / "specimen.gguf"
+        if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
+            raise ModelError(f"{path}: no specimen of it can be made: {last_log()}")
+        yield str(copy)
+
+
+@contextmanager
+def load_specimen(path: str, load: Callable[..., Any], **options: Any) -> Iterator[Any]:
+    """A small model that computes as the one at `path`, loaded with the same options does; freed at the end.
+
+    Args:
+        path: of the model.
+        load: of this engine.
+        options: for it, and `REPACKED` or not.
+
+    Raises:
+        ModelError: there is none.
+    """
+    repacked = bool(options.pop("repacked", False))
+    options = {name: value for name, value in options.items() if name not in ALIKE}  # is so anyway
+    if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
+        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
+    with specimen(path) as copy:
+        size = {"context_length": 1024, "budget": 128, "resident": True, "exact": "wide"}
+        backend = load(copy, **options, **size, agrees=lambda build, computing, instead=None: repacked)
+        if repacked != ("repacked" in backend.computing):
+            backend.close()
+            raise ModelError(f"{path}: there is no memory for a specimen of it with weights repacked")
+        backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
+        try:
+            yield backend
+        finally:
+            backend.close()

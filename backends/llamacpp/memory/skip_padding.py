@@ -1,0 +1,80 @@
+"""A mixture of experts in memory: rows of padding choose no experts.
+
+Passes are padded so that they agree to the bit (`exact.py`), a plain pass often to two rows. Most work of a mixture is
+its experts', row by row: the second row would nearly double it. See `mixture.py` for those that are read from disk.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from edgespec.models.gguf_header import own_values
+
+from ..ggml.callback import NodeCallback
+from ..ggml.files import ggml_base
+from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
+from ..ggml.stop import Stop
+from .mixture import node_at
+
+
+def may_spare(path: str) -> bool:
+    """Whether a model has experts."""
+    return bool(own_values(path).get("expert_count"))
+
+
+class Sparing:
+    """Told by llama.cpp which node it computes next; what the backend asks of it is as of `LayerWatch`."""
+
+    streamer = mixture = error = None
+    wait_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
+        self.sparing: Sparing | None = self
+        self._watched = NodeCallback(self._called)
+        self.callback, self.signals = self._watched.callback, self._watched.signals
+        self._name_of = ggml_base().ggml_get_name
+        self._users: set[bytes] = set()  # nodes: products with chosen experts
+        self._before: set[bytes] = set()  # those before them, behind which a padded pass stops
+        self._rows = self._padding = 0
+        self._reported = False
+        self._cut: set[int] = set()  # tensors of chosen experts that are shortened
+
+    def learn(self, context: Any) -> None:
+        """Find the experts' nodes; none where they cannot be looked into."""
+        addresses = self._watched.nodes(context)
+        if not addresses or not is_known(addresses[0]):
+            return
+        for before, address in pairwise(addresses):
+            node = node_at(address)
+            if node.op == b"MUL_MAT_ID" and is_here(address) and is_here(node.sources[2]):
+                self._users.add(node.name)
+                self._before.add(node_at(before).name)
+
+    def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
+        """A pass starts; arguments as for `Mixture.begin`."""
+        self._rows, self._padding, self._reported = rows, 0 if prompt else padding, False
+
+    def _called(self, tensor: int, ask: bool) -> bool:
+        if not ask:
+            return True
+        if not self._padding:
+            return False
+        name = self._name_of(tensor)
+        if name in self._users:
+            numbers = GgmlTensor.from_address(tensor).src[2]
+            if self._reported and (numbers in self._cut or GgmlTensor.from_address(numbers).ne[1] == self._rows):
+                skip_rows(tensor, numbers, self._rows - self._padding)
+                self._cut.add(numbers)
+            elif numbers in self._cut:  # something else may need the memory of its result
+                GgmlTensor.from_address(numbers).ne[1] = self._rows
+        self._reported = name in self._before
+        return self._reported
+
+    def finish(self) -> None:
+        """The pass is over, or was given up."""
+        for numbers in self._cut:
+            GgmlTensor.from_address(numbers).ne[1] = self._rows
+        self._cut = set()
+
+    def close(self) -> None:
+        """Nothing is held."""

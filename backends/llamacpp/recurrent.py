@@ -1,0 +1,423 @@
+"""Models with recurrent layers in llama.cpp: trees as paths (`edgespec/planners/path_cost.py`).
+
+llama.cpp's recurrent memory has one state for each sequence id. Copying a sequence shares its state, until one of both
+goes on; a state cannot be taken back. Cells of attention beside it are tagged with ids, as in `session.py`. A copy of
+no positions takes the state alone. So a session has these ids:
+
+    text      carries the cells of the text as far as it has a state, and that state
+    lanes     the paths of a pass: each starts as a copy of the text, or of another lane that ended with a node
+    states    of shorter texts, without cells, for steps and for prompts that begin alike
+
+A pass is a rectangle, for llama.cpp computes sequences of equal lengths together and others in turn, reading all
+weights again. What stands behind a path's leaf is never read.
+
+The first path's cells come right behind the text's, in its order. Others' come in other places, so with `in_order`
+their tokens are owed even where a state is there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from edgespec.errors import ContextFull, Interrupted, UsageError
+from edgespec.loop.backend import Capabilities, Logits, Work, check_batch
+from edgespec.loop.sampling import Float32Array
+from edgespec.loop.session_files import Loaded, read, write
+from edgespec.loop.tree import IntArray, depths, is_leaf
+from edgespec.planners.path_cost import (
+    KEPT_STATES,
+    MOST_OWED,
+    MOST_OWED_IN_MEMORY,
+    MOST_PATHS,
+    Path,
+    States,
+    paths_of,
+    states_within,
+    step_from,
+)
+
+from ..common.row_logits import RowLogits
+from .cells import TILE, Rows
+from .ggml.files import llama_cpp, metadata
+from .ggml.state_files import load_sequence, save_sequence
+
+MOST_IDS = 256  # LLAMA_MAX_SEQ, fixed when llama.cpp is compiled
+OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures whose states lie elsewhere
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether some layers have a state for all the text before."""
+    return bool(llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model))
+
+
+def why_not(model: Any) -> str:
+    """Why a model with recurrent layers cannot be run; empty if it can."""
+    name = metadata(model, "general.architecture").decode()
+    return f"llama.cpp keeps the states of {name} where they cannot be copied" if name in OTHER_MEMORY else ""
+
+
+def most_paths(model: Any, budget: int, sessions: int) -> int:
+    """Paths that a tree may have, so that all states do not take too much memory; 0: no layer is recurrent.
+
+    Raises:
+        UsageError: there are not enough sequence ids for so many sessions.
+    """
+    if not is_recurrent(model):
+        return 0
+    name = metadata(model, "general.architecture").decode()
+    inner, size = (metadata(model, f"{name}.ssm.{key}") for key in ("inner_size", "state_size"))
+    state = 4 * int(inner or 0) * int(size or 0) * llama_cpp.llama_model_n_layer(model)
+    states = states_within(state, llama_cpp.llama_model_size(model), MOST_IDS)
+    if MOST_IDS // sessions < ids_of_session(1):
+        most = MOST_IDS // ids_of_session(1)
+        raise UsageError(f"{sessions} texts at once are too many: some layers are recurrent, so llama.cpp takes {most}")
+    return max(1, min(MOST_PATHS, budget, states // sessions - ids_of_session(0)))
+
+
+def ids_of_session(paths: int) -> int:
+    """Sequence ids that a session has: its text's, lanes for paths and a step, states and one more to change them."""
+    return 1 + (paths + 1) + (KEPT_STATES + 1)
+
+
+def reads_weights(limits: Capabilities) -> bool:
+    """Whether every call of llama.cpp reads weights from a disk, so that one is better than two."""
+    return limits.streams or limits.experts is not None
+
+
+def most_owed(limits: Capabilities) -> int:
+    """Tokens, from which on those that are owed get a pass of their own."""
+    return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
+
+
+class Between(Interrupted):
+    """Interrupted between two calls of llama.cpp: only nodes are lost."""
+
+
+class Owner(Loaded, Protocol):
+    """What sessions and passes need of the backend they belong to."""
+
+    memory: Any  # llama.cpp's; None once it is freed
+    context: Any  # llama.cpp's
+    in_order: bool
+    sessions: Sequence[Any]  # that are open
+
+    @property
+    def interrupted(self) -> bool: ...
+
+    def open(self) -> Any: ...
+
+    def release(self, session: Any) -> None: ...
+
+    def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None: ...
+
+    def logits_of(self, row: int) -> Float32Array: ...
+
+
+@dataclass(slots=True)
+class Lane:
+    """One row of the rectangle: a sequence."""
+
+    id: int
+    tokens: list[int]
+    first: int  # position of its first token
+    wanted: dict[int, int] = field(default_factory=dict)  # node -> the token whose logits are its
+    leaf: int = -1  # the node it ends with
+    ended: bool = False  # evaluated, with nothing behind its last token
+
+
+class PathSession:
+    """See `edgespec.loop.backend.Session`."""
+
+    def __init__(self, backend: Owner, ids: list[int]) -> None:
+        self.token_ids: list[int] = []
+        self._backend = backend
+        self._memory = backend.memory
+        self.ids = ids
+        self._text, *others = ids
+        self._states = States[int](KEPT_STATES)  # sequence ids; cells are the text's as far as its last state
+        self._free = others[-KEPT_STATES - 1 :]
+        self._lanes = others[: -KEPT_STATES - 1]  # that are free, in rising order: some models want neighbours
+        self._after_prompt = False  # the last commit was of a prompt's part
+        self._tips: dict[int, int] = {}  # node -> the lane that ended with it
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._prompt = False
+        self._in_place = -1  # the node whose lane has its cells right behind the text's
+        for lane in self._tips.values():
+            self._release(lane)
+        self._tips = {}
+        self._head: Lane | None = None  # the first lane that begins with owed tokens
+        self._step: Lane | None = None
+
+    def _copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
+        """The state, and the tags of cells at these positions."""
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, stop)
+
+    def _copy_state(self, source: int, target: int) -> None:
+        self._copy(source, target, 0, 0)
+
+    def _remove(self, seq: int, start: int = -1) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, start, -1)
+
+    def _release(self, lane: int) -> None:
+        self._remove(lane)
+        self._lanes = sorted([*self._lanes, lane])
+
+    def check(self, work: Work) -> None:
+        """Refuse a work that breaks the contract or does not fit, before anything changes; raises as `forward` does."""
+        limits, first, length = self._backend.capabilities, len(self._parents), len(self.token_ids)
+        parents = self._parents + work.parents.tolist()
+        if len(parents) > limits.max_nodes:
+            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
+        if any(not -1 <= parent < node for node, parent in enumerate(parents[first:], first)):
+            raise ValueError(f"parents must come before their children: {parents}")
+        if (last := length + int(depths(parents).max(initial=-1))) >= limits.context_length:
+            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
+        if np.count_nonzero(is_leaf(parents)) > limits.max_leaves:
+            raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
+
+    def owed_lane(self, most: int) -> Lane:
+        """At most so many of the tokens that are owed, to be read in a pass of their own; then `read_owed`."""
+        lane, held = self._lanes.pop(0), self._states.last
+        self._copy(self._text, lane)
+        self._head = Lane(lane, self.token_ids[held : held + most], held)
+        return self._head
+
+    def read_owed(self) -> None:
+        """That pass is over."""
+        assert self._head
+        self._go_on(self._head.id, self._head.first + len(self._head.tokens))
+        self._release(self._head.id)
+        self._head = None
+
+    def _go_on(self, lane: int, length: int) -> None:
+        """The text's cells and state are those of a lane that ended with so many tokens."""
+        self._copy(lane, self._text, self._states.last, length)
+        self._keep(length)
+
+    def _keep(self, at: int) -> None:
+        """Keep the text's state, which is that after so many tokens."""
+        seq = self._free.pop()
+        self._copy_state(self._text, seq)
+        self._drop(self._states.add(at, seq))
+
+    def _drop(self, states: list[int]) -> None:
+        for seq in states:
+            self._remove(seq)
+            self._free.append(seq)
+
+    def begin(self, work: Work, most_rows: int) -> list[Lane]:
+        """Take a checked work's nodes in; the sequences that evaluate them."""
+        first, length, held = len(self._tokens), len(self.token_ids), self._states.last
+        if self._after_prompt and not work.prompt:
+            self._states.mark(length)
+        self._tokens += work.token_ids.tolist()
+        self._parents += work.parents.tolist()
+        self._prompt = work.prompt
+        paths = paths_of(self._parents, first, self._tips)
+        while len(self._lanes) < len(paths):
+            self._give_up_a_tip(paths)
+            paths = paths_of(self._parents, first, self._tips)
+        wanted, lanes = set(work.wanted.tolist()), list[Lane]()
+        above = depths(self._parents)
+        for path in paths:
+            head = self.token_ids[held:] if path.start < 0 else []
+            start = held if path.start < 0 else length + int(above[path.nodes[0]])
+            tokens = head + [self._tokens[node] for node in path.nodes]
+            lane = Lane(self._lanes.pop(0), tokens, start, leaf=path.nodes[-1])
+            self._copy(self._text if path.start < 0 else self._tips[path.start], lane.id)
+            lane.wanted = {node: len(head) + i for i, node in enumerate(path.nodes) if node in wanted}
+            wanted -= lane.wanted.keys()
+            if path.start < 0 and self._head is None:
+                self._head = lane
+            lanes.append(lane)
+        if first == 0:
+            self._in_place = lanes[0].leaf
+        if self._head and length > held and self._lanes and reads_weights(self._backend.capabilities):
+            rows = max(len(lane.tokens) for lane in lanes)
+            at = step_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
+            if at is not None:
+                self._step = Lane(self._lanes.pop(0), self.token_ids[at:], at)
+                if at:
+                    self._copy(self._text, self._step.id, 0, at)
+                    self._copy_state(self._states.kept[at], self._step.id)
+        return lanes
+
+    def _give_up_a_tip(self, paths: Sequence[Path]) -> None:
+        used = {path.start for path in paths}
+        tip = min(self._tips, key=lambda node: (node in used, node))
+        self._release(self._tips.pop(tip))
+
+    @property
+    def step(self) -> Lane | None:
+        """A further sequence, that brings the state on if nothing stands behind its last token."""
+        return self._step
+
+    def evaluated(self, lanes: Sequence[Lane]) -> None:
+        """The pass is over."""
+        if self._step:
+            if self._step.ended:
+                assert self._head
+                length = len(self.token_ids)
+                self._copy(self._head.id, self._text, self._states.last, length)
+                self._copy_state(self._step.id, self._text)
+                self._keep(length)
+            self._release(self._step.id)
+        for lane in lanes:
+            if lane.ended:
+                self._tips[lane.leaf] = lane.id
+            else:
+                self._release(lane.id)
+        self._head = self._step = None
+
+    def drop_nodes(self) -> None:
+        """A pass is ended before its last call of llama.cpp: no path is left."""
+        self._tips = {}
+        self._forget_nodes()
+        self._lanes = self.ids[1 : -KEPT_STATES - 1]
+        for seq in self._lanes:
+            self._remove(seq)
+
+    def give_up(self) -> None:
+        """A pass failed, and may have moved states in memory without their contents: read the text again."""
+        self.drop_nodes()
+        for seq in self.ids:
+            self._remove(seq)
+        self._free += self._states.cut(-1)
+
+    @property
+    def behind(self) -> int:
+        """Tokens behind the last state."""
+        return len(self.token_ids) - self._states.last
+
+    @property
+    def owed(self) -> int:
+        return self.behind if self.behind <= most_owed(self._backend.capabilities) else 0  # more are read before
+
+    def kept(self, length: int, *, short: bool = False) -> int:
+        return length if length == len(self.token_ids) else self._states.before(length)
+
+    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+        length = len(self.token_ids)
+        self.token_ids.extend(self._tokens[node] for node in path)
+        for i in range(len(path) - 1, -1, -1):
+            if path[i] in self._tips and (path[i] == self._in_place or not self._backend.in_order):
+                self._go_on(self._tips[path[i]], length + i + 1)
+                break
+        self._after_prompt = self._prompt
+        self._forget_nodes()
+        return np.zeros(0, np.int32)  # of a path only its end has a state to go on from
+
+    def rewind(self, length: int) -> None:
+        self._forget_nodes()
+        del self.token_ids[length:]
+        if length >= self._states.last:
+            return
+        at = self._states.before(length)
+        if at:  # a state cannot be taken back, but exchanged; then cells can be removed
+            self._copy_state(self._states.kept[at], self._text)
+        self._remove(self._text, at if at else -1)
+        self._drop(self._states.cut(at))
+
+    def fork(self) -> "PathSession":
+        other: PathSession = self._backend.open()
+        other.token_ids = self.token_ids.copy()
+        self._copy(self._text, other._text)
+        other._states = self._states.copy()
+        for at, seq in self._states.kept.items():
+            other._states.kept[at] = other._free.pop()
+            self._copy_state(seq, other._states.kept[at])
+        return other
+
+    @property
+    def size(self) -> int:
+        """Most cells that this session uses."""
+        return len(self.token_ids) + len(self._tokens)
+
+    def save(self, path: str | FilePath, note: Any = None) -> None:
+        held = self._states.last  # what is behind is read again
+        text, context = self.token_ids[:held], self._backend.context
+
+        def put(new: FilePath) -> None:
+            save_sequence(context, new, self._text, text)
+
+        write(path, self._backend, self.token_ids, {"held": held}, put, note)
+
+    def load(self, path: str | FilePath) -> Any:
+        saved = read(path, self._backend)
+        held = saved.details["held"]
+        self.rewind(0)
+        load_sequence(self._backend.context, path, self._text, saved.token_ids[:held])
+        self.token_ids = saved.token_ids
+        if held:
+            self._keep(held)
+        return saved.note
+
+    def close(self) -> None:
+        if self.ids and self._backend.memory is not None:
+            self.rewind(0)
+            self._backend.release(self)
+        self.ids = []
+
+
+def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
+    """See `edgespec.loop.backend.Backend`; `most_rows`: of one call of llama.cpp, which reads all weights once."""
+    check_batch(batch, backend.capabilities)
+    sessions = [cast(PathSession, work.session) for work in batch]
+    for session, work in zip(sessions, batch, strict=True):
+        session.check(work)
+    streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
+    if not streams and not reading:
+        most_rows = min(most_rows, TILE - 1)  # from there on attention adds up tiles: other rounding than of one row
+    found = [RowLogits() for _ in batch]  # copies: a pass may take several calls of llama.cpp
+    try:
+        for session in sessions:
+            while session.behind > most_owed(backend.capabilities):
+                lane = session.owed_lane(most_rows)
+                _compute(backend, [(lane, RowLogits())], len(lane.tokens), prompt=False)
+                session.read_owed()
+        lanes = [session.begin(work, most_rows) for session, work in zip(sessions, batch, strict=True)]
+        together: dict[object, list[tuple[Lane, RowLogits]]] = {}
+        for work, session, mine, logits in zip(batch, sessions, lanes, found, strict=True):
+            every = [*mine, session.step] if session.step else mine
+            rows = max(len(lane.tokens) for lane in every)
+            key = id(work) if work.prompt else 0 if streams else rows
+            together.setdefault(key, []).extend((lane, logits) for lane in every)
+        for group in together.values():
+            rows = max(len(lane.tokens) for lane, _ in group)
+            for start in range(0, len(group), max(1, most_rows // rows)):
+                part = group[start : start + max(1, most_rows // rows)]
+                _compute(backend, part, rows, prompt=reading)
+    except Between:
+        for session in sessions:
+            session.drop_nodes()
+        raise
+    except BaseException:
+        for one in backend.sessions:
+            one.give_up()
+        raise
+    for session, mine in zip(sessions, lanes, strict=True):
+        session.evaluated(mine)
+    return list(found)
+
+
+def _compute(backend: Owner, lanes: Sequence[tuple[Lane, RowLogits]], length: int, *, prompt: bool) -> None:
+    """One rectangle: the lanes' tokens, each filled up to a length. Raises Between."""
+    if backend.interrupted:
+        raise Between("the pass was interrupted")
+    rows = Rows([], [], [], [])
+    for number, (lane, _) in enumerate(lanes):
+        filled = lane.tokens + lane.tokens[-1:] * (length - len(lane.tokens))
+        rows.add(filled, list(range(lane.first, lane.first + length)), [[lane.id]] * length)
+        rows.wanted += [number * length + place for place in lane.wanted.values()]
+    backend.compute(rows, prompt=prompt, padding=0)
+    for number, (lane, logits) in enumerate(lanes):
+        lane.ended = len(lane.tokens) == length
+        for node, place in lane.wanted.items():
+            logits.rows[node] = backend.logits_of(number * length + place)

@@ -1,0 +1,1 @@
+"""A whole transformer in numpy: what each engine must compute."""

@@ -1,0 +1,1 @@
+"""From names to a ready target and draft."""

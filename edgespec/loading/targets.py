@@ -1,0 +1,171 @@
+"""Loading several copies of a target, and its draft."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.loading.pair import open_backends, open_draft
+from edgespec.loop.backend import Backend, Vocab, choose_backend, load_vocab
+from edgespec.loop.same_vocab import check_same_vocab
+from edgespec.machine.memory import available_memory, parse_size
+from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.scheduler.targets.coordinator import Targets
+from edgespec.scheduler.targets.guesser import DraftGuesser
+from edgespec.scheduler.targets.places import Cluster, Place, processes
+from edgespec.scheduler.targets.verifier import Described, describe
+from edgespec.weights.plan import SAFETY
+
+MOST_TARGETS = 64
+PLANNERS = ("auto", "chain")  # that guess one token after another
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A copy of a model; a worker finds the model's files by its name or path."""
+
+    model: str
+    models_file: str | None
+    options: tuple[tuple[str, Any], ...]  # of `open_backends`
+
+    def open(self) -> Backend:
+        """Load it."""
+        return open_backends(find_model(self.model, self.models_file), None, self.models_file, **dict(self.options))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What `edgespec.model.Model` asks of a target, of one that is somewhere else."""
+
+    vocab: Vocab
+    described: Described
+    notes: Sequence[str]
+
+    @property
+    def capabilities(self) -> Any:
+        """Of every copy."""
+        return self.described.capabilities
+
+    def close(self) -> None:
+        """Nothing is here."""
+
+
+def check_targets(
+    count: int | None, cluster: str | None, draft: str | None, planner: str, parallel: int, options: Mapping[str, Any]
+) -> None:
+    """Refuse what does not go with several targets.
+
+    Raises:
+        UsageError: says what would be right.
+    """
+    if count is not None and cluster is not None:
+        raise UsageError("give --targets or --cluster, not both: a cluster has as many targets as workers")
+    if count is not None and not 1 <= count <= MOST_TARGETS:
+        raise UsageError(f"targets is {count}, but must be from 1 to {MOST_TARGETS}")
+    if not draft:
+        raise UsageError(
+            "several targets need a draft model that guesses ahead of them: give one with --draft (draft=…)"
+        )
+    if planner not in PLANNERS:
+        raise UsageError(f"several targets go with the planners {' and '.join(PLANNERS)}, not {planner}")
+    if parallel != 1:
+        raise UsageError("several targets write one text at a time: parallel must be 1")
+    for name, value in options.items():
+        if value is not None and name not in ("tau", "coupling"):
+            raise UsageError(f"several targets have no option {name!r}; they take tau and coupling")
+
+
+def open_targets(
+    model: str,
+    entry: Entry,
+    draft: str,
+    models_file: str | None,
+    *,
+    count: int | None,
+    cluster: str | None,
+    budget: int,
+    options: Mapping[str, Any],
+    say: Callable[[str], None] = lambda text: None,
+    **drafting: Any,
+) -> tuple[Backend, Targets]:
+    """Load copies in so many processes of this machine, or in all workers of a cluster, and the draft in this program.
+
+    Args:
+        model: what the user calls the target.
+        entry: of the target.
+        draft: a name, path or source.
+        models_file: as for `load`.
+        count: of processes.
+        cluster: the address of a Dask scheduler, instead.
+        budget: most guesses ahead of the certain text.
+        options: of `open_backends`, for the target and, where they suit it, the draft.
+        say: told, as a line, what takes some seconds.
+        drafting: options of `DraftGuesser`.
+
+    Returns:
+        What stands for the target in a `Model`, and what writes.
+
+    Raises:
+        EdgespecError: anything that is wrong, as one line.
+    """
+    shared = dict(options)
+    if count:
+        shared |= shares(count, options, is_folder(entry.target))
+    spec = ModelSpec(model, models_file, tuple(sorted((name, value) for name, value in shared.items())))
+    with ExitStack() as undo:
+        guesser_options = {name: value for name, value in shared.items() if name not in ("exact", "memory", "wide")}
+        backend = open_draft(draft, models_file, **guesser_options)
+        undo.callback(backend.close)
+        name = str(options.get("backend") or choose_backend(is_folder(entry.target)))
+        vocab = load_vocab(name, local_path(entry.target, weights=False))
+        check_same_vocab(vocab, backend.vocab)
+        places = processes(count) if count else []
+        if cluster:
+            joined = Cluster(cluster)
+            undo.callback(joined.close)
+            places = joined.places
+        for place in places:
+            undo.callback(place.close)
+        say(f"loading {len(places)} copies of {model}")
+        described = _describe(spec, places)
+        targets = Targets(
+            vocab, described[0], spec, places, DraftGuesser(backend, vocab.size, **drafting), most_guesses=budget
+        )
+        targets.at_close = undo.pop_all().close
+    notes = list(described[0].notes)
+    if len({_computing(one) for one in described}) > 1:
+        notes.append(
+            "the copies do not compute alike: where two tokens score within rounding, a text depends on which judges"
+        )
+    return cast(Backend, Remote(vocab, described[0], notes)), targets
+
+
+def shares(count: int, options: Mapping[str, Any], folder: bool) -> dict[str, Any]:
+    """What of this machine each of so many processes gets, where engines take such options."""
+    found: dict[str, Any] = {}
+    if not folder:
+        memory = options.get("memory")
+        memory = parse_size(memory) if isinstance(memory, str) else memory
+        found["memory"] = (memory if memory is not None else int(available_memory() * (1 - SAFETY))) // count
+    found["threads"] = options.get("threads") or max(1, _processors() // count)
+    return found
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _describe(spec: ModelSpec, places: Sequence[Place]) -> list[Described]:
+    """Have all places load their copies: the first one alone, so that the others find what it has measured."""
+    try:
+        first = places[0].executor.submit(describe, spec).result()
+        return [first, *(one.result() for one in [place.executor.submit(describe, spec) for place in places[1:]])]
+    except BrokenExecutor as error:
+        raise ModelError("a target's process ended while it loaded the model: is there memory for all?") from error
+
+
+def _computing(one: Described) -> tuple[Any, ...]:
+    return one.name, one.build, one.capabilities.exact, dict(one.computing).get("kv_type")

@@ -1,0 +1,231 @@
+"""Texts that follow a grammar: a JSON schema, a regular expression, or a Lark grammar, by the package llguidance.
+
+The constrained model is defined as: tokens that the grammar does not allow have no chance; the rest is sampled as ever.
+What is allowed depends on the text alone, so drafts change nothing: the text is the one of plain decoding with the same
+grammar. And a grammar is a good guesser. Where only one continuation is allowed, it is put into the tree; what the
+planner has guessed against the grammar is left out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import MissingPackage, ModelError, UsageError
+from edgespec.loop.backend import Vocab
+from edgespec.loop.sampling import Float32Array
+from edgespec.loop.tree import DraftTree, Source, make_tree
+
+MOST_BYTES = 64 * 2**10  # of a grammar
+SPECIAL = b"\xff"  # begins the names of tokens that no text has
+SEEN = 3  # tokens before forced text that are encoded with it, since tokens do not end where it begins
+SURE = log(0.98)  # a token within forced text
+LAST = log(0.5)  # the last one: what follows may belong to the same token
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must look like: made by `json_schema`, `regex` or `lark`."""
+
+    kind: str
+    text: str
+
+
+def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
+    """JSON by a schema, given as an object or as JSON; without free white space, in which models lose their way.
+
+    Raises:
+        UsageError: it is not a JSON object.
+    """
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        text = json.dumps({**found, "x-guidance": {"whitespace_flexible": False}})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not a JSON object: {error}") from error
+    return Grammar("json_schema", text)
+
+
+def json_object() -> Grammar:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> Grammar:
+    """A whole text that a regular expression matches, in the syntax of Rust's regex crate."""
+    return Grammar("regex", pattern)
+
+
+def lark(rules: str) -> Grammar:
+    """A grammar in llguidance's variant of Lark; its rule `start` is the text."""
+    return Grammar("lark", rules)
+
+
+class Tokenizer:
+    """A vocabulary as llguidance wants it: what its constructor takes."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self.bos_token_id, self.eos_token_id = vocab.bos_id, vocab.eos_id
+        self.tokens = [vocab.token_bytes(i) or SPECIAL + vocab.token_text(i).encode() for i in range(vocab.size)]
+        self.special_token_ids = [i for i, token in enumerate(self.tokens) if token[:1] == SPECIAL]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Token ids of a text."""
+        known = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return self._vocab.encode(known, add_bos=False, parse_special=False)
+
+
+class Compiler:
+    """Makes grammars ready for one vocabulary."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        """
+        Args:
+            vocab: the target's.
+
+        Raises:
+            MissingPackage: llguidance is not installed.
+        """
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingPackage("llguidance", "server", "a grammar") from error
+        self._engine: Any = llguidance
+        self._vocab = vocab
+        tokenizer: Any = Tokenizer(vocab)
+        self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab.size, eos_token=sorted(vocab.eog_ids))
+        self.compiled = lru_cache(32)(self._compiled)
+
+    def _compiled(self, grammar: Grammar) -> "Compiled":
+        """A grammar to start texts with.
+
+        Raises:
+            UsageError: it is wrong, too long, or asks for what llguidance cannot do.
+        """
+        if len(grammar.text.encode("utf-8", "replace")) > MOST_BYTES:
+            raise UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
+        matcher = self._engine.LLMatcher
+        make = {
+            "json_schema": matcher.grammar_from_json_schema,
+            "regex": matcher.grammar_from_regex,
+            "lark": matcher.grammar_from_lark,
+        }[grammar.kind]
+        try:
+            source = make(grammar.text)
+            failed, messages = matcher.validate_grammar_with_warnings(source, self._tokenizer)
+        except ValueError as error:
+            raise UsageError(f"the {grammar.kind} cannot be used: {_line(str(error))}") from error
+        if failed:
+            raise UsageError(f"the {grammar.kind} cannot be used: {_line(' '.join(messages))}")
+        return Compiled(matcher(self._tokenizer, source, log_level=0), self._vocab)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar at its beginning."""
+
+    matcher: Any
+    vocab: Vocab
+
+    def start(self) -> "Constraint":
+        """For one text."""
+        return Constraint(self.matcher.deep_copy(), self.vocab)
+
+
+class Constraint:
+    """Where in its grammar a text stands."""
+
+    def __init__(self, matcher: Any, vocab: Vocab) -> None:
+        self._matcher = matcher
+        self._vocab = vocab
+
+    def masked(self, logits: Float32Array) -> Float32Array:
+        """Logits [V] in which tokens that may not come next are minus infinity.
+
+        Raises:
+            ModelError: the grammar has become too large on the way.
+        """
+        allowed = _bits(self._matcher.compute_bitmask(), len(logits))
+        if error := self._matcher.get_error():  # the mask would then allow only the end
+            raise ModelError(f"the grammar cannot go on: {_line(str(error))}")
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def accept(self, token: int) -> None:
+        """The text goes on with it."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+    def guess(self, tree: DraftTree, text: Sequence[int]) -> DraftTree:
+        """The tree without what the grammar refuses, and with what it forces.
+
+        Args:
+            tree: rooted at the last token of the text.
+            text: all committed tokens.
+        """
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
+        # (node of the old tree or None, its number in the new one, the matcher behind it, the tokens before it)
+        stack: list[tuple[int, int, Any, list[int]]] = [(0, 0, self._matcher.deep_copy(), list(text[-SEEN:]))]
+
+        def add(token: int, parent: int, value: float, source: int) -> int:
+            tokens.append(token)
+            parents.append(parent)
+            values.append(value)
+            sources.append(source)
+            return len(tokens) - 1
+
+        while stack:
+            old, new, matcher, before = stack.pop()
+            known = {int(tree.token_ids[child]): child for child in children.get(old, [])}
+            forced = self._forced(matcher, before)
+            placed = {}
+            for token, child in known.items():
+                if not matcher.is_stopped() and matcher.validate_tokens([token]):
+                    behind = matcher.deep_copy()
+                    behind.consume_token(token)
+                    value, source = float(tree.log_probs[child]), int(tree.source[child])
+                    if forced and token == forced[0]:
+                        value = max(value, values[new] + (SURE if len(forced) > 1 else LAST))
+                    placed[token] = add(token, new, min(value, values[new]), source)
+                    stack.append((child, placed[token], behind, [*before, token][-SEEN:]))
+            if forced and forced[0] not in placed:
+                at = new
+                for i, token in enumerate(forced):
+                    at = add(token, at, values[at] + (SURE if i + 1 < len(forced) else LAST), int(Source.GRAMMAR))
+        return make_tree(tokens, parents, values, sources)
+
+    def _forced(self, matcher: Any, before: Sequence[int]) -> list[int]:
+        """Tokens that must follow, as this model's tokenizer would write them. The target still decides how."""
+        if matcher.is_stopped() or not (forced := matcher.compute_ff_bytes()):
+            return []
+        head = b"".join(map(self._vocab.token_bytes, before))
+        try:
+            ids = self._vocab.encode((head + forced).decode("utf-8"), add_bos=False, parse_special=False)
+        except (UnicodeDecodeError, ModelError):  # it begins or ends within a character
+            return []
+        read, start = b"", 0
+        while start < len(ids) and len(read) < len(head):
+            read += self._vocab.token_bytes(ids[start])
+            start += 1
+        found = ids[start:] if read == head else []
+        return found[: matcher.validate_tokens(found)] if found else []
+
+
+def _bits(mask: bytes, size: int) -> NDArray[np.bool_]:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
+    found = np.zeros(size, np.bool_)
+    found[: len(bits)] = bits
+    return found

@@ -1,0 +1,32 @@
+"""May two models guess for each other?"""
+
+from edgespec.errors import VocabMismatch
+from edgespec.loop.backend import Vocab
+
+MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ at their end
+
+
+def check_same_vocab(target: Vocab, draft: Vocab) -> None:
+    """Refuse a draft that speaks another language than the target.
+
+    Families pad their vocabularies to different sizes (Qwen2.5: 151,936 to 152,064), so unused tokens
+    at the end may be missing on one side.
+
+    Raises:
+        VocabMismatch: says what differs.
+    """
+    if target.fingerprint == draft.fingerprint:
+        return
+    common = min(target.size, draft.size)
+    for token in range(common):
+        left, right = target.token_text(token), draft.token_text(token)
+        if left != right:
+            raise VocabMismatch(
+                f"the draft has another vocabulary than the target: token {token} is {left!r} in the target and "
+                f"{right!r} in the draft (sizes {target.size} and {draft.size}); use a draft of the same model family"
+            )
+    if abs(target.size - draft.size) > MAX_PADDING:
+        raise VocabMismatch(
+            f"the draft has another vocabulary than the target: {draft.size} tokens, not {target.size}; "
+            f"use a draft of the same model family"
+        )

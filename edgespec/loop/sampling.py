@@ -1,0 +1,232 @@
+"""From logits to a token, with noise that belongs to the position.
+
+The token at absolute position t is
+
+    argmax( warped_logits / T + gumbel(seed, t) )        (Gumbel-max: an exact sample of the softmax)
+
+where gumbel(seed, t) comes from a counter-based generator (Philox) keyed by the seed and the
+position. Nothing else in the program draws random numbers, so the text cannot depend on the draft
+tree, the planner, the budget, or on how tokens fell into passes. T = 0 is plain argmax.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from edgespec.errors import UsageError
+
+Float32Array = NDArray[np.float32]
+IdArray = NDArray[np.int64]
+Scores = NDArray[np.float64]
+
+MOST_LIFT = 27.0  # from the least to the most noise: gumbel of 32 bits lies between -3.2 and 22.9; and some rounding
+MOST_BIAS = 1e30  # beyond it float32 has infinity
+_BLOCKS = 64  # rows of the block-maximum trick in top_ids
+_CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is chosen from the target's logits.
+
+    Filters apply in llama.cpp's order: bias, penalties, top-k, top-p, min-p, then temperature.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # keep the k best; 0 = all
+    top_p: float = 1.0  # keep the smallest set whose probability reaches top_p
+    min_p: float = 0.0  # keep tokens at least min_p times as probable as the best
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens seen in prompt or output
+    presence_penalty: float = 0.0  # subtracted once for a token in the output
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = [
+            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("seed", 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
+        ]
+        for name, good, right in checks:
+            if not good:
+                raise UsageError(f"{name} is {getattr(self, name)}, but must be {right}")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < 2**31 or not bias < MOST_BIAS:
+                raise UsageError(f"logit_bias {token}={bias}: needs a token id from 0 and a number below {MOST_BIAS:g}")
+
+
+class Noise:
+    """Gumbel noise by position; any prefix of a row is the same for every `size`.
+
+    Philox with key = (seed, position), counter from 0 (Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", 2011). numpy keeps this raw stream stable between versions.
+    """
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.seed = seed
+        self.size = size
+        self._rows: dict[int, Float32Array] = {}
+
+    def row(self, position: int) -> Float32Array:
+        """Noise of every token at `position`, shape [size]. Kept for a while, so do not write to it."""
+        row = self._rows.get(position)
+        if row is None:
+            row = _gumbel(self._bits(position))
+            while len(self._rows) >= _CACHED_POSITIONS:  # another thread, in which a draft goes on, may do the same
+                self._rows.pop(min(list(self._rows)), None)
+            self._rows[position] = row
+        return row
+
+    def at(self, position: int, ids: IdArray) -> Float32Array:
+        """`row(position)[ids]`, without the logarithms of the others."""
+        row = self._rows.get(position)
+        return row[ids] if row is not None else _gumbel(self._bits(position)[ids])
+
+    def _bits(self, position: int) -> NDArray[np.uint32]:
+        generator = np.random.Philox(key=np.array([self.seed, position], np.uint64))
+        words: NDArray[np.uint64] = np.asarray(generator.random_raw((self.size + 1) // 2))
+        bits: NDArray[np.uint32] = words.astype("<u8", copy=False).view("<u4")  # the same on any byte order
+        return bits[: self.size]
+
+
+def _gumbel(bits: NDArray[np.uint32]) -> Float32Array:
+    """Standard Gumbel samples from 32 random bits each: -log(-log(u)), u in (0, 1)."""
+    uniform = (bits + 0.5) * 2.0**-32
+    gumbel: Float32Array = (-np.log(-np.log(uniform))).astype(np.float32)
+    return gumbel
+
+
+def adjust(
+    logits: Float32Array, params: SamplingParams, prompt_ids: ArrayLike, output_ids: Sequence[int]
+) -> Float32Array:
+    """Logits with bias and penalties, shape [V]. Presence and frequency count the output alone, as OpenAI's do."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    if not params.logit_bias and not penalties:
+        return logits
+    adjusted = logits.copy()
+    if params.logit_bias:
+        ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        known = ids < len(adjusted)
+        adjusted[ids[known]] += np.fromiter(params.logit_bias.values(), np.float32)[known]
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.concatenate([np.asarray(prompt_ids, np.int64), np.asarray(output_ids, np.int64)]))
+        values = adjusted[seen]
+        adjusted[seen] = np.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        ).astype(np.float32)
+    if (params.presence_penalty != 0 or params.frequency_penalty != 0) and len(output_ids) > 0:
+        ids, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * counts
+        adjusted[ids] -= penalty.astype(np.float32)
+    return adjusted
+
+
+def top_ids(values: NDArray[np.floating], k: int) -> IdArray:
+    """Indices of the k largest values, best first, ties to the smaller index. Exact.
+
+    At least k values reach the k-th largest of the maxima of any partition into k or more blocks,
+    so only the values above that threshold need sorting: two linear passes instead of a partition.
+    """
+    size = len(values)
+    k = min(k, size)
+    width = size // _BLOCKS
+    if k <= width // 2:
+        # Column maxima of a [64, width] view: contiguous, so numpy vectorises the reduction.
+        maxima = values[: width * _BLOCKS].reshape(_BLOCKS, width).max(axis=0)
+        threshold = np.partition(maxima, width - k)[width - k]
+        ids = np.flatnonzero(values >= threshold)
+    else:
+        ids = np.arange(size)
+    return ids[np.lexsort((ids, -values[ids]))][:k]
+
+
+def log_sum_exp(values: NDArray[np.floating]) -> float:
+    """log(sum(exp(values))), shifted by the maximum."""
+    peak = values.max()
+    return float(peak + np.log(np.exp(values - peak).sum(dtype=np.float64)))
+
+
+def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
+    """The k best ids of one row and their log-softmax over the whole row; shapes [k], [k]."""
+    ids = top_ids(scores, k)
+    return ids, scores[ids].astype(np.float64) - log_sum_exp(scores)
+
+
+def top_of_rows(
+    rows: Iterable[Float32Array], k: int, temperature: float, noise: Iterable[Float32Array | None]
+) -> tuple[list[IdArray], list[Scores]]:
+    """What `edgespec.loop.backend.Logits.top` promises, for rows [V] in the host's memory."""
+    ids, values = list[IdArray](), list[Scores]()
+    for row, extra in zip(rows, noise, strict=True):
+        scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
+        best, log_probs = top_log_probs(scores if temperature == 1 else scores / np.float32(temperature), k)
+        ids.append(best)
+        values.append(log_probs)
+    return ids, values
+
+
+def candidates(logits: Float32Array, params: SamplingParams) -> IdArray | None:
+    """Ids that top-k, top-p and min-p leave; None when nothing is filtered."""
+    ids = top_ids(logits, params.top_k) if params.top_k else None
+    if params.top_p < 1:
+        if ids is None:
+            ids = _nucleus(logits, params.top_p)
+        else:
+            kept = logits[ids].astype(np.float64)
+            ids = ids[: _nucleus_size(np.exp(kept - log_sum_exp(kept)), params.top_p)]
+    if params.min_p > 0:
+        floor = logits.max() + math.log(params.min_p)
+        ids = np.flatnonzero(logits >= floor) if ids is None else ids[logits[ids] >= floor]
+    return ids
+
+
+def _nucleus(logits: Float32Array, top_p: float) -> IdArray:
+    total = log_sum_exp(logits)
+    k = 64
+    while True:
+        ids = top_ids(logits, k)
+        probs = np.exp(logits[ids].astype(np.float64) - total)
+        if probs.sum() >= top_p or k >= len(logits):
+            return ids[: _nucleus_size(probs, top_p)]
+        k *= 16
+
+
+def _nucleus_size(probs: NDArray[np.floating], top_p: float) -> int:
+    """How many of the descending `probs` it takes to reach `top_p`; at least one."""
+    return int(np.searchsorted(np.cumsum(probs, dtype=np.float64), top_p)) + 1
+
+
+def sample(
+    logits: Float32Array,
+    position: int,
+    params: SamplingParams,
+    noise: Noise,
+    prompt_ids: ArrayLike = (),
+    output_ids: Sequence[int] = (),
+) -> int:
+    """The token at absolute `position`, from the logits [V] of the node before it."""
+    adjusted = adjust(logits, params, prompt_ids, output_ids)
+    if params.temperature == 0:
+        return int(adjusted.argmax())
+    ids = candidates(adjusted, params)
+    if ids is None:
+        # Noise lifts no token over the best by more than this, so most of its logarithms need not be computed.
+        ids = np.flatnonzero(adjusted >= adjusted.max() - MOST_LIFT * params.temperature)
+    return int(ids[scores(adjusted[ids], params, noise.at(position, ids)).argmax()])
+
+
+def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
+    """What the argmax is taken of when T > 0, in float64 so that ties are the model's, not ours."""
+    return logits.astype(np.float64) / params.temperature + gumbel

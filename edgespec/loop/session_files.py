@@ -1,0 +1,235 @@
+"""A session in a file: a text's tokens with their keys and values, so that a prompt need not be read again.
+
+    the engine's bytes | JSON: identity, token ids, … | length and checksum of the JSON, MARK
+
+The JSON comes last, since engines write their part themselves. A file is written under another name and then renamed,
+so what has the name is whole; the checksums are for what happens to it later.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Protocol
+
+from edgespec.errors import ContextFull, SessionFileError
+from edgespec.loop.backend import Capabilities, Session
+
+VERSION = 1
+MARK = b"edgespec"
+END = struct.Struct("<QI8s")  # length and CRC-32 of the JSON, MARK
+PIECE = 1 << 20  # bytes read at once
+SAMPLES = 64  # pieces of a model file that stand for all of it: hashing 40 GB would take a minute
+SAMPLE = 1 << 14  # bytes
+
+
+class Loaded(Protocol):
+    """What of a `Backend` is needed here."""
+
+    capabilities: Capabilities
+
+    @property
+    def name(self) -> str:
+        """See `Backend`, as for all others."""
+
+    @property
+    def build(self) -> str:
+        """…"""
+
+    @property
+    def computing(self) -> Mapping[str, Any]:
+        """…"""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """…"""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a file says about itself."""
+
+    identity: dict[str, Any]  # `Backend.identity`, when it was saved
+    token_ids: list[int]
+    details: dict[str, Any]  # the engine's own
+    note: Any  # the caller's own
+    size: int  # of the engine's bytes
+    checksum: int  # CRC-32 of them
+    version: int = VERSION
+
+
+def write(
+    path: str | Path,
+    backend: Loaded,
+    token_ids: Sequence[int],
+    details: Mapping[str, Any],
+    put: Callable[[Path], None],
+    note: Any = None,
+) -> None:
+    """Write a session's file, or leave what was there.
+
+    Args:
+        path: of the file; its folder must exist.
+        backend: the session's.
+        token_ids: its text.
+        details: what the engine needs to read its bytes.
+        put: writes the engine's bytes to a file.
+        note: anything JSON can hold, for whoever loads it.
+
+    Raises:
+        SessionFileError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
+            new = Path(file.name)
+        try:
+            put(new)
+            size = new.stat().st_size
+            saved = Saved(
+                dict(backend.identity), list(token_ids), dict(details), note, size, checksum_of(new, size)
+            )  # fmt: skip
+            text = json.dumps(asdict(saved)).encode()
+            with new.open("ab") as file:
+                file.write(text + END.pack(len(text), zlib.crc32(text), MARK))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise SessionFileError(f"{path}: the session cannot be saved: {error.strerror or error}") from error
+
+
+def look(path: str | Path) -> Saved:
+    """What a file says about itself; the engine's bytes are not read.
+
+    Raises:
+        SessionFileError: it cannot be read, or is no session's file, or not a whole one.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            whole = file.seek(0, os.SEEK_END)
+            file.seek(max(0, whole - END.size))
+            end = file.read(END.size)
+            length, checksum, mark = END.unpack(end) if len(end) == END.size else (0, 0, b"")
+            if mark != MARK or length > whole - END.size:
+                raise SessionFileError(f"{path}: is not a saved session, or its end is missing")
+            file.seek(whole - END.size - length)
+            text = file.read(length)
+    except OSError as error:
+        raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    found = json.loads(text) if zlib.crc32(text) == checksum else {}
+    if found and found.get("version") != VERSION:
+        raise SessionFileError(f"{path}: was saved by another version of this program")
+    if not found or found["size"] != whole - END.size - length:
+        raise SessionFileError(f"{path}: the saved session is damaged")
+    return Saved(**found)
+
+
+def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
+    """Whether a file's text begins so, and its note is this one."""
+    try:
+        saved = look(path)
+    except SessionFileError:
+        return False
+    return saved.token_ids[: len(token_ids)] == list(token_ids) and saved.note == note
+
+
+def read(path: str | Path, backend: Loaded) -> Saved:
+    """The same of a file whose session this backend can go on with: the engine's bytes are whole.
+
+    Raises:
+        SessionFileError: as `look`, or it is another model's, or of one that was loaded otherwise.
+    """
+    saved = look(path)
+    if differs := difference(saved, backend):
+        raise SessionFileError(f"{path}: the session cannot be used here: {differs}")
+    if len(saved.token_ids) > backend.capabilities.context_length:
+        raise SessionFileError(
+            f"{path}: the session has {len(saved.token_ids)} tokens, but the context holds "
+            f"{backend.capabilities.context_length}: use a larger one (--ctx)"
+        )
+    try:
+        checksum = checksum_of(Path(path), saved.size)
+    except OSError as error:
+        raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if checksum != saved.checksum:
+        raise SessionFileError(f"{path}: the saved session is damaged")
+    return saved
+
+
+def beside(path: str | Path) -> Path:
+    """Where the draft's session is saved, of the text whose session is in this file."""
+    return Path(f"{path}.draft")
+
+
+def load_beside(path: str | Path, draft: Session | None) -> None:
+    """Have the draft start from what was saved with a session, if it was, and by this draft; else it reads again."""
+    if draft and beside(path).exists():
+        with suppress(SessionFileError, ContextFull):
+            draft.load(beside(path))
+
+
+def difference(saved: Saved, backend: Loaded) -> str:
+    """Why a session cannot be used with a model, in words; "" if it can."""
+    here = backend.identity
+    for name in (*here, *saved.identity):
+        was, is_ = saved.identity.get(name), here.get(name)
+        if was != is_:
+            return "it is another model's" if name == "weights" else f"{name} was {was!r} and is {is_!r}"
+    return ""
+
+
+def checksum_of(path: Path, size: int) -> int:
+    """CRC-32 of a file's first `size` bytes. Raises OSError."""
+    found = 0
+    with path.open("rb") as file:
+        while size and (piece := file.read(min(size, PIECE))):
+            found, size = zlib.crc32(piece, found), size - len(piece)
+    return found
+
+
+def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
+    """`Backend.identity`.
+
+    Args:
+        backend: any.
+        weights: equal for equal weights: `content_of` their files.
+    """
+    exact, shapes = backend.capabilities.exact, "off"
+    if exact:  # how large passes may be changes nothing within a class, but for blocks
+        more = f" by {exact.prompts.step}" if exact.prompts.step > 1 else ""
+        more += f", short ones from {exact.short.least}" if exact.short else ""
+        more += f", blocks of {exact.prompts.most}" if exact.blocks else ""
+        shapes = f"{exact.name} (trees from {exact.trees.least}, prompts from {exact.prompts.least}{more})"
+    about = {"weights": weights, "engine": backend.name, "build": backend.build, "exact": shapes}
+    return about | dict(backend.computing)
+
+
+@cache
+def content_of(*paths: str) -> str:
+    """A hash of files' sizes and of samples of what is in them: a copy has the same, another model another.
+
+    Raises:
+        SessionFileError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    try:
+        for path in paths:
+            with Path(path).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                found.update(struct.pack("<Q", size))
+                for i in range(SAMPLES + 1):
+                    file.seek(max(0, size - SAMPLE) * i // SAMPLES)
+                    found.update(file.read(SAMPLE))
+    except OSError as error:
+        raise SessionFileError(f"{error.filename}: cannot be read: {error.strerror or error}") from error
+    return found.hexdigest()[:32]

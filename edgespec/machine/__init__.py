@@ -1,0 +1,1 @@
+"""Memory, disk and what was measured of this computer."""

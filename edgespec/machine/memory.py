@@ -1,0 +1,252 @@
+"""What this machine has: memory that is really free, and how fast a file comes off its disk."""
+
+import ctypes
+import math
+import mmap  # whose flags are not there on Windows
+import os
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.machine.system import READ_SIZE, READ_THREADS, open_direct, read_buffer
+
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+# Where reading ahead cannot be direct, or a page costs more than its bytes.
+NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "fuse.sshfs",
+    "afpfs",
+    "webdav",
+    "ceph",
+    "glusterfs",
+}
+COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "12G", "900M", "1.5GiB" or "1073741824"; a unit is a power of 1024, as in docker and systemd.
+
+    Raises:
+        UsageError: it is not a size, or not above zero.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT])I?)?B?\s*", text.upper())
+    size = int(float(match[1]) * (1 << UNITS[match[2] or ""])) if match else 0
+    if size <= 0:
+        raise UsageError(f"{text!r} is not a size: write for example 12G, 900M or 1.5GiB")
+    return size
+
+
+def left_of(name: str, memory: int | str, taken: int) -> int:
+    """Bytes of `memory`, an option of this name, that a draft which has taken some leaves.
+
+    Raises:
+        UsageError: none.
+    """
+    given = parse_size(memory) if isinstance(memory, str) else memory
+    if taken >= given:
+        raise UsageError(
+            f"{name} is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"
+        )
+    return given - taken
+
+
+def format_size(size: float, *, up: bool = False) -> str:
+    """For people: "1.04 GiB", "312 MiB"; with `up` never less than the size."""
+    unit, digits, name = (1 << 30, 2, "GiB") if abs(size) >= 1 << 30 else (1 << 20, 0, "MiB")
+    number = math.ceil(size / unit * 10**digits) / 10**digits if up else size / unit
+    return f"{number:.{digits}f} {name}"
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may still take without anything being swapped or killed, control groups included.
+
+    What the page cache holds counts as free: it is given back on demand. On systems that do not tell, it is all memory
+    there is, or if not even that is told, sys.maxsize.
+
+    Args:
+        root: where /proc and /sys are found; for tests.
+    """
+    if root == Path("/") and sys.platform != "linux":
+        others = {"darwin": _available_darwin, "win32": _available_windows}
+        return others.get(sys.platform, _all_memory)()
+    free = [_meminfo(root)["MemAvailable"], *_group_room(root)]
+    return max(0, min(free))
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
+
+
+def _group_room(root: Path) -> list[int]:
+    """Limit - use + page cache, for each limit of a control group this process is in, versions 1 and 2.
+
+    Beyond memory.high nothing is killed, but the kernel makes whoever takes more wait: it limits like memory.max.
+    """
+    rooms = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            base, limits, used = root / "sys/fs/cgroup/memory", ["memory.limit_in_bytes"], "memory.usage_in_bytes"
+            cache = ("total_active_file", "total_inactive_file")
+        elif not controllers:
+            base, limits, used = root / "sys/fs/cgroup", ["memory.max", "memory.high"], "memory.current"
+            cache = ("active_file", "inactive_file")
+        else:
+            continue
+        # In a container the path may name a group outside what is mounted: then only the mounted root is seen.
+        groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
+        for group, limit in product(groups, limits):
+            try:
+                most = (group / limit).read_text().strip()
+                if most == "max":
+                    continue
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                rooms.append(int(most) - int((group / used).read_text()) + sum(int(stat[name]) for name in cache))
+            except (OSError, KeyError, ValueError):
+                continue
+    return rooms
+
+
+def _available_darwin() -> int:
+    libc = ctypes.CDLL(None)
+
+    def value(name: bytes) -> int:
+        number, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
+        libc.sysctlbyname(name, ctypes.byref(number), ctypes.byref(size), None, 0)
+        return number.value
+
+    pages = value(b"vm.page_free_count") + value(b"vm.page_pageable_external_count")
+    return pages * mmap.PAGESIZE
+
+
+class MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows' sysinfoapi.h."""
+
+    _fields_ = (
+        ("dwLength", ctypes.c_uint32),
+        ("dwMemoryLoad", ctypes.c_uint32),
+        ("ullTotalPhys", ctypes.c_uint64),
+        ("ullAvailPhys", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _available_windows() -> int:
+    status = MemoryStatus(dwLength=ctypes.sizeof(MemoryStatus))
+    windll = getattr(ctypes, "windll")  # noqa: B009  (only Windows has it, so types are checked without it)
+    return int(status.ullAvailPhys) if windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else sys.maxsize
+
+
+def _all_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    except (ValueError, OSError):
+        return sys.maxsize
+
+
+def private_memory() -> int:
+    """Bytes of this process that no file stands behind. 0 where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    match = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return int(match[1]) * 1024 if match else 0
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def file_system(path: str, mounts: Path = MOUNTS) -> str:
+    """The type of the file system a file lies on, for example "ext4"; "" where the system does not tell."""
+    return _mount(path, mounts)[1]
+
+
+def disk_name(path: str, mounts: Path = MOUNTS) -> str:
+    """What a file lies on, "/dev/sda1, ext4, on /"; where the system does not tell, its number. Raises OSError."""
+    point, kind, source = _mount(path, mounts)
+    return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
+
+
+def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
+    """Where the file system of a file is mounted, its type and its device."""
+    found = ("", "", "")
+    try:
+        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return found
+    real = os.path.realpath(path)
+    for line in lines:
+        fields, kind = line.split(" - ", 1)
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(found[0]):
+            found = point, kind.split()[0], kind.split()[1]
+    return found
+
+
+def disk_bandwidth(
+    path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
+) -> float:
+    """Bytes per second of direct reads of a file, read as `ring.py` reads, going round through it.
+
+    Where direct reads do not work, the page cache is dropped first, as far as the system does that.
+
+    Args:
+        path: of the file.
+        seconds: to read for.
+        threads: reads at once.
+        size: bytes of a read.
+        at: the part of the file before the first read.
+
+    Raises:
+        ModelError: the file cannot be read.
+        UsageError: this system cannot read past its cache.
+    """
+    if not hasattr(os, "preadv"):
+        raise UsageError("the speed of a disk is measured on Linux and macOS only")
+    descriptor = -1
+    try:
+        descriptor, direct = open_direct(path)
+        blocks = max(1, os.fstat(descriptor).st_size // size)
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        lock = threading.Lock()
+        first = int(at * blocks)
+        turn = iter(range(first, first + 10 * blocks))
+        started = perf_counter()
+
+        def read() -> int:
+            done, buffer = 0, read_buffer(size)
+            while perf_counter() - started < seconds:
+                with lock:
+                    block = next(turn, None)
+                if block is None:
+                    break
+                done += os.preadv(descriptor, [buffer], (block % blocks) * size)
+            return done
+
+        with ThreadPoolExecutor(threads) as pool:
+            total = sum(future.result() for future in [pool.submit(read) for _ in range(threads)])
+        return total / (perf_counter() - started)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Model folders and GGUF files made of each other."""

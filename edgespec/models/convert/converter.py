@@ -1,0 +1,175 @@
+"""Model folders as GGUF files, by llama.cpp's own converter: run out of process, from the sources of what is installed.
+
+The wheel of llama-cpp-python has no converter; the source archive of the same version has. pip fetches it, so mirrors,
+proxies and checksums are those of pip.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.machine.measurements import cache_folder
+from edgespec.models.convert.folder_from_gguf import Progress
+from edgespec.models.safetensors_header import read_safetensors_header
+
+ENGINE = "llama-cpp-python"
+SCRIPT = "convert_hf_to_gguf.py"
+WANTED = (SCRIPT, "conversion/", "gguf-py/gguf/")  # of vendor/llama.cpp in the archive
+OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight
+
+
+def find_converter(path: str | None, report: Progress) -> Path:
+    """The script: the one given, or that of the installed engine's version, fetched once.
+
+    Raises:
+        UsageError: there is no such script.
+        MissingPackage: the engine is not installed.
+        EdgespecError: it cannot be fetched.
+    """
+    if path is not None:
+        script = Path(path) / SCRIPT if Path(path).is_dir() else Path(path)
+        if not script.is_file():
+            raise UsageError(f"{script}: there is no such file; --converter takes llama.cpp's {SCRIPT}, or its folder")
+        return script.absolute()
+    try:
+        name = f"converter-{version(ENGINE)}"
+    except PackageNotFoundError as error:
+        raise MissingPackage(ENGINE, "", "converting a folder") from error
+    place = cache_folder()
+    if not (place / name / SCRIPT).is_file():
+        report("fetching llama.cpp's converter", 0, 0)
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            archive = _fetch(version(ENGINE), Path(folder))
+            extract(archive, Path(folder) / "made")
+            with suppress(OSError):  # another process was quicker
+                os.rename(Path(folder) / "made", place / name)
+    return place / name / SCRIPT
+
+
+def _fetch(wanted: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ENGINE]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), f"{ENGINE}=={wanted}"], capture_output=True, text=True, check=False
+    )
+    archives = list(folder.glob("*.tar.gz"))
+    if done.returncode or not archives:
+        why = (done.stderr.strip() or "pip gave no reason").splitlines()[-1]
+        raise EdgespecError(
+            f"llama.cpp's converter comes with the sources of {ENGINE} {wanted}, which pip cannot fetch ({why}); "
+            f"--converter names a copy of llama.cpp instead"
+        )
+    return archives[0]
+
+
+def extract(archive: Path, out: Path) -> None:
+    """Only the converter's files, only regular ones, and only into `out`.
+
+    Raises:
+        EdgespecError: the archive has none.
+    """
+    with tarfile.open(archive) as files:
+        for member in files:
+            _, _, inside = member.name.partition("/vendor/llama.cpp/")
+            if not (inside.startswith(WANTED) and member.isfile()) or ".." in Path(inside).parts:
+                continue
+            target = out / inside
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = files.extractfile(member)
+            assert source is not None  # it is a regular file
+            with source, target.open("wb") as file:
+                shutil.copyfileobj(source, file)
+    if not (out / SCRIPT).is_file():
+        raise EdgespecError(f"{archive.name}: has no {SCRIPT}; --converter names a copy of llama.cpp instead")
+
+
+def check_folder(folder: Path, trust: bool) -> int:
+    """How many weights a model folder has.
+
+    Raises:
+        ModelError: it is none, it is damaged, or it wants to run programs of its own.
+    """
+    config = folder / "config.json"
+    try:
+        found = json.loads(config.read_text("utf-8"))
+    except OSError as error:
+        raise ModelError(f"{folder}: has no config.json, so it is not a model folder") from error
+    except ValueError as error:
+        raise ModelError(f"{config}: is not JSON: {error}") from error
+    tokenizer = folder / "tokenizer_config.json"
+    with suppress(OSError, ValueError):
+        found = {**found, **({"auto_map": 1} if "auto_map" in json.loads(tokenizer.read_text("utf-8")) else {})}
+    if "auto_map" in found and not trust:
+        raise ModelError(
+            f"{folder}: wants to run programs of its own (auto_map in its config); read them, and say --trust, or "
+            "take a ready GGUF"
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    weights = sum(prod(tensor.shape) for file in files for tensor in read_safetensors_header(file))
+    if not weights:
+        raise ModelError(f"{folder}: has no weights in *.safetensors")
+    return weights
+
+
+def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: bool, progress: Progress) -> None:
+    """Write the GGUF `out` of a model folder.
+
+    Args:
+        folder: checked by `check_folder`.
+        out: a partial file's name.
+        dtype: of the weights: float32, float16 or bfloat16.
+        script: llama.cpp's converter.
+        trust: let programs in the folder run.
+        progress: called with tensors done and in all.
+
+    Raises:
+        ModelError: the converter refuses; with its last line.
+    """
+    staged = out.with_name(f"{out.name}.folder")
+    staged.mkdir()
+    for file in folder.iterdir():
+        if trust or file.suffix != ".py":
+            (staged / file.name).symlink_to(file.absolute())
+    total = _tensors(folder)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NO_LOCAL_GGUF")}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    options = ["--outfile", str(out), "--outtype", OUT_TYPES[dtype], "--model-name", folder.resolve().name]
+    done, last = 0, ""
+    with subprocess.Popen(
+        [sys.executable, "-s", str(script), str(staged), *options],
+        cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                last = line.strip() or last
+                if "-->" in line:
+                    done += 1
+                    progress("converting", min(done, total), total)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        if "No module named" in last:
+            raise MissingPackage(last.split("'")[1], "torch,convert", "llama.cpp's converter")
+        raise ModelError(f"{folder}: llama.cpp's converter refuses it: {last or 'without a word'}")
+
+
+def _tensors(folder: Path) -> int:
+    """How many tensors a folder has, by the headers of its files."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            count += len(header.keys() - {"__metadata__"})
+    return count

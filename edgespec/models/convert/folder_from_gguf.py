@@ -1,0 +1,330 @@
+"""A GGUF as the folder that transformers and mlx-lm load: config.json, tokenizer files, safetensors.
+
+Both engines read the same folder; for mlx-lm it may be quantised again. Tensors are read, dequantised and written one
+after the other, so memory stays near one output file and the largest tensor.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.loop.backend import load_vocab
+from edgespec.loop.sampling import Float32Array
+from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
+from edgespec.models.convert.layer_files import write_layer_files
+from edgespec.models.gguf_header import part_names
+from edgespec.models.gguf_model import (
+    ROPE_FACTORS,
+    Shapes,
+    check_magic,
+    find_family,
+    folder_names,
+    folder_tensors,
+    model_config,
+)
+
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: unknown)
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
+MLX_BITS = (2, 3, 4, 5, 6, 8)
+SHARD_BYTES = 2 * 10**9
+CHUNK = 2**22  # weights dequantised at once
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written."""
+
+    path: Path
+    model_type: str
+    bytes: int  # of weights, as they lie on disk
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    bits: int | None = None,
+    to_mlx: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Converted:
+    """Turn a GGUF into the folder `out`, which appears only when it is complete.
+
+    Args:
+        source: a GGUF file; of a split GGUF, any part.
+        out: must not exist yet.
+        dtype: type of the weights: float32 (exactly the GGUF's values), float16 or bfloat16.
+        bits: quantise the result with mlx-lm to 2, 3, 4, 5, 6 or 8 bits; only mlx-lm can load it then.
+        to_mlx: as MLX streams it: every layer in a file of its own, on whole pages, experts stacked by mlx-lm.
+        shard_bytes: most bytes of weights in a file, unless a single tensor is larger.
+        progress: called with (phase, bytes done, bytes in all; 0 if unknown).
+
+    Raises:
+        UsageError: `out` exists, its parent does not, or the dtype or the number of bits is not one of these.
+        ModelError: the file is damaged, or of a kind that cannot be converted.
+        MissingPackage: gguf, safetensors, tokenizers, ml_dtypes or (for `bits`) mlx-lm is not installed.
+        EdgespecError: the folder cannot be written.
+    """
+    source, out = Path(source), Path(out)
+    _check(out, dtype, bits)
+    report = progress or (lambda phase, done, total: None)
+    report("reading the header", 0, 0)
+    gguf = read_gguf(source)
+    factors = next((_values(tensor, str(gguf.path)) for tensor in gguf.tensors if tensor.name == ROPE_FACTORS), None)
+    shapes: Shapes = {tensor.name: tuple(tensor.shape[::-1].tolist()) for tensor in gguf.tensors}
+    vocab = load_vocab("llamacpp", str(gguf.path))
+    with _named(gguf.path):
+        config = model_config(gguf.metadata, shapes, factors)
+        names = folder_names(gguf.metadata, shapes)
+        tokenizer = build_tokenizer(gguf.metadata, vocab)
+    tokens = _token_ids(gguf.metadata, vocab.eog_ids)
+    total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
+    _check_space(out, int(total) * (2 if bits or to_mlx else 1))
+
+    with _appearing(out) as folder:
+        _write_json(folder / "config.json", config | tokens | {"torch_dtype": dtype})
+        _write_json(folder / "generation_config.json", tokens | {"eos_token_id": sorted(vocab.eog_ids)})
+        tokenizer.save(str(folder / "tokenizer.json"))
+        _write_json(
+            folder / "tokenizer_config.json", tokenizer_config(gguf.metadata, config["max_position_embeddings"])
+        )
+        pieces = _pieces(gguf, names, config, dtype)
+        write_safetensors(folder, pieces, int(total), shard_bytes, lambda done: report("weights", done, int(total)))
+        if bits:
+            report("quantising", 0, 0)
+        if bits or (to_mlx and any("experts" in key for key in config)):
+            _write_by_mlx(folder, bits)
+        if to_mlx:
+            write_layer_files(folder, lambda done, total: report("layers to pages", done, total))
+    written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return Converted(out, config["model_type"], written)
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A GGUF's header and tensors, the parts of a split one put together."""
+
+    path: Path  # the first part
+    metadata: dict[str, Any]
+    fields: dict[str, Any]  # the same as gguf.ReaderField, with their types
+    tensors: list[Any]  # gguf.ReaderTensor, mapped into memory
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Read headers; weights stay on disk.
+
+    Raises:
+        ModelError: not a GGUF, cut off, or a part is missing.
+        MissingPackage: the package gguf is not installed.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise MissingPackage("gguf", "convert", "reading weights from a GGUF") from error
+    parts = _parts(path)
+    readers = []
+    for part in parts:
+        check_magic(part)
+        try:
+            readers.append(GGUFReader(part))
+        except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+            raise ModelError(f"{part}: is damaged or cut off, or a newer kind of GGUF ({error})") from error
+    fields = {key: field for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
+    metadata = {key: field.contents() for key, field in fields.items()}
+    expected = metadata.get("split.count", 0)
+    if expected > len(parts):
+        raise ModelError(
+            f"{path}: is one of {expected} parts, but its name does not say so: rename the parts to "
+            f"NAME-00001-of-{expected:05}.gguf and so on"
+        )
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    return Gguf(parts[0], metadata, fields, tensors)
+
+
+def _parts(path: Path) -> list[Path]:
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    if len(parts) > 1 and (missing := [part for part in parts if not part.is_file()]):
+        raise ModelError(f"{missing[0]}: there is no such file; a split GGUF needs all its {len(parts)} parts")
+    return parts
+
+
+def _check(out: Path, dtype: str, bits: int | None) -> None:
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}")
+    if bits is not None and bits not in MLX_BITS:
+        raise UsageError(f"bits is {bits}, but must be one of {', '.join(map(str, MLX_BITS))}")
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out}: exists already; name a folder that does not")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.absolute().parent}: there is no such folder")
+    try:
+        import ml_dtypes  # noqa: F401
+        import safetensors  # noqa: F401
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise MissingPackage(error.name or "safetensors", "convert", "converting a GGUF") from error
+    if bits:
+        try:
+            import mlx_lm  # noqa: F401
+        except ImportError as error:
+            raise MissingPackage("mlx-lm", "mlx", "quantising for mlx-lm") from error
+
+
+def _check_space(out: Path, needed: int) -> None:
+    free = shutil.disk_usage(out.absolute().parent).free
+    if needed > free:
+        raise EdgespecError(f"{out}: needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the file's name before what is wrong with it."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name at the end, or disappears."""
+    from safetensors import SafetensorError
+
+    folder = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        folder.mkdir()
+        yield folder
+        os.rename(folder, out)
+    except (OSError, SafetensorError) as error:
+        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _token_ids(metadata: dict[str, Any], eog_ids: frozenset[int]) -> dict[str, int]:
+    names = {"bos": "bos", "eos": "eos", "padding": "pad"}
+    ids = {new: metadata.get(f"tokenizer.ggml.{old}_token_id") for old, new in names.items()}
+    if ids["eos"] is None and eog_ids:
+        ids["eos"] = min(eog_ids)
+    return {f"{name}_token_id": i for name, i in ids.items() if i is not None}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _values(tensor: Any, path: str) -> Float32Array:
+    """Dequantised some rows at a time: gguf needs several times the memory of what it returns."""
+    from gguf import dequantize
+
+    values: Float32Array = np.empty(tensor.shape[::-1].tolist(), np.float32)
+    rows, stored = values.reshape(-1, values.shape[-1]), tensor.data.reshape(-1, tensor.data.shape[-1])
+    step = max(1, CHUNK // values.shape[-1])
+    try:
+        for start in range(0, len(rows), step):
+            rows[start : start + step] = dequantize(stored[start : start + step], tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelError(f"{path}: the tensor {tensor.name} has the type {tensor.tensor_type.name}: {error}") from error
+    return values
+
+
+def _pieces(
+    gguf: Gguf, names: dict[str, str], config: dict[str, Any], dtype: str
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    import ml_dtypes
+
+    family = find_family(gguf.metadata)
+    type_ = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for tensor in gguf.tensors:
+        if tensor.name not in names:
+            continue
+        values = _values(tensor, str(gguf.path))
+        if dtype == "float16" and max(values.max(), -values.min()) > np.finfo(np.float16).max:
+            raise ModelError(f"{gguf.path}: {tensor.name} does not fit into float16; use bfloat16 or float32")
+        with _named(gguf.path):
+            for name, piece in folder_tensors(tensor.name, names[tensor.name], values, family, config):
+                # An expert's matrix is copied: as a view, it would keep all the others in memory.
+                yield name, piece.astype(type_, copy="{}" in names[tensor.name])
+        del values, piece  # before the next tensor is read
+
+
+def write_safetensors(
+    folder: Path,
+    tensors: Iterator[tuple[str, NDArray[Any]]],
+    total: int,
+    shard_bytes: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write tensors into model.safetensors, or into numbered files of at most `shard_bytes` and their index.
+
+    Args:
+        folder: where to.
+        tensors: name and values.
+        total: bytes of all tensors, for the index.
+        shard_bytes: a larger tensor gets a file of its own.
+        progress: called with the bytes read so far.
+    """
+    from safetensors.numpy import save_file
+
+    shards: list[list[str]] = []
+    held: dict[str, NDArray[Any]] = {}
+    done = 0
+
+    def flush() -> None:
+        file = folder / f"shard-{len(shards)}"
+        file.touch()
+        mode = file.stat().st_mode  # as the user wants files; safetensors would make them private
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(mode)
+        shards.append(list(held))
+        held.clear()
+
+    progress(0)
+    for name, values in tensors:
+        if held and sum(array.nbytes for array in held.values()) + values.nbytes > shard_bytes:
+            flush()
+        held[name] = values
+        done += values.nbytes
+        del values  # the next tensor is made while this name would still hold the last one
+        if sum(array.nbytes for array in held.values()) >= shard_bytes:
+            flush()
+        progress(done)
+    if held:
+        flush()
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for i, file in enumerate(files):
+        (folder / f"shard-{i}").rename(folder / file)
+    index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _write_by_mlx(folder: Path, bits: int | None) -> None:
+    """Replace a folder's weights by what mlx-lm makes of them, quantised or not; the tokenizer stays as it was."""
+    try:
+        from mlx_lm import convert as mlx_convert
+    except ImportError as error:
+        raise MissingPackage("mlx-lm", "mlx", "stacking experts for mlx-lm") from error
+
+    written = folder / "by-mlx"
+    with redirect_stdout(sys.stderr):  # it reports on standard output
+        mlx_convert(str(folder), mlx_path=str(written), quantize=bits is not None, q_bits=bits)
+    for file in folder.glob("model*"):
+        file.unlink()
+    for file in [written / "config.json", *written.glob("model*")]:
+        file.replace(folder / file.name)
+    shutil.rmtree(written)

@@ -1,0 +1,285 @@
+"""GGUF files made of others: quantised, with fewer layers, from a model folder. llama.cpp does it, in other processes.
+
+Whatever is refused is refused before anything is written; a file appears under its name only when it is complete.
+"""
+
+import glob
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec import __version__
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.models.convert.calibration import calibration_text
+from edgespec.models.convert.folder_from_gguf import Progress
+from edgespec.models.gguf_header import own_header, part_names
+from edgespec.models.gguf_model import check_magic
+
+CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
+FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
+NEED_MATRIX = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M", "Q2_K_S")
+BITS = {  # per weight of whole files: llama.cpp's tools/quantize/README.md, for Llama 3.1 8B
+    "IQ2_M": 2.93, "IQ3_XXS": 3.25, "Q3_K_M": 4.0, "IQ4_XS": 4.46, "Q4_0": 4.66, "Q4_K_S": 4.67, "Q4_K_M": 4.89,
+    "Q5_K_M": 5.7, "Q6_K": 6.56, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0,
+}  # fmt: skip
+PATTERNED = ("attention.sliding_window", "attention.sliding_window_pattern", "leading_dense_block_count", "ssm.")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make a file."""
+
+    type: str = ""  # a name of llama.cpp's such as Q4_K_M; "": weights stay as they are
+    types: tuple[tuple[str, str], ...] = ()  # (regular expression of tensors' names, type), the first match counts
+    imatrix: str = ""  # "": where the type demands one; none, auto, or a file: a matrix, or a text to compute one from
+    drop: tuple[int, ...] = ()  # layers that are left out
+    why: str = ""
+
+
+PURPOSES = {
+    "streamed": Recipe(
+        "IQ4_XS", (("^output\\.weight$", "q6_K"), ("^token_embd\\.weight$", "q6_K")),
+        why="every pass reads the layers, so they get 4.3 bits; output and embeddings stay in memory, with 6.6",
+    ),
+    "memory": Recipe("Q4_K_M", why="the usual balance of speed and quality where all weights stay in memory"),
+    "draft": Recipe(
+        "Q4_0", imatrix="auto",
+        why="the quickest kernels on most processors; an importance matrix wins back what 4 plain bits lose",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written, or would be."""
+
+    bytes: int  # of tensors, as they lie in the file
+    file_bytes: int  # with the header; 0 in a rehearsal
+
+
+def merge(purpose: str | None, given: Recipe) -> Recipe:
+    """A purpose's recipe with what is given in its place."""
+    base = PURPOSES[purpose] if purpose else Recipe()
+    return Recipe(
+        given.type or base.type, given.types + base.types, given.imatrix or base.imatrix, given.drop, base.why
+    )
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layers such as "14-21" or "3,7,10-12". Raises UsageError."""
+    layers = set[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f"layers are {text!r}, but must be such as 14-21 or 3,7,10-12")
+        layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(layers))
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse types that do not exist, and what would do nothing. Raises UsageError."""
+    types = _types()
+    for name in filter(None, [recipe.type]):
+        if name not in types["files"]:
+            raise UsageError(f"there is no type {name!r}; there are: {', '.join(types['files'])}")
+    for pattern, name in recipe.types:
+        if name.lower() not in (known.lower() for known in types["tensors"]):
+            raise UsageError(f"there is no type {name!r} of a tensor; there are: {', '.join(types['tensors'])}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"{pattern!r} is not a regular expression: {error}") from error
+    if not recipe.type and not recipe.drop:
+        raise UsageError("nothing to do: say --quant, --for or --drop-layers")
+    if recipe.imatrix == "none" and recipe.type in NEED_MATRIX:
+        raise UsageError(f"{recipe.type} is garbage without an importance matrix: say --imatrix auto, or a file")
+    if recipe.imatrix not in ("", "none", "auto") and not Path(recipe.imatrix).is_file():
+        raise UsageError(f"{recipe.imatrix}: there is no such file; --imatrix takes auto, none, a matrix or a text")
+
+
+def check_tensors(path: Path, tensors: Mapping[str, str], recipe: Recipe, requantise: bool) -> None:
+    """Refuse what cannot be made of a file with these tensors (name -> type).
+
+    Raises:
+        UsageError: no tensor has such a name.
+        ModelError: it is quantised already.
+    """
+    for pattern, name in recipe.types:
+        known = any(re.search(pattern, tensor) for tensor in tensors)
+        if not known and (pattern, name) not in PURPOSES["streamed"].types:
+            raise UsageError(f"no tensor's name matches {pattern!r}; one of them is {list(tensors)[-1]}")
+    quantised = set(tensors.values()) - set(FLOATS)
+    if recipe.type and quantised and not requantise:
+        raise ModelError(
+            f"{path}: is quantised already ({', '.join(sorted(quantised))}); what is quantised twice is worse: "
+            "take a file of 16 bits, or say --requantise"
+        )
+
+
+def check_drop(path: Path, drop: Sequence[int]) -> None:
+    """Refuse to leave out layers that are not there, or that have places of their own.
+
+    Raises:
+        UsageError: there are not so many layers.
+        ModelError: the layers of this model are not alike.
+    """
+    if not drop:
+        return
+    values, lists = own_header(str(path))
+    layers = int(values.get("block_count", 0))
+    if drop[-1] >= layers:
+        raise UsageError(f"layer {drop[-1]} is to be left out, but {path} has the layers 0 to {layers - 1}")
+    if len(drop) >= layers:
+        raise UsageError(f"all {layers} layers are to be left out; keep at least one")
+    patterned = [key for key, value in values.items() if value and key.startswith(PATTERNED)]
+    for key in [*patterned, *(key for key, length in lists.items() if length == layers)]:
+        raise ModelError(
+            f"{path}: its layers are not alike ({key}), so none can be left out: others would change places"
+        )
+
+
+def quantise(
+    source: Path, out: Path, recipe: Recipe, *, requantise: bool = False, rehearse: bool = False,
+    progress: Progress | None = None,
+) -> Written:  # fmt: skip
+    """Make a GGUF of a GGUF.
+
+    Args:
+        source: of a split one, any part.
+        out: must not exist.
+        recipe: how.
+        requantise: also where weights are quantised already.
+        rehearse: only find the size.
+        progress: called with what is done, how far and of how much (bytes where it says so, else steps).
+
+    Raises:
+        UsageError: `out` exists, or there is no such type or layer.
+        ModelError: it cannot be made of this file.
+        EdgespecError: the disk has no room, or cannot be written.
+    """
+    report = progress or (lambda what, done, total: None)
+    check_names(recipe)
+    check_out(out)
+    path = source.with_name(part_names(source.name)[0])
+    for part in part_names(source.name):
+        check_magic(path.with_name(part))
+    check_drop(path, recipe.drop)
+    matrix = recipe.imatrix or ("auto" if recipe.type in NEED_MATRIX else "none")
+    job: dict[str, Any] = {
+        "source": str(path), "out": "", "type": recipe.type, "types": recipe.types, "drop": recipe.drop,
+        "requantise": requantise, "notes": {"general.quantized_by": f"edgespec {__version__}"}, "rehearse": True,
+        "imatrix": "" if matrix == "none" else "unknown",
+    }  # fmt: skip
+    found = _child("quantise", job, lambda line: None)
+    check_tensors(path, found["tensors"], recipe, requantise)
+    size = found["bytes"]
+    if rehearse:
+        return Written(size, 0)
+    check_space(out, size)
+    with appearing(out) as partial:
+        if matrix != "none":
+            job["imatrix"], origin = _matrix(path, matrix, partial, report)
+            job["notes"] |= {"quantize.imatrix.file": origin}
+        job |= {"out": str(partial), "rehearse": False}
+        made = _child("quantise", job, lambda line: report("quantising", line["done"], line["total"]))["bytes"]
+    return Written(made, out.stat().st_size)
+
+
+def _matrix(source: Path, asked: str, beside: Path, report: Progress) -> tuple[str, str]:
+    """The file of an importance matrix, and what it is called in the header."""
+    if asked != "auto" and is_gguf(Path(asked)):
+        return asked, Path(asked).name
+    text, out = beside.with_name(f"{beside.name}.txt"), beside.with_name(f"{beside.name}.imatrix")
+    if asked == "auto":
+        text.write_text(calibration_text(str(source)), encoding="utf-8")
+        origin = "computed from Python's documentation and library"
+    else:
+        try:
+            text.write_text(Path(asked).read_text("utf-8"), encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{asked}: is neither an importance matrix in a GGUF nor UTF-8 text") from error
+        origin = f"computed from {Path(asked).name}"
+    job = {"source": str(source), "out": str(out), "text": str(text), "remove": [str(text)], "chunks": CHUNKS}
+    _child("imatrix", job, lambda line: report("importance matrix", line["done"], line["total"]))
+    return str(out), origin
+
+
+def is_gguf(path: Path) -> bool:
+    """By its first bytes."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def check_out(out: Path) -> None:
+    """Raises UsageError: it exists, or its folder does not."""
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out}: exists already; name a file that does not")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.absolute().parent}: there is no such folder")
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raises EdgespecError with both sizes."""
+    free = shutil.disk_usage(out.absolute().parent).free
+    if needed > free:
+        raise EdgespecError(f"{out}: needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A name beside `out` that becomes `out` at the end; what lies beside under names that begin alike goes."""
+    partial = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield partial
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.rename(partial, out)
+    except OSError as error:
+        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+    finally:
+        for left in partial.parent.glob(f"{glob.escape(partial.name)}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
+    """Run one of the engine's programs; its last line. Raises ModelError with what it says."""
+    command = [sys.executable, "-m", f"edgespec.backends.llamacpp.tools.{module}", json.dumps(job)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    line: dict[str, Any] = {"error": "it gave no reason"}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            for text in process.stdout:
+                line = json.loads(text)
+                if "done" in line:
+                    progress(line)
+        except BaseException:
+            process.stdin.close()  # it removes what it wrote, and ends
+            process.wait(10)
+            raise
+        process.stdin.close()
+    if process.returncode or "error" in line:
+        raise ModelError(f"{job['source']}: {line.get('error', 'it ended early')}")
+    return line
+
+
+@cache
+def _types() -> dict[str, list[str]]:
+    """Names of types of files and of tensors that llama.cpp knows."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
+    files = [kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in gguf.LlamaFileType]
+    return {"files": sorted(set(files) - {"GUESSED"}), "tensors": [kind.name for kind in gguf.GGMLQuantizationType]}

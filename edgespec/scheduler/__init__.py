@@ -1,0 +1,1 @@
+"""Many sequences, one model."""

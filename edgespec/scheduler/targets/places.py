@@ -1,0 +1,201 @@
+"""Where copies of the target are. A place has one copy and one worker of a `concurrent.futures.Executor`."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from ipaddress import ip_address
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from edgespec.errors import EdgespecError, MissingPackage, UsageError
+from edgespec.scheduler.targets.verifier import close_own, stop_up_to
+
+
+class Place(Protocol):
+    """See the module."""
+
+    executor: Executor
+
+    def stop(self, owner: str, number: int) -> None:
+        """Tell the copy that nobody wants an owner's tasks up to this number. Does not wait, and need not succeed."""
+
+    def renew(self) -> None:
+        """The worker is gone: have another one."""
+
+    def close(self) -> None:
+        """Free the copy, without waiting for what it is doing where that can be left."""
+
+
+class ThreadPlace:
+    """In this program: for tests, and for engines whose passes need no processor of this machine."""
+
+    def __init__(self) -> None:
+        self.executor: Executor = ThreadPoolExecutor(1)
+
+    def stop(self, owner: str, number: int) -> None:
+        """At once."""
+        stop_up_to(owner, number)
+
+    def renew(self) -> None:
+        """A thread does not get lost."""
+
+    def close(self) -> None:
+        """Waits for the pass under way: it computes in memory that is freed."""
+        self.executor.submit(close_own)
+        self.executor.shutdown()
+
+
+class ProcessPlace:
+    """A process of this machine, which sees only its own of several GPUs. It ends with this program."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self.renew()
+
+    def renew(self) -> None:
+        """Another process, as soon as there is a task for it."""
+        context = multiprocessing.get_context("spawn")  # a fork would share llama.cpp's threads, which are not there
+        theirs, self._tell = context.Pipe(duplex=False)
+        self.executor: Executor = ProcessPoolExecutor(
+            1, mp_context=context, initializer=_begin_process, initargs=(theirs, self._environment)
+        )
+
+    def stop(self, owner: str, number: int) -> None:
+        """Through a pipe."""
+        with suppress(OSError):  # it is gone
+            self._tell.send((owner, number))
+
+    def close(self) -> None:
+        """The end of the pipe ends the process, in the middle of a pass, too."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        self._tell.close()
+
+
+def _begin_process(orders: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asked
+
+    def obey() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                stop_up_to(*orders.recv())
+        os._exit(0)
+
+    threading.Thread(target=obey, daemon=True).start()
+
+
+class ClusterPlace:
+    """Room for one task in a Dask cluster, on whichever worker is free.
+
+    Tasks that are bound to a worker, even loosely, are never done when that worker is lost (distributed 2026.8).
+    """
+
+    def __init__(self, client: Any, messenger: Executor) -> None:
+        self._client, self._messenger = client, messenger
+        self.executor: Executor = client.get_executor(pure=False)
+
+    def renew(self) -> None:
+        """Dask itself gives tasks of a lost worker to another one."""
+
+    def stop(self, owner: str, number: int) -> None:
+        """Dask runs it on all workers' event loops, beside their tasks."""
+
+        def tell() -> None:
+            self._client.run(stop_up_to, owner, number, on_error="ignore")
+
+        self._messenger.submit(tell)
+
+    def close(self) -> None:
+        """The copies stay in the cluster, for the next program."""
+
+
+def threads(count: int) -> list[Place]:
+    """So many threads of this program."""
+    return [ThreadPlace() for _ in range(count)]
+
+
+def processes(count: int) -> list[Place]:
+    """So many processes of this machine. If it has several GPUs, they get one each by turns."""
+    found = _gpus()
+    shares = [{"CUDA_VISIBLE_DEVICES": found[i % len(found)]} if len(found) > 1 else {} for i in range(count)]
+    return [ProcessPlace(share) for share in shares]
+
+
+def _gpus() -> Sequence[str]:
+    """Names, or numbers, of the NVIDIA GPUs that this program may use; of one alone nothing is said."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    folder = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+
+
+class Cluster:
+    """The workers of a Dask scheduler."""
+
+    def __init__(self, address: str) -> None:
+        """
+        Args:
+            address: tls://HOST:PORT, with certificates from Dask's own configuration, or tcp:// of this machine.
+
+        Raises:
+            UsageError: it is of another kind.
+            MissingPackage: distributed is not installed.
+            EdgespecError: there is no scheduler, or it has no workers.
+        """
+        check_address(address)
+        try:
+            import distributed
+        except ImportError as error:
+            raise MissingPackage("distributed", "cluster", "targets on other machines") from error
+        try:
+            client: Any = distributed.Client
+            self._client = client(address, timeout=10)
+        except (OSError, TimeoutError, TypeError, ValueError) as error:
+            raise EdgespecError(f"{address}: no Dask scheduler answers: {error}") from error
+        self._messenger = ThreadPoolExecutor(1)
+        self.places: list[Place] = [ClusterPlace(self._client, self._messenger) for _ in self._client.nthreads()]
+        if not self.places:
+            self.close()
+            raise EdgespecError(f"{address}: has no workers; start some with: dask worker {address} --nthreads 1")
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._messenger.shutdown()
+        self._client.close()
+
+
+def check_address(address: str) -> None:
+    """Refuse what would have anybody on the network run code here: Dask exchanges pickles.
+
+    Raises:
+        UsageError: says what is safe.
+    """
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("tls", "tcp") or not parts.hostname or not port:
+        raise UsageError(f"--cluster is {address!r}, but must be tls://HOST:PORT, a Dask scheduler's address")
+    if parts.scheme == "tcp" and not is_loopback(parts.hostname):
+        raise UsageError(
+            f"--cluster {address}: whoever reaches a Dask scheduler without certificates can run programs; "
+            "use tls://, or tcp:// to 127.0.0.1 (through ssh -L)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

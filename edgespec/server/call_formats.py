@@ -1,0 +1,283 @@
+"""How models write calls of tools and what they think: markers, and what stands between them.
+
+Which form a model has is seen in its chat template. New ones: a line in `FORMS`, and a function if it is none of these.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from secrets import token_hex
+from typing import Any
+
+from edgespec.loop.backend import Vocab
+
+Types = Mapping[str, Mapping[str, Any]]  # function -> its parameters' JSON schemas, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call."""
+
+    name: str
+    arguments: str  # JSON
+    id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How calls are written. `parse` gives the calls between two markers, and raises ValueError if they are none."""
+
+    seen: tuple[str, ...]  # in the chat template, all of them
+    open: tuple[str, ...]  # one that begins with { is part of what is parsed, and counts only where an answer begins
+    close: str  # "": the end of the text
+    parse: Callable[[str, Types], list[Call]]
+    call: str  # one, as this model writes it: see `FORMS`
+    pair: str = ""  # in it, one parameter
+    inner: tuple[str, ...] = ()  # more markers, between the two
+
+
+def made(name: Any, arguments: Any) -> Call:
+    """A call of a function by its name and an object. Raises ValueError."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("not a call")
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def as_object(text: str, types: Types) -> list[Call]:
+    """{"name": "f", "arguments": {…}}, or a list of such; Llama says "parameters"."""
+    found = json.loads(text)
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        raise ValueError("not a call")
+    return [made(call.get("name"), call.get("arguments", call.get("parameters", {}))) for call in calls]
+
+
+def as_mistral(text: str, types: Types) -> list[Call]:
+    """[{"name": …}], or f[ARGS]{…}, each behind a marker."""
+    if text.lstrip().startswith(("[{", "{")):
+        return as_object(text, types)
+    parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
+    return [made(name.partition("[CALL_ID]")[0].strip(), json.loads(arguments)) for name, _, arguments in parts]
+
+
+def as_pairs(pair: str, function: str) -> Callable[[str, Types], list[Call]]:
+    """Markup by two regular expressions: of a function with a name and its body, and of a key with its value."""
+
+    def parse(text: str, types: Types) -> list[Call]:
+        found = re.findall(function, text, re.DOTALL)
+        if not found:
+            raise ValueError("not a call")
+        return [
+            made(name.strip(), {key: typed(value, types.get(name.strip(), {}).get(key)) for key, value in pairs})
+            for name, pairs in ((name, re.findall(pair, body, re.DOTALL)) for name, body in found)
+        ]
+
+    return parse
+
+
+def typed(value: str, schema: Any) -> Any:
+    """A value written without quotation marks, as its schema wants it; a string where nothing is known."""
+    value = value.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind in (None, "string") and not (kind is None and schema):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def as_tokens(call: str) -> Callable[[str, Types], list[Call]]:
+    """Calls between control tokens, by a regular expression of a name and JSON."""
+
+    def parse(text: str, types: Types) -> list[Call]:
+        found = re.findall(call, text, re.DOTALL)
+        if not found:
+            raise ValueError("not a call")
+        return [made(name.strip(), json.loads(arguments)) for name, arguments in found]
+
+    return parse
+
+
+def as_braces(text: str, types: Types) -> list[Call]:
+    """call:f{key:value,…}, where strings stand between tokens <|"|>, as Gemma 4 writes it."""
+    name, brace, rest = text.strip().removeprefix("call:").partition("{")
+    value, end = _braced(brace + rest, 0)
+    if (brace + rest)[end:].strip():
+        raise ValueError("not a call")
+    return [made(name.strip(), value)]
+
+
+def _braced(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins there, and where it ends. Raises ValueError."""
+    at += len(text[at:]) - len(text[at:].lstrip())
+    if text.startswith(QUOTE, at):
+        end = text.index(QUOTE, at + len(QUOTE))
+        return text[at + len(QUOTE) : end], end + len(QUOTE)
+    if text[at : at + 1] not in ("{", "["):
+        found = re.compile(r"[^,{}\[\]]+").match(text, at)
+        if not found:
+            raise ValueError("not a value")
+        return json.loads(found[0]), found.end()
+    close, fields, items = {"{": "}", "[": "]"}[text[at]], dict[str, Any](), list[Any]()
+    is_object, at = text[at] == "{", at + 1
+    while text[at : at + 1] != close:
+        key = ""
+        if is_object:
+            end = text.index(":", at)
+            key, at = text[at:end].strip().removeprefix(QUOTE).removesuffix(QUOTE), end + 1
+        value, at = _braced(text, at)
+        fields[key] = value
+        items.append(value)
+        at += len(text[at:]) - len(text[at:].lstrip())
+        if text[at : at + 1] not in (",", close):
+            raise ValueError("not a value")
+        at += text[at] == ","
+        at += len(text[at:]) - len(text[at:].lstrip())
+    return fields if is_object else items, at + 1
+
+
+QUOTE = '<|"|>'
+KIMI = tuple(f"<|tool_call_{part}|>" for part in ("begin", "argument_begin", "end"))
+DEEPSEEK = tuple(f"<｜tool▁{part}｜>" for part in ("call▁begin", "sep", "call▁end"))
+CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+HERMES = Form(
+    ("<tool_call>",), ("<tool_call>",), "</tool_call>", as_object,
+    '<tool_call>\n{"name": {quoted}, "arguments": {arguments}}\n</tool_call>',
+)  # fmt: skip
+MISTRAL = Form(
+    ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), "", as_mistral, "[TOOL_CALLS]{name}[ARGS]{arguments}",
+    inner=("[ARGS]", "[CALL_ID]"),
+)  # fmt: skip
+GLM = Form(
+    ("<arg_key>",), HERMES.open, HERMES.close,
+    as_pairs(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r"^\s*([^\s<]+)(.*)$"),
+    "<tool_call>{name}{line}{pairs}</tool_call>",
+    "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
+    ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)  # fmt: skip
+DEEPSEEKS = Form(
+    CALLS[:1], CALLS[:1], CALLS[1],
+    as_tokens(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)(?:<｜tool▁sep｜>|\n```json)(.*?)(?:\n```)?<｜tool▁call▁end｜>"),
+    f"{CALLS[0]}<｜tool▁call▁begin｜>{{name}}<｜tool▁sep｜>{{arguments}}<｜tool▁call▁end｜>{CALLS[1]}",
+    inner=DEEPSEEK,
+)  # fmt: skip
+QWEN = Form(
+    ("<function=", "<parameter="), HERMES.open, HERMES.close,
+    as_pairs(r"<parameter=([^>]+)>(.*?)</parameter>", r"<function=([^>]+)>(.*?)</function>"),
+    "<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>",
+    "<parameter={key}>\n{value}\n</parameter>\n",
+)  # fmt: skip
+LLAMA = Form(
+    ("<|python_tag|>",), ("<|python_tag|>", '{"name":'), "", as_object, '{"name": {quoted}, "parameters": {arguments}}'
+)
+# The first whose marks are all in the template. In `call`: {name} and {quoted}, the function's; {arguments}, JSON;
+# {braces}, the same in Gemma's notation; {pairs}, each by `pair` with its {key} and {value};
+# {number} and {id}, any; {line}, which may be left out.
+FORMS = (
+    Form(
+        ("<minimax:tool_call>",), ("<minimax:tool_call>",), "</minimax:tool_call>",
+        as_pairs(r'<parameter name="([^"]+)">(.*?)</parameter>', r'<invoke name="([^"]+)">(.*?)</invoke>'),
+        '<minimax:tool_call>\n<invoke name="{name}">\n{pairs}</invoke>\n</minimax:tool_call>',
+        '<parameter name="{key}">{value}</parameter>\n',
+    ),
+    Form(
+        ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), "<|tool_calls_section_end|>",
+        as_tokens(r"<\|tool_call_begin\|>\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        inner=KIMI,
+    ),
+    replace(
+        DEEPSEEKS, seen=(*CALLS[:1], "```json"),
+        call=f"{CALLS[0]}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{name}}\n```json\n{{arguments}}\n```<｜tool▁call▁end｜>{CALLS[1]}",
+    ),
+    DEEPSEEKS,
+    replace(MISTRAL, seen=("[TOOL_CALLS]", "[CALL_ID]"), call="[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}"),
+    MISTRAL,
+    replace(
+        MISTRAL, seen=("[TOOL_CALLS]",),
+        call='[TOOL_CALLS][{"name": {quoted}, "arguments": {arguments}, "id": "{id}"}]',
+    ),
+    GLM,
+    replace(
+        QWEN, seen=("<seed:tool_call>", *QWEN.seen), open=("<seed:tool_call>",), close="</seed:tool_call>",
+        call="<seed:tool_call>\n<function={name}>\n{pairs}</function>\n</seed:tool_call>",
+        pair="<parameter={key}>{value}</parameter>\n",
+    ),
+    QWEN,
+    Form(  # Apriel
+        ("<tool_calls>[",), ("<tool_calls>",), "</tool_calls>", as_object,
+        '<tool_calls>[{"name": {quoted}, "arguments": {arguments}}]</tool_calls>',
+    ),
+    HERMES,
+    LLAMA,
+    replace(LLAMA, seen=('{"name": function name, "parameters": dictionary',)),
+    Form(
+        ("<|tool_call>call:",), ("<|tool_call>",), "<tool_call|>", as_braces,
+        "<|tool_call>call:{name}{braces}<tool_call|>", inner=(QUOTE,),
+    ),
+    Form(  # which `channels.py` reads
+        ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"), (), "", as_object,
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+    ),
+)  # fmt: skip
+# Of forms that look like one of them and are not.
+OTHERS = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+)
+MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # what may be the name of a control token
+
+
+def form_of(vocab: Vocab) -> Form | None:
+    """How this model writes calls; None: its template shows no tools, or in no form that is known here."""
+    template = vocab.chat_template or ""
+    if "tools" not in template or any(mark in template for mark in OTHERS):
+        return None
+    return next((form for form in FORMS if all(mark in template for mark in form.seen)), None)
+
+
+def thinking_of(vocab: Vocab) -> tuple[str, str] | None:
+    """Between which markers this model thinks; None: it does not."""
+    template = vocab.chat_template or ""
+    return next((pair for pair in THINKING if pair[1] in template), None)
+
+
+def parts_of(text: str) -> list[str]:
+    """A text cut before and behind what may be the name of a control token."""
+    return [part for part in MARKER.split(text) if part]
+
+
+def control_tokens(vocab: Vocab, text: str) -> dict[str, int]:
+    """The control tokens that a text names: a model's text does not show them unless it is told to."""
+    found = dict[str, int]()
+    for part in parts_of(text):
+        ids = vocab.encode(part, add_bos=False, parse_special=True)
+        if len(ids) == 1 and not vocab.token_bytes(ids[0]):
+            found[part] = ids[0]
+    return found
+
+
+def shown_ids(vocab: Vocab, markers: Sequence[str]) -> frozenset[int]:
+    """Control tokens among the markers."""
+    return frozenset(token for marker in markers for token in control_tokens(vocab, marker).values())
+
+
+def begins_inside(vocab: Vocab, prompt_ids: Sequence[int], thinking: tuple[str, str]) -> bool:
+    """Whether the prompt ends with the marker that opens the thinking."""
+    tail = [
+        vocab.token_bytes(token).decode("utf-8", "replace") or vocab.token_text(token) for token in prompt_ids[-12:]
+    ]
+    return "".join(tail).rstrip().endswith(thinking[0])

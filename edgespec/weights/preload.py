@@ -1,0 +1,64 @@
+"""Weights that stay: read once, told how far that is, and locked in memory as far as this process may."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from edgespec.machine.memory import format_size
+from edgespec.machine.system import READ_SIZE, READ_THREADS
+from edgespec.weights.plan import Extent
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]:
+    """Extents as reads of so many bytes at most."""
+    for extent in extents:
+        for start in range(extent.start, extent.stop, size):
+            yield Extent(extent.file, start, min(start + size, extent.stop))
+
+
+def warm(
+    extents: Sequence[Extent], read: Callable[[Extent], None], progress: Progress, threads: int = READ_THREADS
+) -> None:
+    """Bring extents into memory piece by piece, several at once, so that a disk reaches its full speed.
+
+    Args:
+        extents: of the files.
+        read: brings one piece in. Called by several threads.
+        progress: told how far it is, by this thread.
+        threads: how many pieces at once.
+
+    Raises:
+        OSError: what `read` raises; pieces not begun are left out.
+    """
+    done, total = 0, sum(extent.size for extent in extents)
+
+    def one(piece: Extent) -> int:
+        read(piece)
+        return piece.size
+
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for size in pool.map(one, pieces(extents)):
+            done += size
+            progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
+    """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    locked = [(address, size) for address, size in ranges if library.mlock(address, size) == 0]
+    done, total = (sum(size for _, size in some) for some in (locked, ranges))
+    note = f"{format_size(done)} locked in memory"
+    if len(locked) < len(ranges):
+        note += f", {format_size(total - done)} kept in the page cache"
+        if hard != resource.RLIM_INFINITY:
+            note += f"; the limit for locked memory is {format_size(hard)} (ulimit -l)"
+    return locked, note

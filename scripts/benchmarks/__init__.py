@@ -1,0 +1,1 @@
+"""Benchmarks: comparisons with other programs, and with plain decoding."""

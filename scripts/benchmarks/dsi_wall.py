@@ -1,0 +1,206 @@
+"""What several targets really take, beside the closed form: with models that sleep, so seven need no seven machines.
+
+A pass computes a small random model, whose texts can be compared to the bit, and then sleeps until its time is over.
+Guesses are the recorded text with seeded errors.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from threading import Event
+from time import perf_counter
+from typing import Any
+
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
+from benchmarks.dsi import TOKENS, dsi_round, seconds_of
+from edgespec.errors import EdgespecError, Interrupted, UsageError
+from edgespec.loop.backend import Backend, Logits, Work
+from edgespec.loop.generate import generate_tokens
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.planners.none import NonePlanner
+from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.targets.coordinator import Targets
+from edgespec.scheduler.targets.places import Cluster, Place, processes, threads
+from edgespec.scheduler.targets.verifier import Described, describe
+
+KINDS = ("threads", "processes", "dask")
+SIZE = 48  # of the vocabulary
+PROMPT = (0, 5, 9, 3)
+
+
+class Sleeping:
+    """A backend whose passes take so many seconds, unless they are interrupted."""
+
+    def __init__(self, inner: Backend, seconds: float) -> None:
+        self._inner, self._seconds, self._interrupted = inner, seconds, Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def interrupt(self) -> None:
+        """As `Backend.interrupt`."""
+        self._interrupted.set()
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        """As `Backend.forward`."""
+        started = perf_counter()
+        logits = self._inner.forward(batch)
+        if self._interrupted.wait(max(0.0, started + self._seconds - perf_counter())):
+            self._interrupted.clear()
+            for work in batch:
+                work.session.rewind(len(work.session.token_ids))
+            raise Interrupted("the pass was interrupted")
+        return logits
+
+
+@dataclass(frozen=True)
+class SleepingSpec:
+    """A copy of the random model whose passes take so many seconds."""
+
+    seconds: float = 0.0
+    model: int = 1
+
+    def open(self) -> Backend:
+        """Make it."""
+        small = random_model(
+            self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8
+        )  # whose passes are quick
+        inner = ReferenceBackend(small, context_length=256)
+        sleeping: Any = Sleeping(inner, self.seconds)
+        made: Backend = sleeping
+        return made
+
+
+@dataclass
+class Recorded:
+    """Guesses a recorded text, each in so many seconds; a part of its tokens wrong, the same ones each time."""
+
+    text: Sequence[int]
+    right: float  # of 1
+    seconds: float = 0.0
+    seed: int = 0
+    stopped: Event = field(default_factory=Event)
+
+    def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Nothing to read."""
+
+    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+        """The text's next tokens, or wrong ones."""
+        self.stopped.clear()
+        due = perf_counter()
+        for position in range(len(token_ids), len(self.text)):
+            due += self.seconds
+            if self.stopped.wait(max(0.0, due - perf_counter())):
+                return
+            token = self.text[position]
+            yield token if self.knows(position) else (token + 1) % SIZE
+
+    def knows(self, position: int) -> bool:
+        """Whether it is right there."""
+        return Random(f"{self.seed} {position}").random() < self.right
+
+    def rounds(self) -> list[int]:
+        """How many guesses are right between two wrong ones."""
+        found, right = list[int](), 0
+        for position in range(len(PROMPT), len(self.text)):
+            if self.knows(position):
+                right += 1
+            else:
+                found.append(right)
+                right = 0
+        return [*found, right]
+
+    def stop(self) -> None:
+        """The guess under way is not wanted."""
+        self.stopped.set()
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds for TOKENS."""
+
+    wall: float
+    closed: float  # form, of the same guesses
+
+
+def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
+    """What plain decoding writes after a prompt."""
+    rounds = generate_tokens(
+        target, target.open(), NonePlanner(), prompt, sampling,
+        max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
+    )  # fmt: skip
+    return [token for round_ in rounds for token in round_.tokens]
+
+
+@contextmanager
+def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Place]]:
+    """Threads, processes, or the workers of a Dask cluster on this machine's loopback, with this environment.
+
+    Raises:
+        UsageError: there is no such kind.
+        MissingPackage: distributed is not installed.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
+    if kind != "dask":
+        places = threads(copies) if kind == "threads" else processes(copies)
+        try:
+            yield places
+        finally:
+            for place in places:
+                place.close()
+        return
+    from edgespec.errors import MissingPackage
+
+    try:
+        import dask
+        import distributed
+    except ImportError as error:
+        raise MissingPackage("distributed", "cluster", "measuring Dask") from error
+    local_cluster: Any = distributed.LocalCluster
+    dask.config.set({"distributed.scheduler.worker-saturation": 1.0})  # see docs/targets.md
+    with local_cluster(
+        n_workers=copies,
+        threads_per_worker=1,
+        host="127.0.0.1",
+        dashboard_address=None,
+        memory_limit=None,
+        env=environment,
+    ) as local:
+        cluster = Cluster(local.scheduler_address)
+        try:
+            yield cluster.places
+        finally:
+            cluster.close()
+
+
+def measure(
+    places: Sequence[Place], target: float, draft: float, lookahead: int, acceptance: float, seed: int = 0
+) -> Measured:
+    """Write TOKENS once, with passes of so many seconds. The places stay open.
+
+    Raises:
+        EdgespecError: the text is not that of plain decoding.
+    """
+    sampling, spec = SamplingParams(temperature=1.0, seed=seed), SleepingSpec(target)
+    text = plain_text(SleepingSpec().open(), PROMPT, sampling, TOKENS)
+    guesser = Recorded([*PROMPT, *text], acceptance, draft, seed)
+    described: list[Described] = [f.result() for f in [p.executor.submit(describe, spec) for p in places]]
+    vocab = SleepingSpec().open().vocab
+    made = Targets(vocab, described[0], spec, places, guesser, lookahead=lookahead, stop_ids=frozenset())
+    for _ in range(2):  # the first one has the copies read the prompt
+        events = made.events(Request(list(PROMPT), sampling, TOKENS))
+        started = perf_counter()
+        written = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
+        wall = perf_counter() - started
+        if written != text:
+            raise EdgespecError("the text is not that of plain decoding: this is a bug")
+    cost = partial(dsi_round, target, draft, lookahead)
+    return Measured(wall, seconds_of(guesser.rounds(), TOKENS, cost))

@@ -1,0 +1,334 @@
+"""What a pass costs when weights are streamed: a random-weight model of a given shape, against what is possible.
+
+No pass can be quicker than its computation, nor than its copies: max(compute, bytes / bandwidth). Computation is
+measured without any copying, on a few resident layers of the same model, and extrapolated to all of them.
+"""
+
+import copy
+import gc
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+from edgespec.backends.torch.attention import ATTENTION
+from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, TorchBackend, assemble
+from edgespec.backends.torch.disk import STAGING
+from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, nf4_form, work_bytes
+from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopies, block_bytes
+
+from edgespec.errors import UsageError
+from edgespec.loading.pair import close_all, open_backends
+from edgespec.loop.backend import Capabilities, Vocab, Work, prefill
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.text import user_messages
+from edgespec.machine.memory import disk_bandwidth
+from edgespec.model import Model
+from edgespec.models.registry import Defaults, Entry
+from edgespec.planners.choice import make_planner
+
+# Llama 3 70B (arXiv 2407.21783, table 3).
+LLAMA_70B = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+}
+CONTEXT = 512  # tokens before the tree
+HOST_SHARE = 0.75  # of the free host memory that weights may take
+ROOM_OF_PAIR = 3 << 30  # bytes of a GPU for caches, and to compute passes over 1024 nodes
+DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
+ONE = {"num_hidden_layers": 1}
+FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
+REPEATS = 3
+
+
+Copies = Callable[[Any, int], CopyEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size of pass."""
+
+    nodes: int
+    seconds: float  # a pass, median
+    compute_seconds: float  # the same without copies
+    copy_seconds: float  # bytes / bandwidth
+    disk_seconds: float = 0.0  # bytes from disk / the disk's speed
+
+    @property
+    def ratio(self) -> float:
+        """The pass against the slowest of its parts; 1 is the best there can be."""
+        return self.seconds / max(self.compute_seconds, self.copy_seconds, self.disk_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One format."""
+
+    dtype: str
+    layers: int  # of the model measured
+    full_layers: int  # of the shape asked for
+    streamed_layers: int
+    layer_bytes: int
+    streamed_bytes: int  # in a pass
+    bandwidth: float  # host to device, bytes a second
+    rows: list[Row]
+    from_disk: int = 0  # of the streamed layers
+    disk: float = 0.0  # bytes a second
+    costs: dict[int, tuple[float, float]] = field(default_factory=dict)  # nodes -> seconds of one layer, of one more
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
+
+
+class NoVocab:
+    """The model's tokens have no texts."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
+    """A Llama of that shape on the host. All layers share one layer's random weights until they are packed."""
+    kind = torch.bfloat16 if dtype == NF4 else getattr(torch, dtype)
+    config = transformers.LlamaConfig(**shape, attn_implementation=ATTENTION, dtype=kind)
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = 1
+    torch.manual_seed(0)
+    with torch.device(device):  # random numbers are quicker there
+        model = transformers.LlamaForCausalLM(small).to(kind)
+    model = model.to("cpu").eval().requires_grad_(False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # not to be rounded to 16 bits
+    if dtype == NF4:
+        for layer in decoder_layers(model):
+            nf4_form(device).make(layer)
+    layer = model.model.layers[0]
+    for i in range(1, config.num_hidden_layers):
+        model.model.layers.append(_alias(layer, i))
+    model.config.num_hidden_layers = config.num_hidden_layers
+    return model
+
+
+def _alias(layer: Any, index: int) -> Any:
+    """The layer under another number, with the same tensors."""
+    shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
+    other = copy.deepcopy(layer, shared)
+    other.self_attn.layer_idx = index
+    return other
+
+
+def bandwidth(device: Any, size: int, repeats: int = 5) -> float:
+    """Bytes a second from pinned host memory to the device, for blocks of `size` bytes: the best of some runs."""
+    holder = torch.nn.Module()
+    holder.register_buffer("bytes", torch.ones(size, dtype=torch.uint8))
+    block = Block(holder, pin=device.type == "cuda")
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(repeats):
+        started = perf_counter()
+        target.copy_(block.host, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(perf_counter() - started)
+    block.close()
+    return size / min(seconds)
+
+
+def random_tree(nodes: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tokens and parents."""
+    generator = np.random.default_rng(nodes)
+    parents = [int(generator.integers(max(-1, i - 16), i)) for i in range(nodes)]
+    return generator.integers(0, size, nodes).astype(np.int32), np.array(parents, np.int32)
+
+
+def pass_seconds(backend: TorchBackend, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """(nodes, median seconds of a pass) for trees after a text of CONTEXT tokens, all logits wanted."""
+    size = backend.vocab.size
+    session = backend.open()
+    prefill(backend, session, [i % size for i in range(CONTEXT)])
+    for nodes in sizes:
+        tokens, parents = random_tree(nodes, size)
+        wanted, seconds = np.arange(nodes, dtype=np.int32), []
+        for _ in range(1 + REPEATS):
+            started = perf_counter()
+            backend.forward([Work(session, tokens, parents, wanted)])
+            seconds.append(perf_counter() - started)
+            session.commit([])
+        yield nodes, median(seconds[1:])
+
+
+def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> int:
+    """How many of the shape's layers the host can hold."""
+    return int(max(2, min(shape["num_hidden_layers"], host_bytes * HOST_SHARE // layer_bytes)))
+
+
+def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident: int) -> int:
+    """Bytes of a device on which so many layers stay, if there are more."""
+    device = torch.device("cpu")
+    model, (context, nodes) = random_model(shape | ONE, dtype, device), _limits(device, sizes)
+    work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(sizes) + 1)
+    caches = cache_bytes(model, device, sizes) * shape["num_hidden_layers"]
+    return int(caches + work + (resident + BUFFERS) * block_bytes(model.model.layers[0]))
+
+
+def cache_bytes(model: Any, device: Any, sizes: Sequence[int]) -> int:
+    """Of one layer's keys and values."""
+    _, *rest = cache_shape(model.config, sum(_limits(device, sizes)))
+    return int(math.prod(rest) * model.dtype.itemsize)
+
+
+def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
+    """Tokens of text, and of a pass."""
+    return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
+
+
+def host_memory() -> int:
+    """Free bytes of host memory."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free(device: Any) -> None:
+    """Give a closed model's memory back at once: the next one is planned by what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(
+    shape: dict[str, Any],
+    dtype: str,
+    device: Any,
+    memory: int,
+    sizes: Sequence[int],
+    *,
+    host_bytes: int,
+    deadline: float = float("inf"),
+    copies: Copies = CudaCopies,
+    known: Report | None = None,
+    disk: Path | None = None,
+) -> Report:
+    """Measure one format.
+
+    With `known` and `disk` its resident layers and DISK_LAYERS more, which come from disk, as far as there is room.
+
+    Args:
+        shape: fields of a LlamaConfig.
+        dtype: "bfloat16", "float16", "float32" or "nf4".
+        device: where it computes.
+        memory: bytes of the device's memory to use.
+        sizes: nodes of the passes.
+        host_bytes: free host memory; more layers than fit are left out.
+        deadline: `perf_counter` time after which no further size is begun.
+        copies: makes the copy engine.
+        known: what was measured of the same format with all layers in host memory.
+        disk: a folder; layers are written there.
+
+    Raises:
+        UsageError: the device's memory is too small.
+        ModelError: layers cannot be written.
+    """
+    options: dict[str, Any] = {"context_length": CONTEXT + max(sizes), "budget": max(sizes), "sessions": 1}
+    vocab = cast(Vocab, NoVocab(shape["vocab_size"]))
+    costs = known.costs if known else layer_costs(shape, dtype, device, sizes, vocab, copies, options)
+    small = random_model(shape | ONE, dtype, device)
+    layer, cache = block_bytes(small.model.layers[0]), cache_bytes(small, device, sizes)
+    del small
+    _free(device)
+    layers, host = fitting_layers(shape, layer, host_bytes), None
+    if known and disk:
+        there = int(shutil.disk_usage(disk).free * HOST_SHARE // layer)
+        layers = known.layers - known.streamed_layers + min(DISK_LAYERS, known.streamed_layers, there)
+        host = Host(disk, STAGING * layer, 0, apart=True)
+        memory -= (known.layers - layers) * cache  # so that as many layers stay
+    rate = known.bandwidth if known else bandwidth(device, layer)
+    model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
+    backend = assemble(model, vocab, device, memory=memory, copies=copies, host=host, **options)
+    streamed = len(backend.streamer.blocks) if backend.streamer else 0
+    sources = backend.streamer.feeder.sources if backend.streamer and backend.streamer.feeder else []
+    speed = disk_bandwidth(sources[0].path, 1.0) if sources else 0.0
+    rows = []
+    for nodes, seconds in pass_seconds(backend, sizes):
+        one, more = costs[nodes]
+        reading = len(sources) * layer / speed if sources else 0.0
+        rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate, reading))
+        if perf_counter() > deadline:
+            break
+    backend.close()
+    del model, backend
+    _free(device)
+    full = shape["num_hidden_layers"]
+    return Report(dtype, layers, full, streamed, layer, streamed * layer, rate, rows, len(sources), speed, costs)
+
+
+def layer_costs(
+    shape: dict[str, Any], dtype: str, device: Any, sizes: Sequence[int], vocab: Vocab, copies: Copies,
+    options: dict[str, Any],
+) -> dict[int, tuple[float, float]]:  # fmt: skip
+    """Of passes over so many nodes: seconds with one resident layer, and of each layer more. Raises UsageError."""
+    few = []
+    for count in FEW:
+        model = random_model(shape | {"num_hidden_layers": count}, dtype, device)
+        backend = assemble(model, vocab, device, memory=None, copies=copies, **options)
+        if backend.streamer is not None:
+            raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
+        few.append(dict(pass_seconds(backend, sizes)))
+        backend.close()
+        del model, backend
+        _free(device)
+    (first, one), (second, two) = zip(FEW, few, strict=True)
+    more = {nodes: max(0.0, two[nodes] - one[nodes]) / (second - first) for nodes in sizes}
+    return {nodes: (one[nodes] - (first - 1) * more[nodes], more[nodes]) for nodes in sizes}
+
+
+def pair_speeds(
+    target: str, draft: str, device: str, share: float, budgets: Sequence[int], prompts: Sequence[str], max_tokens: int,
+    deadline: float, **options: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Tokens per second of a pair of folders: "none", and specexec by its budget, as far as there is time.
+
+    Args:
+        target: a folder.
+        draft: another; on the device as a whole.
+        device: "cuda" or "cpu"; on the latter nothing is streamed.
+        share: of the target's weights that the GPU's memory holds, besides the draft and room to compute.
+        budgets: guesses per pass.
+        prompts: questions, answered greedily.
+        max_tokens: per answer.
+        deadline: `perf_counter` time after which nothing further is begun.
+        options: as for `edgespec.load`.
+    """
+    sizes = [sum(file.stat().st_size for file in Path(one).glob("*.safetensors")) for one in (target, draft)]
+    if device != "cpu":
+        options["gpu_memory"] = int(share * sizes[0]) + sizes[1] + ROOM_OF_PAIR
+    entry = Entry(name="target", target=f"file:{target}", defaults=Defaults())
+    backends = open_backends(
+        entry, draft, None, context_length=2048, budget=max(budgets), backend="torch", device=device, exact="off",
+        **options,
+    )  # fmt: skip
+    found = dict[str, float]()
+    try:
+        for name, budget in [("none", 1), *(("specexec", budget) for budget in budgets)]:
+            if found and perf_counter() > deadline:
+                break
+            planner = make_planner(name, backends)
+            with Model(backends[0], planner, budget=budget, sampling=SamplingParams()) as model:
+                results = [model.generate(user_messages(text, None), max_tokens=max_tokens).stats for text in prompts]
+            seconds = sum(stats.seconds for stats in results)
+            found[name if name == "none" else f"specexec {budget}"] = sum(stats.tokens for stats in results) / seconds
+    finally:
+        close_all(backends)
+    return found

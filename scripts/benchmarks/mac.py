@@ -1,0 +1,188 @@
+"""What cannot be tested but on a Mac: weights in slots that its GPU reads while the next ones are written, and memory.
+
+Every check compares a streamed model with the same model in memory, on whatever device MLX has: so the program runs,
+and its checks hold, on Linux's processor as well.
+"""
+
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from edgespec.backends.mlx import backend as engine
+from edgespec.backends.mlx.memory import find_layout
+from edgespec.backends.mlx.streaming import SlotStore
+
+from edgespec.loop.backend import Work
+from edgespec.weights.plan import make_plan
+
+Say = Callable[[str], None]
+NODES = (1, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of one check."""
+
+    name: str
+    good: bool | None  # None: a figure, neither good nor bad
+    text: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{ {True: 'ok', False: 'FAILED', None: '  '}[self.good]:7} {self.name}: {self.text}"
+
+
+@contextmanager
+def streamed(folder: Path, share: float, delay: float = 0.0) -> Iterator[Any]:
+    """The model with that part of its weights as memory for them, and so many seconds added to every read."""
+    plan_memory, read = engine.plan_memory, SlotStore.read
+
+    def part(model: Any, path: Path, config: Any, windows: Any, size: Any, memory: Any, beside: int) -> Any:
+        layout = find_layout(model, path)
+        return make_plan(layout.tensors, int(layout.size * share), 0, page=1, whole=True), size, layout, []
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(delay)
+        read(*arguments)
+
+    engine.plan_memory, SlotStore.read = part, slowly
+    try:
+        backend = engine.load(str(folder), context_length=1024)
+        try:
+            yield backend
+        finally:
+            backend.close()
+    finally:
+        engine.plan_memory, SlotStore.read = plan_memory, read
+
+
+def rows(backend: Any, passes: int) -> Any:
+    """All logits of so many passes: chains and trees, with commits and rewinds between them."""
+    draw, session, found = np.random.default_rng(1), backend.open(), list[Any]()
+    for number in range(passes):
+        count = int(draw.integers(1, 12))
+        parents = np.array([int(draw.integers(-1, i)) if i else -1 for i in range(count)], np.int32)
+        nodes = np.arange(count, dtype=np.int32)
+        tokens = draw.integers(0, backend.vocab.size * 9 // 10, count).astype(np.int32)
+        logits = backend.forward([Work(session, tokens, parents, nodes)])[0]
+        found.append(np.stack([logits.row(node) for node in range(count)]))
+        session.commit([0])
+        if number % 7 == 6:
+            session.rewind(len(session.token_ids) // 2)
+    session.close()
+    return found
+
+
+def check_equality(folder: Path, share: float, delay: float, passes: int) -> Found:
+    """Streamed against in memory, to the bit."""
+    memory = engine.load(str(folder), context_length=1024, resident=True)
+    expected = rows(memory, passes)
+    memory.close()
+    with streamed(folder, share, delay) as backend:
+        found, layers = rows(backend, passes), len(backend.plan.streamed)
+    wrong = sum(int((one != other).sum()) for one, other in zip(expected, found, strict=True))
+    numbers = sum(one.size for one in expected)
+    name = f"{folder.name}, {layers} layers streamed, reads {1000 * delay:.0f} ms later"
+    return Found(name, wrong == 0, f"{wrong} of {numbers} logits of {passes} passes differ")
+
+
+def check_growth(folder: Path, passes: int) -> Found:
+    """Many passes must leave nothing in memory, and page nothing out."""
+    with streamed(folder, 0.6) as backend:
+        session = backend.open()
+        one = Work(session, np.array([5], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
+
+        def many(count: int) -> int:
+            for _ in range(count):
+                backend.forward([one])
+                session.commit([])
+            return int(mx.get_active_memory())
+
+        before, out = many(10), page_outs()
+        grown, out = many(passes) - before, page_outs() - out
+    return Found(f"{passes} passes", abs(grown) < 1 << 20 and out < 100, f"{grown} bytes more, {out} pages written out")
+
+
+def page_outs() -> int:
+    """Pages that the system has written out since it started; 0 where it does not tell."""
+    if sys.platform != "darwin":
+        return 0
+    text = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False).stdout
+    return sum(int(number) for number in re.findall(r"(?:Pageouts|Swapouts):\s+(\d+)", text))
+
+
+def pass_times(folder: Path, share: float, nodes: Sequence[int]) -> list[Found]:
+    """Seconds of passes in memory and streamed, and how long the streamed ones have waited."""
+    found = []
+    memory = engine.load(str(folder), context_length=1024, resident=True)
+    quick = {count: _seconds(memory, count)[0] for count in nodes}
+    memory.close()
+    with streamed(folder, share) as backend:
+        size = backend.plan.streamed_bytes
+        for count in nodes:
+            seconds, waited = _seconds(backend, count)
+            text = (
+                f"{seconds:.3f} s, {waited:.3f} s of it waiting for {size / 1e6:.0f} MB; in memory {quick[count]:.3f} s"
+            )
+            found.append(Found(f"{folder.name}, pass over {count} nodes", None, text))
+    return found
+
+
+def _seconds(backend: Any, count: int) -> tuple[float, float]:
+    session, nodes, best = backend.open(), np.arange(count, dtype=np.int32), (float("inf"), 0.0)
+    for _ in range(4):
+        waited, started = backend.wait_seconds, perf_counter()
+        backend.forward([Work(session, nodes + 5, nodes - 1, nodes[-1:])])
+        best = min(best, (perf_counter() - started, backend.wait_seconds - waited))
+        session.commit([])
+    session.close()
+    return best
+
+
+def check_devices() -> list[Found]:
+    """What MLX and llama.cpp see."""
+    info = {name: value for name, value in mx.device_info().items() if "size" in name or "name" in name}
+    found = [Found("machine", None, f"{platform.platform()}, mlx {mx.__version__}, {mx.default_device()}, {info}")]
+    try:
+        from edgespec.backends.llamacpp.memory.gpu import devices
+
+        found.append(Found("llama.cpp", None, str(devices() or "no GPU")))
+    except ImportError as error:
+        found.append(Found("llama.cpp", None, str(error)))
+    return found
+
+
+def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) -> list[Found]:
+    """Everything, told as it comes.
+
+    Args:
+        folders: models for MLX.
+        passes: of the check for growth.
+        quick: few passes and one delay: to see that the program runs.
+        say: told every result.
+    """
+    found = list[Found]()
+
+    def tell(some: Sequence[Found]) -> None:
+        for one in some:
+            say(one.line())
+        found.extend(some)
+
+    tell(check_devices())
+    for folder in folders:
+        for share in (0.6, 0.8)[: 1 if quick else 2]:
+            for delay in (0.0, 0.001, 0.1)[: 1 if quick else 3]:
+                tell([check_equality(folder, share, delay, 4 if quick or delay > 0.01 else 40)])
+        tell(pass_times(folder, 0.6, NODES[:1] if quick else NODES))
+    tell([check_growth(folders[0], passes)])
+    return found

@@ -1,0 +1,209 @@
+"""GGUFs of any shape with made-up weights: to measure how a model of that size runs, without having one."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import EdgespecError, MissingPackage, UsageError
+from edgespec.models.convert.folder_from_gguf import read_gguf
+
+BLOCK, BLOCK_BYTES = 256, 144  # weights and bytes of a block of Q4_K
+NOISE = 65521  # random blocks that are used again and again; a prime, so that hardly two rows are alike
+UNUSED = 5  # llama_token_type in llama.h
+Q4_K_S = 14  # llama_ftype in llama.h
+CONTEXT = 8192
+HEADROOM = 1 << 28  # bytes of the disk that are left alone
+STATE, STATE_HEAD, WINDOW = 128, 64, 4  # of a recurrent layer: numbers of a state, of a head, tokens of a convolution
+SLOW = -0.5  # how fast states fade
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A transformer of Llama's kind, or of Granite 4's. The default is that of a model of 70 billion weights."""
+
+    layers: int = 80
+    width: int = 8192
+    feed_forward: int = 28672
+    heads: int = 64
+    kv_heads: int = 8
+    vocab: int = 128256  # or as many tokens as the tokenizer has, if that is more
+    hybrid: int = 0  # one layer of so many has attention, the others a recurrent state (Mamba 2); 0: all have attention
+
+    def has_attention(self, layer: int) -> bool:
+        """Or a recurrent state."""
+        return not self.hybrid or layer % self.hybrid == self.hybrid - 1
+
+    def check(self) -> None:
+        """Raises UsageError if no model has this shape."""
+        for name in ("layers", "width", "feed_forward", "heads", "kv_heads", "vocab"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name.replace('_', ' ')} is {getattr(self, name)}, but must be at least 1")
+        if self.hybrid < 0 or self.hybrid > self.layers:
+            raise UsageError(f"hybrid is {self.hybrid}, but must be from 0 to {self.layers}, the number of layers")
+        if self.width % BLOCK or self.feed_forward % BLOCK:
+            raise UsageError(f"width and feed forward must be multiples of {BLOCK}: Q4_K has blocks of so many weights")
+        if self.width % self.heads or self.width // self.heads % 2 or self.heads % self.kv_heads:
+            raise UsageError("heads must divide the width into even parts, and kv heads must divide heads")
+        if self.width // self.heads * self.kv_heads % 32:
+            raise UsageError("keys of all heads must be a multiple of 32 wide: llama.cpp's caches have such blocks")
+
+
+def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[int, int], None]) -> int:
+    """Write a GGUF of this shape: matrices in Q4_K, norms of ones. It appears only when it is complete.
+
+    Weights are random, with the spread that keeps a layer's output as large as its input, so logits are finite.
+
+    Args:
+        out: must not exist yet.
+        shape: of the model.
+        tokenizer: a GGUF whose tokenizer is copied; tokens that mean nothing fill the vocabulary up.
+        progress: called with (bytes written, bytes in all) of the weights.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        UsageError: `out` exists, or no model has such a shape.
+        EdgespecError: the disk has not so much room, or cannot be written.
+        MissingPackage: gguf is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
+    shape.check()
+    if out.exists():
+        raise UsageError(f"{out} exists already")
+    metadata = {key: value for key, value in read_gguf(tokenizer).metadata.items() if key.startswith("tokenizer.")}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    vocab = max(shape.vocab, len(tokens))
+    metadata["tokenizer.ggml.tokens"] = tokens + [f"<unused {i}>" for i in range(len(tokens), vocab)]
+    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    metadata["tokenizer.ggml.token_type"] = kinds + [UNUSED] * (vocab - len(tokens))
+    if scores := metadata.get("tokenizer.ggml.scores"):
+        metadata["tokenizer.ggml.scores"] = scores + [0.0] * (vocab - len(tokens))
+
+    tensors = list(_tensors(shape, vocab))
+    total = sum(_size(sizes) for _, sizes in tensors)
+    part = out.with_name(out.name + ".part")
+    try:
+        free = shutil.disk_usage(out.parent).free
+        if total + HEADROOM > free:
+            raise EdgespecError(f"{out}: takes {total / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free")
+        writer = gguf.GGUFWriter(part, "granitehybrid" if shape.hybrid else "llama")
+        _write_metadata(writer, shape, metadata)
+        for name, sizes in tensors:
+            kind = gguf.GGMLQuantizationType.Q4_K if _in_blocks(sizes) else gguf.GGMLQuantizationType.F32
+            writer.add_tensor_info(name, sizes, np.dtype(np.float32), _size(sizes), raw_dtype=kind)
+        writer.write_header_to_file(part)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done, blocks = 0, {sizes[1]: _blocks(sizes[1]) for _, sizes in tensors if _in_blocks(sizes)}
+        for name, sizes in tensors:
+            if _in_blocks(sizes):
+                count = sizes[0] * sizes[1] // BLOCK
+                writer.write_tensor_data(np.resize(blocks[sizes[1]], (count, BLOCK_BYTES)))
+            else:
+                writer.write_tensor_data(np.full(sizes, SLOW if name.endswith("ssm_a") else 1, np.float32))
+            done += _size(sizes)
+            progress(done, total)
+        writer.close()
+        part.rename(out)
+    except OSError as error:
+        raise EdgespecError(f"{out}: cannot be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return out.stat().st_size
+
+
+def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> None:
+    writer.add_name("made up")
+    writer.add_file_type(Q4_K_S)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.feed_forward)
+    writer.add_head_count(shape.heads)
+    some = [shape.kv_heads if shape.has_attention(layer) else 0 for layer in range(shape.layers)]
+    writer.add_head_count_kv(some if shape.hybrid else shape.kv_heads)
+    if shape.hybrid:
+        writer.add_ssm_conv_kernel(WINDOW)
+        writer.add_ssm_inner_size(2 * shape.width)
+        writer.add_ssm_state_size(STATE)
+        writer.add_ssm_time_step_rank(2 * shape.width // STATE_HEAD)
+        writer.add_ssm_group_count(1)
+    writer.add_rope_dimension_count(shape.width // shape.heads)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in tokenizer.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](key, value)
+
+
+def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and sizes of every tensor, rows first, in the order that llama.cpp's own tools write."""
+    keys = shape.width // shape.heads * shape.kv_heads
+    yield "output.weight", (vocab, shape.width)
+    yield "output_norm.weight", (shape.width,)
+    yield "token_embd.weight", (vocab, shape.width)
+    attention = [
+        ("attn_k.weight", (keys, shape.width)),
+        ("attn_norm.weight", (shape.width,)),
+        ("attn_output.weight", (shape.width, shape.width)),
+        ("attn_q.weight", (shape.width, shape.width)),
+        ("attn_v.weight", (keys, shape.width)),
+    ]
+    inner = 2 * shape.width
+    mixed, heads = inner + 2 * STATE, inner // STATE_HEAD
+    recurrent = [
+        ("attn_norm.weight", (shape.width,)),
+        ("ssm_a", (heads, 1)),
+        ("ssm_conv1d.bias", (mixed,)),
+        ("ssm_conv1d.weight", (mixed, WINDOW)),
+        ("ssm_d", (heads, 1)),
+        ("ssm_dt.bias", (heads,)),
+        ("ssm_in.weight", (inner + mixed + heads, shape.width)),
+        ("ssm_norm.weight", (1, inner)),
+        ("ssm_out.weight", (shape.width, inner)),
+    ]
+    feed_forward = [
+        ("ffn_down.weight", (shape.width, shape.feed_forward)),
+        ("ffn_gate.weight", (shape.feed_forward, shape.width)),
+        ("ffn_norm.weight", (shape.width,)),
+        ("ffn_up.weight", (shape.feed_forward, shape.width)),
+    ]
+    for layer in range(shape.layers):
+        for name, sizes in [*(attention if shape.has_attention(layer) else recurrent), *feed_forward]:
+            yield f"blk.{layer}.{name}", sizes
+
+
+def _in_blocks(sizes: tuple[int, ...]) -> bool:
+    """Matrices, but not norms of groups, nor what has only a few numbers in a row."""
+    return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % BLOCK == 0
+
+
+def _size(sizes: tuple[int, ...]) -> int:
+    count = int(np.prod(sizes))
+    return count // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * count
+
+
+def _blocks(columns: int) -> NDArray[np.uint8]:
+    """Random blocks of Q4_K for rows of so many weights, NOISE x BLOCK_BYTES.
+
+    A block (block_q4_K in ggml-common.h): d and dmin in float16, eight scales and eight minima of 6 bits, and 256
+    numbers of 4 bits. A weight is d * scale * number - dmin * minimum; here both are 32 everywhere, and dmin is 7.5 d,
+    so weights lie around zero.
+    """
+    spread = 32 * np.sqrt((16**2 - 1) / 12)  # of 32 times a number from 0 to 15
+    d = np.float16(1 / (spread * np.sqrt(columns)))
+    blocks = np.zeros((NOISE, BLOCK_BYTES), np.uint8)
+    blocks[:, 0:4] = np.array([d, np.float16(7.5) * d], np.float16).view(np.uint8)
+    blocks[:, 4:12] = 32 | (32 >> 4) << 6  # the last four scales and minima keep their upper two bits here …
+    blocks[:, 12:16] = 0  # … and their lower four here
+    blocks[:, 16:] = np.frombuffer(np.random.default_rng(0).bytes(NOISE * 128), np.uint8).reshape(NOISE, 128)
+    return blocks

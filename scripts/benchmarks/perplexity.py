@@ -1,0 +1,40 @@
+"""How surprised a model is by a text: exp of the mean of -log p(token | the tokens before it in its piece)."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgespec.errors import UsageError
+from edgespec.loop.backend import Backend, Work
+
+PIECE = 512  # tokens; each begins with nothing before it
+
+
+def perplexity(
+    backend: Backend, token_ids: Sequence[int], *, piece: int = PIECE, done: Callable[[int], None] = lambda tokens: None
+) -> float:
+    """Perplexity of a text of at least two tokens; `done` is called with the number of tokens after every piece.
+
+    Raises:
+        UsageError: the text is shorter.
+    """
+    total, count = 0.0, 0
+    for start in range(0, len(token_ids), piece):
+        ids = np.array(token_ids[start : start + piece], np.int32)
+        if len(ids) > 1:
+            nodes = np.arange(len(ids), dtype=np.int32)
+            session = backend.open()
+            logits = backend.forward([Work(session, ids, nodes - 1, nodes)])[0]
+            total -= sum(_log_probability(logits.row(i), int(ids[i + 1])) for i in range(len(ids) - 1))
+            count += len(ids) - 1
+            session.close()
+        done(len(ids))
+    if not count:
+        raise UsageError("perplexity needs a text of at least two tokens")
+    return float(np.exp(total / count))
+
+
+def _log_probability(row: np.ndarray, token_id: int) -> float:
+    scores = row.astype(np.float64)
+    best = scores.max()
+    return float(scores[token_id] - best - np.log(np.exp(scores - best).sum()))

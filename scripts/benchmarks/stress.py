@@ -1,0 +1,187 @@
+"""A server under many clients at once, and answers that must be JSON: what leaks, hangs or does not parse."""
+
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock, Thread, active_count
+from typing import Any
+
+from benchmarks.typing_ahead import closing_connection
+from edgespec.model import Model
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
+
+
+@dataclass
+class Found:
+    """What the clients met."""
+
+    answers: Counter[str] = field(default_factory=Counter)  # kind and status -> how many
+    wrong: list[str] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    lock: Any = field(default_factory=Lock)
+
+    def add(self, kind: str, status: int, tokens: int = 0, wrong: str = "") -> None:
+        """One more answer."""
+        with self.lock:
+            self.answers[f"{kind} {status}"] += 1
+            self.tokens += tokens
+            if wrong:
+                self.wrong.append(f"{kind}: {wrong}")
+
+
+def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> int:
+    """One request of a kind; its status. 429 is an answer like any other."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of number {seed % 7}."}], "seed": seed}
+    body |= {"max_tokens": max_tokens, "temperature": 0.8, "stream": kind in ("stream", "leaves", "reads slowly")}
+    if kind == "schema":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    if kind == "two choices":
+        body["n"] = 2
+    with closing_connection(port) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if kind == "leaves":
+            time.sleep(random.Random(seed).random() * 0.2)
+            return 0
+        answer = connection.getresponse()
+        if kind == "reads slowly":
+            time.sleep(0.5)
+        data = answer.read()
+    wrong = "" if answer.status in (200, 429) else data.decode("utf-8", "replace")[:200]
+    tokens = 0
+    if answer.status == 200 and body["stream"] and not data.endswith(b"data: [DONE]\n\n"):
+        wrong = "the stream does not end"
+    elif answer.status == 200 and not body["stream"]:
+        told = json.loads(data)
+        tokens = told["usage"]["completion_tokens"]
+        if len(told["choices"]) != body.get("n", 1):
+            wrong = "choices are missing"
+    found.add(kind, answer.status, tokens, wrong)
+    return answer.status
+
+
+def load(
+    port: int, clients: int, each: int, max_tokens: int, kinds: tuple[str, ...] = KINDS,
+    progress: Callable[[], None] = lambda: None,
+) -> Found:  # fmt: skip
+    """So many clients at once, each with so many requests of mixed kinds, coming again after a 429."""
+    found = Found()
+
+    def client(number: int) -> None:
+        for turn in range(each):
+            seed = number * each + turn
+            kind = kinds[seed % len(kinds)]
+            try:
+                while request(port, kind, seed, max_tokens, found) == 429:
+                    time.sleep(0.05)
+            except Exception as error:
+                found.add(kind, -1, wrong=repr(error))
+            progress()
+
+    started = time.perf_counter()
+    threads = [Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
+    """What is still held when nobody asks any more: texts, places in the queue, threads."""
+    until = time.monotonic() + patience
+    while (model.scheduler.active or model.scheduler.waiting) and time.monotonic() < until:
+        time.sleep(0.05)
+    found = [f"{model.scheduler.active} texts"] if model.scheduler.active else []
+    found += [f"{model.scheduler.waiting} requests wait"] if model.scheduler.waiting else []
+    return found + (
+        [f"{active_count() - threads} threads"] if active_count() > threads + 12 else []
+    )  # asyncio's workers
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An answer by `SCHEMA`."""
+
+    text: str
+    seconds: float
+    cut: bool  # it may then be no JSON
+    broken: bool  # it is complete, and yet no JSON of this schema
+
+
+def sampled_json(
+    port: int, seeds: range, max_tokens: int, *, at_once: int = 1, seconds: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Sampled]:  # fmt: skip
+    """Answers by a schema, each sampled with its own seed, in the seeds' order; fewer where the seconds were over."""
+    until = time.monotonic() + seconds if seconds is not None else float("inf")
+
+    def one(seed: int) -> Sampled | None:
+        if time.monotonic() > until:
+            return None
+        found = ask_for_json(port, seed, max_tokens)
+        progress()
+        return found
+
+    with ThreadPoolExecutor(at_once) as pool:  # which begins them in their order
+        found = list[Sampled]()
+        for answer in pool.map(one, seeds):
+            if answer is None:
+                break
+            found.append(answer)
+        return found
+
+
+def ask_for_json(port: int, seed: int, max_tokens: int) -> Sampled:
+    """One of them."""
+    body = {
+        "messages": [{"role": "user", "content": "Describe a pet as JSON."}],
+        "seed": seed,
+        "temperature": 1.0,
+        "max_tokens": max_tokens,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}},
+    }
+    started = time.perf_counter()
+    with closing_connection(port) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        (choice,) = json.loads(connection.getresponse().read())["choices"]
+    text, cut = choice["message"]["content"], choice["finish_reason"] == "length"
+    return Sampled(text, time.perf_counter() - started, cut, broken=not cut and not is_pet(text))
+
+
+def is_pet(text: str) -> bool:
+    """Whether a text is JSON by `SCHEMA`."""
+    try:
+        pet = json.loads(text)
+        right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in SCHEMA["properties"]["kind"]["enum"]
+        right = right and isinstance(pet["name"], str) and len(pet["name"]) <= 20 and len(pet["tags"]) <= 3
+        right = right and all(isinstance(tag, str) and len(tag) <= 8 for tag in pet["tags"])
+        return right and isinstance(pet["age"], int) and 0 <= pet["age"] <= 120
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def half_open(port: int, count: int) -> list[socket.socket]:
+    """Connections that send half a request and then nothing."""
+    found = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    for sock in found:
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
+    return found
