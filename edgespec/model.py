@@ -17,9 +17,10 @@ from edgespec.errors import UsageError
 from edgespec.loading.draft_or_memory import open_best
 from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_pace
 from edgespec.loading.targets import check_targets, open_targets
-from edgespec.loop.backend import Backend, check_room
+from edgespec.loop.backend import Backend
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import Family
+from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

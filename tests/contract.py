@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ContextFull, Interrupted, SessionFileError, UsageError
-from edgespec.loop.backend import Backend, Logits, Session, Work, prefill
+from edgespec.loop.backend import Backend, Logits, Session, Work
+from edgespec.loop.passes import prefill
 from edgespec.loop.tree import nodes_below, parents_among, path_to
 
 Factory = Callable[..., Backend]

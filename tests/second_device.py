@@ -50,7 +50,8 @@ def add(endpoint: str) -> None:
 
 def logits(backend: Any) -> Any:
     """Of a prompt, trees, a chain, and after a rewind."""
-    from edgespec.loop.backend import Work, prefill
+    from edgespec.loop.backend import Work
+    from edgespec.loop.passes import prefill
 
     draw, found = np.random.default_rng(3), list[Any]()
     session = backend.open()

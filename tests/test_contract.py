@@ -12,7 +12,8 @@ from contract import CHECKS, TREE, Factory, chain_rows, loaded, nodes_below_a_co
 from edgespec.backends.reference import backend as reference
 
 from edgespec.errors import ModelError
-from edgespec.loop.backend import Backend, Session, prefill
+from edgespec.loop.backend import Backend, Session
+from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.loop.tree import nodes_below, path_to
 

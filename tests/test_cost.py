@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.planners.cost import FLAT, KEPT, STEEP, Curve, PassCost, best_size, chain_goodput, goodput, worth_reading
+from edgespec.loop.pass_times import FLAT, KEPT, STEEP, Curve, PassCost
+from edgespec.planners.cost import best_size, chain_goodput, goodput, worth_reading
 
 
 def line(constant, slope):

@@ -13,8 +13,9 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from edgespec.errors import UsageError
 from edgespec.loading import exact
 from edgespec.loading.exact import Group, choose, comb, find_early, line, price, probe, settle
-from edgespec.loop.backend import Capabilities, Logits, Work, check_batch, most_nodes, prefill
+from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.generate import generate_tokens
+from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import Exact, ShapeClass, also_wanted
 from edgespec.loop.stats import GenerationStats

@@ -22,8 +22,9 @@ from edgespec.backends.llamacpp.memory import attention
 
 from edgespec.errors import UsageError
 from edgespec.loading.exact import find_early, settle
-from edgespec.loop.backend import Work, prefill, start_of
+from edgespec.loop.backend import Work
 from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.loop.stats import GenerationStats

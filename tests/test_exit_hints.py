@@ -16,7 +16,7 @@ from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model
 
 from edgespec.errors import UsageError
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 from edgespec.measure.replay import Recording
 
 HOW = How(budget=8, keep=32, depth=6, beam=4, leaves=40, most_passes=40)

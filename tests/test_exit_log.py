@@ -31,7 +31,7 @@ from benchmarks.exits import How, log_rounds, read_rounds
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 from edgespec.loop.tree import make_tree
 from edgespec.loop.verify import walk
 from edgespec.measure.replay import Recording, replay

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.planners.cost import distinct
+from edgespec.loop.pass_times import distinct
 from edgespec.weights.experts import (
     ExpertLayer,
     Residents,

@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import small_llama
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.loop.backend import load_vocab
+from edgespec.loop.engines import load_vocab
 from edgespec.models.convert import gguf_write
 from edgespec.models.convert.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
 from edgespec.models.convert.folder_from_gguf import read_gguf

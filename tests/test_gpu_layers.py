@@ -22,7 +22,8 @@ from edgespec.backends.llamacpp.memory.gpu import RESERVE, Device, auto_layers, 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import pair as loading
 from edgespec.loading.pair import open_backends
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
 from edgespec.machine.memory import left_of
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import edgespec
 import edgespec.scheduler.drive as asking
 from edgespec.errors import UsageError
-from edgespec.loop.backend import prefill
 from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.text import user_messages
 from edgespec.loop.tree import Source, make_tree

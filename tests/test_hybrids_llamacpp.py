@@ -23,8 +23,9 @@ from test_made_up import tokenizer  # noqa: F401, a fixture
 from test_offload_llamacpp import least_memory
 
 from edgespec.errors import Interrupted, UsageError
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
 from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain

@@ -15,7 +15,8 @@ from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
 
 from edgespec.loading.exact import settle
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

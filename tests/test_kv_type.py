@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.ggml.files import ggml_base
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES, memory_needs
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 
 TEXT = list(range(5, 45))
 

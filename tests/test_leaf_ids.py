@@ -7,7 +7,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from test_contract import llamacpp_factory
 
 from edgespec.errors import ContextFull
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 
 
 def test_ids_go_where_leaves_are(smollm2_tiny):

@@ -26,7 +26,8 @@ from edgespec.backends.llamacpp.memory.threads import (
     threads_for,
 )
 
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
 
 STAT = """\
 cpu  111 222 333 444 555 666 777 888 0 0

@@ -23,8 +23,8 @@ from conftest import Q2_K, quantised
 from edgespec.backends.llamacpp.backend import load
 
 from edgespec.errors import ContextFull, ModelError
-from edgespec.loop.backend import prefill
 from edgespec.loop.generate import generate_tokens
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay

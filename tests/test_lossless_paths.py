@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless_reference import PLANNERS, samplings, tokens, write
 
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

@@ -27,8 +27,9 @@ from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import settle
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
 from edgespec.loop.generate import generate_tokens
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model

@@ -24,7 +24,7 @@ from mlx_lm.utils import load_model
 from mlx_models import FAMILIES, SHARED, write_model
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 
 CHECKS = [

@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from mlx_models import FAMILIES, write_model
 
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 from edgespec.machine.memory import private_memory
 from edgespec.weights import plan as residency
 from edgespec.weights.plan import make_plan

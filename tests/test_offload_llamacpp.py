@@ -33,8 +33,9 @@ from edgespec.backends.llamacpp.memory.planning import MIN_NODES
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loading import exact as exact_module
 from edgespec.loading.pair import open_backends
-from edgespec.loop.backend import Work, prefill
+from edgespec.loop.backend import Work
 from edgespec.loop.generate import generate_tokens
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine import disk

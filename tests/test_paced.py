@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.pass_times import FLAT, STEEP, PassCost
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source, make_tree
@@ -28,7 +29,6 @@ from edgespec.planners.auto import (
 )
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
-from edgespec.planners.cost import FLAT, STEEP, PassCost
 from edgespec.planners.drafting import agreed
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.loop.backend import Backend, Work, load_backend, prefill
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.engines import load_backend
 from edgespec.loop.generate import generate_tokens
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay

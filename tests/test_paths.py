@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from edgespec.loop.backend import Capabilities
+from edgespec.loop.pass_times import Curve
 from edgespec.loop.tree import best_nodes, make_tree
-from edgespec.planners.cost import Curve, split
+from edgespec.planners.cost import split
 from edgespec.planners.path_cost import Path, States, best_part, paths_of, rows_added, rows_of, step_from
 from edgespec.scheduler.batch import plan_trees
 

@@ -313,7 +313,8 @@ def test_speculative_text_follows_the_targets_distribution():
 
 def joint_logits(target, session, prompt, size):
     """Logits [1 + size, V] after the prompt, and after the prompt and each token."""
-    from edgespec.loop.backend import Work, prefill
+    from edgespec.loop.backend import Work
+    from edgespec.loop.passes import prefill
 
     prefill(target, session, prompt[:-1])
     tokens, parents = np.array([prompt[-1], *range(size)], np.int32), np.array([-1] + [0] * size, np.int32)

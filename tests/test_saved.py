@@ -11,7 +11,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 from edgespec.errors import SessionFileError
 from edgespec.loop import session_files as saved
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.model import Model
 from edgespec.planners.specexec import SpecExecPlanner

@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 
 import edgespec.scheduler.drive as asking
 from edgespec.errors import ContextFull, ModelError, UsageError
-from edgespec.loop.backend import prefill
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.hint_texts import Family
+from edgespec.loop.pass_times import Curve
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import PLAIN, PacedPlanner, new_pace
-from edgespec.planners.cost import Curve, goodput, split
+from edgespec.planners.cost import goodput, split
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

@@ -6,11 +6,11 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 from edgespec.errors import ModelError
 from edgespec.loop.draft_passes import alone, together
+from edgespec.loop.pass_times import PassCost
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.cost import PassCost
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler.requests import Ended, Request, Wrote

@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Any, cast
 
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work, check_batch, shape_of
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import Exact

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from edgespec.errors import ContextFull, ModelError
-from edgespec.loop.backend import common_prefix
+from edgespec.loop.passes import common_prefix
 from edgespec.loop.shapes import ShapeClass, also_wanted
 
 from .ggml.files import llama_cpp

@@ -23,7 +23,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from edgespec.errors import ContextFull, Interrupted, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work, check_batch
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Loaded, read, write
 from edgespec.loop.tree import IntArray, depths, is_leaf

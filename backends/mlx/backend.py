@@ -31,7 +31,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work, check_batch, shape_of
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import Exact, ShapeClass, also_wanted

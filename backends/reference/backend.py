@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work, check_batch
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import identity_of, look, read, write
 from edgespec.loop.shapes import Exact, PromptRead

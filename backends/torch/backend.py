@@ -26,7 +26,8 @@ from weakref import WeakSet
 import torch
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Vocab, Work, check_batch, shape_of
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import Exact, also_wanted
 from edgespec.machine.disk import disk_speed

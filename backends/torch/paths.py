@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from edgespec.errors import EdgespecError, Interrupted, ModelError
-from edgespec.loop.backend import Capabilities, Logits, Work, check_batch
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.passes import check_batch
 from edgespec.loop.tree import IntArray
 
 from ..common.hf_vocab import first_line

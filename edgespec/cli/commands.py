@@ -26,7 +26,7 @@ from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.backend import choose_backend, load_options, load_vocab
+from edgespec.loop.engines import choose_backend, load_options, load_vocab
 from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size

@@ -30,7 +30,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.backend import Backend, Capabilities, Session, Work, load_specimen, prefill
+from edgespec.loop.backend import Backend, Capabilities, Session, Work
+from edgespec.loop.engines import load_specimen
+from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import Exact, ShapeClass
 from edgespec.machine.measurements import identity, machine, recall, remember
 

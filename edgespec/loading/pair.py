@@ -5,7 +5,8 @@ from typing import Any
 
 from edgespec.errors import UsageError
 from edgespec.loading.exact import check_choice, find_early, settle
-from edgespec.loop.backend import Backend, choose_backend, load_backend, load_options
+from edgespec.loop.backend import Backend
+from edgespec.loop.engines import choose_backend, load_backend, load_options
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.pair import open_backends, open_draft
-from edgespec.loop.backend import Backend, Vocab, choose_backend, load_vocab
+from edgespec.loop.backend import Backend, Vocab
+from edgespec.loop.engines import choose_backend, load_vocab
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.memory import available_memory, parse_size
 from edgespec.models.registry import Entry, find_model, is_folder, local_path

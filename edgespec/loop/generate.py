@@ -20,20 +20,11 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.loop.backend import (
-    Backend,
-    Logits,
-    Session,
-    Work,
-    check_room,
-    most_nodes,
-    prefill,
-    prompt_work,
-    start_of,
-)
+from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import Steps, alone
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import Family
+from edgespec.loop.passes import check_room, most_nodes, prefill, prompt_work, start_of
 from edgespec.loop.planner import Context, Drafts, Foresees, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import GenerationStats

@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 from edgespec.loop.backend import Session
 from edgespec.loop.draft_passes import Steps
 from edgespec.loop.hint_texts import Beside
+from edgespec.loop.pass_times import Curve
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import DraftTree
-from edgespec.planners.cost import Curve
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,9 @@ import numpy as np
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loading.exact import check_choice, find_early, line, settle, tokens
 from edgespec.loading.pair import RESIDENT, check_engine_options, choose_budget, choose_context
-from edgespec.loop.backend import (
-    Backend,
-    Work,
-    choose_backend,
-    installed_backends,
-    load_backend,
-    load_options,
-    most_nodes,
-    prefill,
-)
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.engines import choose_backend, installed_backends, load_backend, load_options
+from edgespec.loop.passes import most_nodes, prefill
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
 from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, parse_size

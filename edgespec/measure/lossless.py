@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgespec.loop.backend import Backend, Work, check_room, common_prefix, prefill
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.passes import check_room, common_prefix, prefill
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, Scores, adjust, log_sum_exp, sample, scores
 
 ROUNDING = 1e-6  # of a sum of probabilities, here or in sampling.py

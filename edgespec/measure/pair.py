@@ -15,7 +15,8 @@ import numpy as np
 
 from edgespec.errors import EdgespecError
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
-from edgespec.loop.backend import Backend, Work, most_nodes
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.passes import most_nodes
 from edgespec.measure.doctor import time_pass
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay

@@ -25,9 +25,10 @@ import numpy as np
 
 from edgespec.loop.backend import Session
 from edgespec.loop.draft_passes import Steps, alone
+from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassCost
 from edgespec.loop.planner import Context
 from edgespec.loop.tree import DraftTree, best_nodes, root_only
-from edgespec.planners.cost import FLAT, STEEP, Curve, PassCost, chain_goodput
+from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import agreed
 from edgespec.planners.guard import Guard
 from edgespec.planners.path_cost import best_part, rows_of

@@ -6,22 +6,13 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from edgespec.errors import ContextFull, Interrupted
-from edgespec.loop.backend import (
-    Backend,
-    Logits,
-    Work,
-    check_room,
-    common_prefix,
-    may_read_anew,
-    prefill,
-    prompt_work,
-    start_of,
-)
+from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.draft_passes import Passed, Steps, Wanted, alone
+from edgespec.loop.pass_times import Curve, PassCost
+from edgespec.loop.passes import check_room, common_prefix, may_read_anew, prefill, prompt_work, start_of
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
-from edgespec.planners.cost import Curve, PassCost
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3

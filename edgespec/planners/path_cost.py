@@ -26,8 +26,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from edgespec.loop.pass_times import Curve
 from edgespec.loop.tree import DraftTree, FloatArray, best_nodes, choose, depths, is_leaf, path_to
-from edgespec.planners.cost import Curve, best_size
+from edgespec.planners.cost import best_size
 
 MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session's text

@@ -27,11 +27,12 @@ import numpy as np
 
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.draft_passes import Steps, alone
+from edgespec.loop.pass_times import PassCost
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import DraftTree, choose, root_only, select
 from edgespec.planners.ahead import Worker
-from edgespec.planners.cost import PassCost, worth_reading
+from edgespec.planners.cost import worth_reading
 from edgespec.planners.drafting import Drafter, Guess
 from edgespec.planners.search import COMMITTED, ENOUGH, KEEP, NOT_READ, Search
 

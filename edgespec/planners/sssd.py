@@ -25,8 +25,8 @@ from math import exp, inf, log
 
 import numpy as np
 
-from edgespec.loop.backend import common_prefix
 from edgespec.loop.hint_texts import END, LONGEST_INPUT, Beside, NgramIndex
+from edgespec.loop.passes import common_prefix
 from edgespec.loop.planner import Context
 from edgespec.loop.tree import DraftTree, Source, root_only
 from edgespec.planners.datastore import Datastore

@@ -5,11 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from time import perf_counter
 
-from edgespec.loop.backend import Capabilities, Work, most_nodes
+from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.draft_passes import together
 from edgespec.loop.generate import Generation
+from edgespec.loop.pass_times import PassCost
+from edgespec.loop.passes import most_nodes
 from edgespec.loop.tree import DraftTree, best_nodes
-from edgespec.planners.cost import PassCost, split
+from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import TILE, PromptPieces
 from edgespec.scheduler.session_pool import Slot

@@ -13,7 +13,8 @@ from pathlib import Path
 from time import time
 
 from edgespec.errors import ContextFull, EdgespecError, SessionFileError
-from edgespec.loop.backend import Backend, Session, common_prefix
+from edgespec.loop.backend import Backend, Session
+from edgespec.loop.passes import common_prefix
 from edgespec.loop.session_files import beside, difference, load_beside, look
 
 WORTH_SAVING = 256  # tokens that no file has

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgespec.planners.cost import PassCost
+from edgespec.loop.pass_times import PassCost
 
 TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
 FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet

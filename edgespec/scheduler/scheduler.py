@@ -26,12 +26,13 @@ from typing import Any
 
 import edgespec.scheduler.session_pool as slots
 from edgespec.errors import ContextFull, Interrupted
-from edgespec.loop.backend import Backend, Logits, Work, check_room, common_prefix
+from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.generate import Generation
+from edgespec.loop.pass_times import PassCost
+from edgespec.loop.passes import check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
-from edgespec.planners.cost import PassCost
 from edgespec.scheduler.batch import Batch, beside, plan, prompts_ride_along
 from edgespec.scheduler.disk_cache import Shelf
 from edgespec.scheduler.lengths import Lengths

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.loop.backend import Capabilities, Session, common_prefix, start_of
+from edgespec.loop.backend import Capabilities, Session
 from edgespec.loop.generate import Generation
+from edgespec.loop.passes import common_prefix, start_of
 from edgespec.loop.planner import Drafts, Planner
 from edgespec.loop.session_files import beside, has, load_beside
 from edgespec.scheduler.disk_cache import Shelf

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from edgespec.loop.backend import check_room
 from edgespec.loop.grammar import Compiled
+from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream

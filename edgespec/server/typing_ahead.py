@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from edgespec.loop.backend import common_prefix
+from edgespec.loop.passes import common_prefix
 from edgespec.server.chat import ChatBody, prompt_of, requests_of, tools_of
 from edgespec.server.texts import Service, read_body
 

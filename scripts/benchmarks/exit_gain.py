@@ -18,7 +18,7 @@ from statistics import fmean, median
 import numpy as np
 
 from benchmarks.exits import Searched
-from edgespec.planners.cost import Curve
+from edgespec.loop.pass_times import Curve
 
 Draft = Callable[[int], float]  # seconds of a pass over so many nodes
 Beside = Callable[[Searched, set[int]], set[int]]  # round, nodes read -> those read when the target's pass is over

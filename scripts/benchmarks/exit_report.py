@@ -29,8 +29,8 @@ from benchmarks.exit_gain import (
 from benchmarks.exits import Searched
 from benchmarks.hints import BAR, Hint, told_late
 from edgespec.errors import UsageError
+from edgespec.loop.pass_times import Curve
 from edgespec.measure.pictures import check_picture
-from edgespec.planners.cost import Curve
 
 DRAWN = 4  # nodes of a draft pass beside the target's, in what goes by seconds
 GRID = np.round(np.geomspace(0.05, 12.8, 17), 3)  # seconds of drafting beside a pass

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, Logits, Vocab
+from edgespec.loop.pass_times import Curve
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray, Noise, SamplingParams, Scores
 from edgespec.loop.tree import choose
 from edgespec.measure.replay import MAX_LEAVES, Recording, read_recordings
-from edgespec.planners.cost import Curve, best_size, worth_reading
+from edgespec.planners.cost import best_size, worth_reading
 from edgespec.planners.drafting import Drafter, Guess
 from edgespec.planners.search import COMMITTED, MOST_DEPTH, Search
 from edgespec.planners.specexec import SpecExecPlanner

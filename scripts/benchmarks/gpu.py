@@ -27,7 +27,8 @@ from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopi
 
 from edgespec.errors import UsageError
 from edgespec.loading.pair import close_all, open_backends
-from edgespec.loop.backend import Capabilities, Vocab, Work, prefill
+from edgespec.loop.backend import Capabilities, Vocab, Work
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.machine.memory import disk_bandwidth

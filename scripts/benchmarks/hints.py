@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.exit_gain import Beside, found_after, gained, go_on, texts, tree_of
 from benchmarks.exits import Searched, whole_lines
 from edgespec.errors import UsageError
-from edgespec.loop.backend import Backend, Work, prefill
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import log_sum_exp
 from edgespec.measure.replay import Recording
 

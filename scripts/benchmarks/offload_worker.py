@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
-from edgespec.loop.backend import Backend, Work, load_backend, prefill
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.engines import load_backend
+from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.machine.memory import private_memory

@@ -8,7 +8,8 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.loading.exact import tokens
-from edgespec.loop.backend import Backend, Session, Work, prefill
+from edgespec.loop.backend import Backend, Session, Work
+from edgespec.loop.passes import prefill
 from edgespec.loop.tree import IntArray
 
 TEXT = 200  # tokens before the first pass

@@ -7,7 +7,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from edgespec.loop.backend import Work, common_prefix
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import common_prefix
 
 from ..backend import LlamaBackend, load
 from .child_process import Facts, flag_in

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError
-from edgespec.loop.backend import load_vocab
+from edgespec.loop.engines import load_vocab
 from edgespec.loop.text import chat_text
 
 PIECE = 1500  # characters of one kind before the next follows

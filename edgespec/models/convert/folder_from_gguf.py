@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.loop.backend import load_vocab
+from edgespec.loop.engines import load_vocab
 from edgespec.loop.sampling import Float32Array
 from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.models.convert.layer_files import write_layer_files

@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from edgespec.errors import Interrupted
-from edgespec.loop.backend import Backend, Capabilities, Logits, Work, common_prefix, most_nodes, prefill
+from edgespec.loop.backend import Backend, Capabilities, Logits, Work
+from edgespec.loop.passes import common_prefix, most_nodes, prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.tree import IntArray, chain_of
 from edgespec.loop.verify import walk

@@ -1,0 +1,160 @@
+"""Putting a pass together: how a prompt is cut into passes, what fits, and what a session need not read again."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgespec.errors import ContextFull
+from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
+from edgespec.loop.shapes import ShapeClass
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:  # the usual case, without a loop
+        return shorter
+    for i, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return i
+    return shorter
+
+
+def prefill(
+    backend: Backend,
+    session: Session,
+    token_ids: Sequence[int],
+    *,
+    want_last: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Logits, int] | None:
+    """Make `token_ids` the session's committed tokens, keeping the prefix it already holds.
+
+    Args:
+        backend: the session's backend.
+        session: any session, committed tokens, uncommitted nodes and all.
+        token_ids: the tokens wanted.
+        want_last: return the logits that follow the last token, and the node they belong to.
+        progress: called with (tokens done, tokens in all) before the first and after every pass.
+
+    Raises:
+        ContextFull: the tokens do not fit.
+    """
+    session.rewind(start_of(backend.capabilities, session, token_ids, want_last=want_last))
+    last, again = None, False
+    if progress and len(session.token_ids) < len(token_ids):
+        progress(len(session.token_ids), len(token_ids))
+    while len(session.token_ids) < len(token_ids):
+        work = prompt_work(backend.capabilities, session, token_ids, want_last=want_last)
+        try:
+            last = backend.forward([work])[0], len(work.token_ids) - 1
+        except ContextFull:
+            if again or not may_read_anew(backend.capabilities, session, token_ids):
+                raise
+            session.rewind(0)
+            again = True
+            continue
+        session.commit(list(range(len(work.token_ids))))
+        if progress:
+            progress(len(session.token_ids), len(token_ids))
+    return last if want_last else None
+
+
+def may_read_anew(limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
+    """After ContextFull: whether a prompt may have had no room only since the cache was put in order while it was read.
+
+    Then it cannot go on where it stands, but from its beginning.
+    """
+    return bool(session.token_ids) and len(token_ids) <= limits.context_length
+
+
+def prompt_work(
+    limits: Capabilities,
+    session: Session,
+    token_ids: Sequence[int],
+    *,
+    want_last: bool = False,
+    most: int | None = None,
+) -> Work:
+    """The next part of a prompt whose beginning is the session's committed tokens; the session has no nodes.
+
+    `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
+    """
+    exact, start = limits.exact, len(session.token_ids)
+    if short := is_short(limits, len(token_ids)):
+        end = len(token_ids)
+    elif exact and exact.blocks:
+        end = start - start % exact.prompts.most + exact.prompts.most
+    else:
+        end = start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.owed
+        if most is not None:
+            end = min(end, start + most)
+    piece = np.asarray(token_ids[start:end], np.int32)
+    nodes = np.arange(len(piece), dtype=np.int32)
+    wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
+    return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
+
+
+def is_short(limits: Capabilities, length: int) -> bool:
+    """Whether a prompt of so many tokens has a class of its own, and is read in one pass."""
+    exact = limits.exact
+    return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
+
+
+def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
+    """How many tokens of a prompt need not be read, since the session holds them; `want_last`: the last one is."""
+    shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
+    return session.kept(shared, short=is_short(limits, len(token_ids)))
+
+
+def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
+    """Refuse more nodes, or more wanted ones, than a backend takes in one forward, before any work is done.
+
+    Raises:
+        ValueError: with the numbers, or prompts and trees, whose passes have other shapes, are in one batch.
+    """
+    nodes = sum(len(work.token_ids) for work in batch)
+    counts = [
+        ("nodes", nodes, limits.max_nodes),
+        ("wanted nodes", sum(len(work.wanted) for work in batch), limits.max_wanted),
+    ]
+    if exact := limits.exact:
+        if len({(work.prompt, work.short) for work in batch}) > 1 and exact.prompts != exact.trees:
+            raise ValueError("prompts and trees in one forward, or short prompts and others; their passes differ here")
+        if exact.blocks and len(batch) > 1 and any(work.prompt for work in batch):
+            raise ValueError("a prompt and other works in one forward; here rows depend on each other")
+    if shape := shape_of(limits, batch):
+        counts.append(("rows", nodes + sum(work.session.owed for work in batch), shape.most))
+    for name, count, limit in counts:
+        if count > limit:
+            raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
+
+
+def shape_of(limits: Capabilities, batch: Sequence[Work]) -> ShapeClass | None:
+    """The class that a pass over these works is kept to; None: it has any shape."""
+    exact = limits.exact
+    if exact is None:
+        return None
+    if any(work.short for work in batch):
+        return exact.short
+    return exact.prompts if any(work.prompt for work in batch) else exact.trees
+
+
+def most_nodes(limits: Capabilities, owed: int) -> int:
+    """Nodes that a tree may have, the root included, in a session that owes so many tokens."""
+    most = min(limits.max_nodes, limits.max_wanted)
+    return min(most, limits.exact.trees.most - owed) if limits.exact else most
+
+
+def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:
+    """Refuse a prompt that leaves no room for a single new token, before any work is done.
+
+    Raises:
+        ContextFull: with the numbers.
+    """
+    limit = backend.capabilities.context_length
+    if prompt_length >= limit:
+        raise ContextFull(
+            f"the prompt has {prompt_length} tokens, but {what} holds {limit}: "
+            f"shorten the prompt or use a larger context (--ctx)"
+        )
