@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import edgespec.scheduler.drive as asking
 from edgespec.errors import UsageError
-from edgespec.loading.draft_or_memory import open_best
-from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_pace
+from edgespec.loading.draft_or_memory import open_pair
+from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loop.backend import Backend
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
@@ -27,7 +27,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import find_model, local_path
-from edgespec.planners.auto import Pace, new_pace
+from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
 from edgespec.scheduler.scheduler import Scheduler
@@ -72,7 +72,7 @@ class Model:
         *,
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
-        pace: Pace | None = None,
+        pace: AutoState | None = None,
         targets: Targets | None = None,
         first_come: bool = False,
     ) -> None:
@@ -406,7 +406,7 @@ def load(
     # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
     guesses = bool(used or datastore) if planner == "auto" else planner != "none"
     wide = fixed and budget >= WIDE and guesses
-    backends = open_best(
+    backends = open_pair(
         entry, used, models_file, context_length=context_length, budget=budget, wide=wide, exact=exact,
         sessions=parallel, remember=remember, progress=progress, say=say,
         leave_out=planner == "auto" and not fixed, **engine,
@@ -414,7 +414,7 @@ def load(
     try:
         used = used if backends[1:] else None
         limits = backends[0].capabilities
-        pace = None if fixed else new_pace(limits.streams, limits.experts)
+        pace = None if fixed else new_auto_state(limits.streams, limits.experts)
         made = [
             make_planner(planner, backends, datastore, pace, texts=parallel, ahead=ahead, **planner_options)
             for _ in range(parallel)
@@ -435,7 +435,7 @@ def load(
     model.system = defaults.system
     if pace and planner != "none" and remember:
         sources = [entry.target, *([find_model(used, models_file).target] if used else [])]
-        model._at_close = recall_pace(pace, sources, backends[0], engine | {"lenders": ",".join(lenders or ())})
+        model._at_close = recall_auto_state(pace, sources, backends[0], engine | {"lenders": ",".join(lenders or ())})
     return model
 
 

@@ -17,7 +17,7 @@ from edgespec.loop.generate import generate_tokens
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import Worker
-from edgespec.planners.auto import Pace, PacedPlanner
+from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.guard import BLOCK, REST, Guard
@@ -73,7 +73,7 @@ def planners(draft, pace, **options):
         "pre-verify": lambda: SpecExecPlanner(draft(), depth=6, beam=4, top_up=False, **pair),
         "chain": lambda: ChainPlanner(draft(), depth=5, **pair),
         "pearl": lambda: ChainPlanner(draft(), depth=5, top_up=False, **pair),
-        "auto": lambda: PacedPlanner(
+        "auto": lambda: AutoPlanner(
             "auto", pace, SssdPlanner(), SpecExecPlanner(draft(), depth=6, cost=pace.draft, **pair)
         ),
     }
@@ -84,7 +84,7 @@ def planners(draft, pace, **options):
 @pytest.mark.parametrize("name", planners(None, None))
 def test_the_text_is_plain_decodings(name, kind, sampling):
     plain, _ = write(NonePlanner(), sampling, count=30)
-    make = planners(lambda: uneven(backend(DRAFTS[kind]), 1), Pace())[name]
+    make = planners(lambda: uneven(backend(DRAFTS[kind]), 1), AutoState())[name]
     text, _ = write(make(), sampling, uneven(backend(), 2), count=30)
     assert text == plain
 
@@ -314,7 +314,7 @@ def test_the_guard_follows_a_change():
 
 @pytest.mark.parametrize("seconds", [{False: 1.0, True: 1.2}, {False: 1.2, True: 1.0}])
 def test_the_next_run_begins_with_what_this_one_found(seconds):
-    before, after = Pace(), Pace()
+    before, after = AutoState(), AutoState()
     assert not before.guard.better
     turns(before.guard, 100, seconds)
     after.recall(json.loads(json.dumps(before.as_dict())))
@@ -353,13 +353,13 @@ def test_the_default_needs_a_processor_for_the_draft_alone():
     target.computing, draft.computing = {"device": "cpu"}, {"device": "cuda:0"}
     assert has_own_processor(target, draft)
     for ahead, pace, expected in (
-        (None, Pace(), True),
+        (None, AutoState(), True),
         (None, None, False),
         (True, None, True),
-        (False, Pace(), False),
+        (False, AutoState(), False),
     ):
         planner = make_planner("specexec", [target, draft], pace=pace, ahead=ahead)
-        found = planner._draft if isinstance(planner, PacedPlanner) else planner
+        found = planner._draft if isinstance(planner, AutoPlanner) else planner
         assert found.ahead == expected
         planner.close()
 

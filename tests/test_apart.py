@@ -61,7 +61,7 @@ def test_ctrl_c_before_an_answer_does_not_shift_the_next(smollm2_tiny: Path, mon
 
     monkeypatch.setattr(Connection, "poll", ctrl_c)
     with pytest.raises(KeyboardInterrupt):
-        session.kept(0)
+        session.reusable_prefix(0)
     logits = backend.forward([contract.work(session, [5, 6], [-1, 0])])[0]
     assert logits.row(1).shape == (backend.vocab.size,)
     backend.close()

@@ -14,7 +14,7 @@ from edgespec.backends.reference import backend as reference
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import prefill
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.tree import nodes_below, path_to
 
 
@@ -69,8 +69,8 @@ def padded(factory: Factory) -> Factory:
 
     def load(**options: int) -> Backend:
         backend = factory(**options)
-        found, shape = backend.capabilities, ShapeClass(12, 2 * backend.capabilities.max_nodes)
-        backend.keep_to(Exact("wide", shape, shape))
+        found, shape = backend.capabilities, RowClass(12, 2 * backend.capabilities.max_nodes)
+        backend.keep_to(BatchInvariance("wide", shape, shape))
         backend.capabilities = replace(backend.capabilities, logit_tolerance=found.logit_tolerance)
         return backend
 

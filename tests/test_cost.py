@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.loop.pass_times import FLAT, KEPT, STEEP, Curve, PassCost
+from edgespec.loop.pass_times import FLAT, KEPT, STEEP, Curve, PassTimes
 from edgespec.planners.cost import best_size, chain_goodput, goodput, worth_reading
 
 
@@ -19,15 +19,15 @@ def line(constant, slope):
 
 
 def seen(*passes, slope=STEEP):
-    cost = PassCost(slope)
+    cost = PassTimes(slope)
     for nodes, seconds in passes:
         cost.add(nodes, seconds)
     return cost.at(0)
 
 
 def test_nothing_is_known_before_the_first_pass():
-    assert PassCost().at(0) is None
-    assert PassCost().at(10_000) is None
+    assert PassTimes().at(0) is None
+    assert PassTimes().at(10_000) is None
 
 
 @pytest.mark.parametrize("slope", [STEEP, FLAT])
@@ -95,7 +95,7 @@ def test_a_kernel_for_wide_passes_may_make_them_the_cheaper_ones():
 
 
 def test_one_slow_pass_changes_nothing_and_old_ones_are_forgotten():
-    cost = PassCost()
+    cost = PassTimes()
     for _ in range(3):
         cost.add(1, 1.0)
         cost.add(64, 2.0)
@@ -107,7 +107,7 @@ def test_one_slow_pass_changes_nothing_and_old_ones_are_forgotten():
 
 
 def test_long_texts_have_costs_of_their_own_and_the_nearest_where_none_were_seen():
-    cost = PassCost()
+    cost = PassTimes()
     cost.add(1, 1.0, 100)
     cost.add(1, 5.0, 5000)
     assert [cost.at(length).plain for length in (0, 1023, 1500, 4500, 100_000)] == [1, 1, 1, 5, 5]
@@ -116,7 +116,7 @@ def test_long_texts_have_costs_of_their_own_and_the_nearest_where_none_were_seen
 
 
 def test_a_remembered_cost_is_a_start_that_a_few_passes_outvote():
-    cost, later = PassCost(), PassCost()
+    cost, later = PassTimes(), PassTimes()
     for length in (10, 3000):
         for nodes in (1, 6, 40):
             cost.add(nodes, nodes + length, length)
@@ -197,7 +197,7 @@ def test_a_read_node_whose_children_are_unlikely_is_not_worth_reading():
 
 def test_experts_make_the_first_nodes_dear_and_the_last_ones_cheap() -> None:
     """16 experts, 2 used: a pass reads at most 8 times what one node does, however many nodes it has."""
-    cost = PassCost(slope=0.8, experts=(16, 2))
+    cost = PassTimes(slope=0.8, experts=(16, 2))
     cost.add(1, 1.0)
     curve = cost.at(0)
     assert curve is not None

@@ -28,7 +28,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 def opened(model: Path, **options: Any) -> tuple[int, str]:
     """How many models were loaded, and what was said."""
-    backends = crowding.open_best(
+    backends = crowding.open_pair(
         find_model(str(model)), str(model), None, context_length=256, budget=4, say=lambda line: None,
         **{"leave_out": True, "remember": False} | options,
     )  # fmt: skip

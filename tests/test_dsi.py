@@ -13,7 +13,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive as asking
 from edgespec.scheduler.requests import Request, Wrote
@@ -261,7 +261,7 @@ def test_a_text_is_left_while_it_is_written() -> None:
 def test_guesses_beyond_a_pass_are_judged_in_several() -> None:
     """As narrow passes have it."""
     target = ReferenceBackend(random_model(1, vocab_size=SIZE), context_length=256)
-    target.keep_to(Exact("narrow", ShapeClass(1, 3), ShapeClass(1, 64)))
+    target.keep_to(BatchInvariance("narrow", RowClass(1, 3), RowClass(1, 64)))
     verifier, expected = Verifier(target), plain(SamplingParams())
 
     def judge(known: int, guesses: list[int]) -> list[int]:

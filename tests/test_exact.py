@@ -12,12 +12,12 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
 from edgespec.loading import exact
-from edgespec.loading.exact import Group, choose, comb, find_early, line, price, probe, settle
+from edgespec.loading.exact import Group, apply_row_class, choose, comb, line, price, probe, probe_before_load
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import Exact, ShapeClass, also_wanted
+from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -116,9 +116,9 @@ def test_kernels_that_take_four_rows_together() -> None:
     found = probe(Together())
     assert [(group.least, group.most, group.step) for group in found] == [(1, 3, 1), (4, 128, 4)]
     assert all(group.trees and group.company for group in found)
-    assert choose(found, LIMITS, None) == Exact("narrow", ShapeClass(1, 3), ShapeClass(4, 512, 4))
+    assert choose(found, LIMITS, None) == BatchInvariance("narrow", RowClass(1, 3), RowClass(4, 512, 4))
     limits = replace(LIMITS, max_nodes=150, max_wanted=70)
-    assert choose(found, limits, "wide") == Exact("wide", ShapeClass(4, 68, 4), ShapeClass(4, 68, 4))
+    assert choose(found, limits, "wide") == BatchInvariance("wide", RowClass(4, 68, 4), RowClass(4, 68, 4))
     assert "1 to 3, 4 and more in multiples of 4" in line(found, None)
 
 
@@ -127,9 +127,9 @@ def test_a_switch_at_the_largest_passes_is_none_of_these() -> None:
 
 
 def test_passes_are_padded_to_multiples() -> None:
-    shape = ShapeClass(8, 60, step=4)
+    shape = RowClass(8, 60, step=4)
     assert [shape.rows(count) for count in (1, 8, 9, 12, 57)] == [8, 8, 12, 12, 60]
-    assert [ShapeClass(2, 7).rows(count) for count in (1, 2, 5)] == [2, 2, 5]
+    assert [RowClass(2, 7).rows(count) for count in (1, 2, 5)] == [2, 2, 5]
     assert also_wanted([0], 12, shape) == [5, 6, 7, 8, 9, 10, 11]
     assert also_wanted(range(9), 12, shape) == [9, 10, 11]
     assert also_wanted([], 12, shape) == []
@@ -154,10 +154,10 @@ def test_where_it_matters_where_a_pass_begins_nothing_is_found() -> None:
 def test_an_engine_that_is_known_to_add_up_gaps_is_not_tried(tmp_path) -> None:
     backend = Switching()
     backend.capabilities = replace(LIMITS, gaps=True)
-    settle(backend, "nowhere", say=lambda what: pytest.fail(what))
+    apply_row_class(backend, "nowhere", say=lambda what: pytest.fail(what))
     assert backend.capabilities.exact is None
     with pytest.raises(UsageError, match="what stands between its ancestors"):
-        settle(backend, "nowhere", "narrow")
+        apply_row_class(backend, "nowhere", "narrow")
 
 
 def test_a_comb_has_gaps_and_a_path() -> None:
@@ -184,7 +184,7 @@ def test_the_choice(
     asked: str | None, streams: bool, name: str, trees: tuple[int, int], prompts: tuple[int, int]
 ) -> None:
     limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=streams)
-    assert choose(LLAMA, limits, asked) == Exact(name, ShapeClass(*trees), ShapeClass(*prompts), ShapeClass(8, 63))
+    assert choose(LLAMA, limits, asked) == BatchInvariance(name, RowClass(*trees), RowClass(*prompts), RowClass(8, 63))
     assert choose(LLAMA, limits, "off") is None
 
 
@@ -218,14 +218,16 @@ def test_wide_costs_nothing() -> None:
 
 def test_any_number_of_rows() -> None:
     """The largest passes tried stand for larger ones: as many nodes as the backend takes logits of."""
-    assert choose([group(1, 128)], LIMITS, None) == Exact("any", ShapeClass(1, 200), ShapeClass(1, 200))
-    assert choose([group(1, 7), group(8, 128)], LIMITS, "wide") == Exact("wide", ShapeClass(8, 200), ShapeClass(8, 200))
+    assert choose([group(1, 128)], LIMITS, None) == BatchInvariance("any", RowClass(1, 200), RowClass(1, 200))
+    assert choose([group(1, 7), group(8, 128)], LIMITS, "wide") == BatchInvariance(
+        "wide", RowClass(8, 200), RowClass(8, 200)
+    )
 
 
 def test_a_mixture_has_no_wide_class() -> None:
     """And where rows depend on each other, prompts are read in equal blocks."""
     found = [group(1, 7), group(8, 127, company=False), group(128, 128)]
-    narrow = Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 512), blocks=True)
+    narrow = BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 512), blocks=True)
     assert choose(found, LIMITS, None) == narrow
     with pytest.raises(UsageError, match="only passes of at most 7 rows agree"):
         choose(found, LIMITS, "wide")
@@ -234,7 +236,7 @@ def test_a_mixture_has_no_wide_class() -> None:
 def test_blocks_of_a_prompt() -> None:
     """They begin at multiples of their size, whatever is kept, and are read alone."""
     backend, seen = ReferenceBackend(random_model(0), sessions=2, context_length=200), []
-    backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 16), blocks=True))
+    backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 16), blocks=True))
     inner = backend.forward
 
     def watched(batch: Sequence[Work]) -> list[Logits]:
@@ -245,7 +247,7 @@ def test_blocks_of_a_prompt() -> None:
     session, text = backend.open(), [5 + i % 50 for i in range(40)]
     prefill(backend, session, text)
     assert seen == [(0, 16), (16, 16), (32, 8)]
-    assert (session.kept(40), session.kept(32), session.kept(31)) == (32, 32, 16)
+    assert (session.reusable_prefix(40), session.reusable_prefix(32), session.reusable_prefix(31)) == (32, 32, 16)
     prefill(backend, session, [*text, 5, 6])
     assert seen[3:] == [(32, 10)]
     one = np.zeros(1, np.int32)
@@ -296,10 +298,10 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     path.write_bytes(b"1")
     said = list[str]()
 
-    def settled(**options: bool) -> Exact | None:
+    def settled(**options: bool) -> BatchInvariance | None:
         backend = Switching([8])
         backend.capabilities = LIMITS
-        settle(backend, str(path), say=said.append, **options)
+        apply_row_class(backend, str(path), say=said.append, **options)
         return backend.capabilities.exact
 
     first = settled()
@@ -336,7 +338,7 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
         monkeypatch.setattr(exact, "process_time", lambda: next(own))
         backend = Switching([8])
         backend.capabilities, backend.computing = LIMITS, {"threads": 4, "gpu_layers": 0}  # two at a time
-        settle(backend, str(path), say=said.append)
+        apply_row_class(backend, str(path), say=said.append)
         return backend
 
     first = settled(0.5)
@@ -381,7 +383,7 @@ def test_the_quicker_way_to_compute(
     monkeypatch.setattr(exact, "_known", {})
     path = tmp_path / "model"
     path.write_bytes(b"1")
-    agrees = find_early("engine", str(path), asked, keep=False, say=lambda text: None)
+    agrees = probe_before_load("engine", str(path), asked, keep=False, say=lambda text: None)
     for _ in range(2):
         assert agrees("build", {"repacked": True}, {}) == better
     least = 32 if asked == "wide" else 3
@@ -391,17 +393,17 @@ def test_the_quicker_way_to_compute(
 
 def test_engines_that_do_not_round_are_left_alone() -> None:
     backend = ReferenceBackend(random_model(0))
-    settle(backend, "nowhere")
+    apply_row_class(backend, "nowhere")
     assert backend.capabilities.exact is None
 
 
-NARROW = Exact("narrow", ShapeClass(2, 5), ShapeClass(7, 20))
+NARROW = BatchInvariance("narrow", RowClass(2, 5), RowClass(7, 20))
 
 
 def test_short_prompts_have_a_class_of_their_own() -> None:
     """They are read in one pass, and go on from one another; longer ones from longer ones alone."""
     backend, seen = ReferenceBackend(random_model(0), context_length=200), []
-    backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(16, 20), ShapeClass(4, 12)))
+    backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(16, 20), RowClass(4, 12)))
     inner, session = backend.forward, backend.open()
 
     def watched(batch: Sequence[Work]) -> list[Logits]:
@@ -427,7 +429,7 @@ def test_short_prompts_have_a_class_of_their_own() -> None:
 def test_who_wants_the_last_logits_keeps_whole_blocks_too() -> None:
     """All is held: what is read again begins where a block does."""
     backend, starts = ReferenceBackend(random_model(0), context_length=200), []
-    backend.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 16), blocks=True))
+    backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 16), blocks=True))
     inner, session, text = backend.forward, backend.open(), exact.tokens(backend, 32, 1)
 
     def watched(batch: Sequence[Work]) -> list[Logits]:
@@ -482,13 +484,13 @@ def test_what_was_written_is_read_again() -> None:
     held = [5, 6, 7, 8, *written][:-1]
     assert session.token_ids == held
     assert stats.exact == "narrow"
-    assert session.kept(len(held)) == 3  # the prompt's last token was the first tree's root
+    assert session.reusable_prefix(len(held)) == 3  # the prompt's last token was the first tree's root
     assert session.fork().kept(len(held)) == 3
     prefill(backend, session, [*held, 9])
     assert session.token_ids == [*held, 9]
-    assert session.kept(len(held) + 1) == len(held) + 1
+    assert session.reusable_prefix(len(held) + 1) == len(held) + 1
     session.rewind(2)
-    assert session.kept(2) == 2
+    assert session.reusable_prefix(2) == 2
 
 
 def test_too_many_rows_are_refused() -> None:

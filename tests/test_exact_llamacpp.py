@@ -21,15 +21,15 @@ from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
 from edgespec.errors import UsageError
-from edgespec.loading.exact import find_early, settle
+from edgespec.loading.exact import apply_row_class, probe_before_load
 from edgespec.loop.backend import Work
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.planners.auto import PacedPlanner, new_pace
+from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -65,10 +65,10 @@ REPACKS = not without_amx(llama_cpp.llama_print_system_info())
 def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
-    early = find_early("llamacpp", str(path), asked, keep=False, say=lambda text: None)
+    early = probe_before_load("llamacpp", str(path), asked, keep=False, say=lambda text: None)
     backend = load(str(path), **sizes | options, agrees=lambda *about: repack and early(*about[:2]))
     try:
-        settle(backend, str(path), asked)
+        apply_row_class(backend, str(path), asked)
         yield backend
     finally:
         backend.close()
@@ -133,8 +133,8 @@ def write(target, planner, prompt, sampling, count, budget=62):
 
 
 def auto(draft):
-    pace = new_pace(streams=True)
-    return PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+    pace = new_auto_state(streams=True)
+    return AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
 
 
 PLANNERS = {
@@ -210,8 +210,8 @@ def test_a_wrong_class_is_noticed(weights):
 
     def factory(**options):
         backend = load(str(weights("made up")), threads=2, exact="wide", **options)
-        shape = ShapeClass(1, 63)
-        backend.keep_to(Exact("wrong", shape, shape))
+        shape = RowClass(1, 63)
+        backend.keep_to(BatchInvariance("wrong", shape, shape))
         return backend
 
     with pytest.raises(AssertionError, match="tolerance 0"):
@@ -220,7 +220,7 @@ def test_a_wrong_class_is_noticed(weights):
 
 @pytest.mark.parametrize(
     "shape",
-    [ShapeClass(8, 63), pytest.param(ShapeClass(8, 60, step=4), marks=pytest.mark.skipif(not REPACKS, reason="AMX"))],
+    [RowClass(8, 63), pytest.param(RowClass(8, 60, step=4), marks=pytest.mark.skipif(not REPACKS, reason="AMX"))],
     ids=["as they are", "repacked"],
 )
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
@@ -232,7 +232,7 @@ def test_contract(check, shape, weights):
         path = str(weights("made up"))
         backend = load(path, threads=2, exact="wide", agrees=lambda *about: repack, **options)
         assert ("repacked" in backend.computing) == repack
-        backend.keep_to(Exact("wide", shape, shape))
+        backend.keep_to(BatchInvariance("wide", shape, shape))
         return backend
 
     check(factory)
@@ -244,7 +244,7 @@ def test_repacked_weights_have_classes(weights):
     with loaded(weights("made up"), "narrow") as target:
         exact = target.capabilities.exact
         assert target.computing["repacked"]
-        assert (exact.trees, exact.prompts.step) == (ShapeClass(1, 3), 4)
+        assert (exact.trees, exact.prompts.step) == (RowClass(1, 3), 4)
     with loaded(weights("made up"), "off") as target:
         rows = []
         for size in (1, 4):

@@ -14,7 +14,7 @@ from test_server_tools import TEMPLATE, TOOLS
 
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
-from edgespec.planners.auto import PacedPlanner, new_pace
+from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import CATCH_UP, SpecExecPlanner
@@ -31,11 +31,11 @@ BASE.unembedding[1] = 0
 def write(kind, temperature, foresee, draft=BASE, monkeypatch=None):
     """(tokens, events) of a text with a draft."""
     target = ReferenceBackend(BASE, sessions=1, context_length=200)
-    drafts, pace = ReferenceBackend(draft, sessions=1, context_length=200), new_pace(True)
+    drafts, pace = ReferenceBackend(draft, sessions=1, context_length=200), new_auto_state(True)
     planner = {
         "specexec": lambda: SpecExecPlanner(drafts, depth=4),
         "chain": lambda: ChainPlanner(drafts, depth=4),
-        "auto": lambda: PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(drafts, cost=pace.draft)),
+        "auto": lambda: AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(drafts, cost=pace.draft)),
         "none": NonePlanner,
     }[kind]()
     scheduler, events = Scheduler(target, [planner], budget=6), []

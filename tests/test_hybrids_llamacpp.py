@@ -140,7 +140,7 @@ def test_what_is_owed_is_brought_on_within_the_pass(granite: Path, monkeypatch: 
         monkeypatch.setattr(target, "compute", counted)
         generator, nodes = np.random.default_rng(0), np.arange(6, dtype=np.int32)
         for _ in range(30):  # a chain of which three are right
-            owed.append(session.owed)
+            owed.append(session.unread_committed)
             target.forward([Work(session, generator.integers(5, 200, 6).astype(np.int32), nodes - 1, nodes)])
             session.commit([0, 1, 2])
         assert len(calls) <= 30 + 2  # a pass each, and one or two that bring on what is owed at first
@@ -230,7 +230,7 @@ def test_a_saved_session_goes_on_with_what_it_owes(granite: Path, tmp_path: Path
                 session.commit([0, 1])  # the path ended one node further
                 text = list(session.token_ids)
                 session.save(file, "a note")
-            assert (session.token_ids, session.owed) == (text, 2)
+            assert (session.token_ids, session.unread_committed) == (text, 2)
             logits = target.forward([Work(session, nodes + 20, np.array([-1, 0, 0], np.int32), nodes)])[0]
             found.append(np.array([logits.row(node) for node in range(3)]))
             session.rewind(len(PROMPT) - 1)

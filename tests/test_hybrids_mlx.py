@@ -14,7 +14,7 @@ from mlx_models import HYBRIDS, write_model
 from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
 
-from edgespec.loading.exact import settle
+from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.planners.chain import ChainPlanner
@@ -35,7 +35,7 @@ def test_the_grid(family: str, tmp_path: Path) -> None:
     target, draft = (load(str(path), context_length=128, budget=16, sessions=2) for path in (good, bad))
     assert target.capabilities.paths
     assert target.capabilities.max_leaves == 8
-    settle(target, str(good), keep=False)
+    apply_row_class(target, str(good), keep=False)
     assert target.capabilities.exact is None  # passes have the shape of their paths, which belong to no class
     gained = list[float]()
     for sampling in SAMPLINGS:
@@ -62,7 +62,7 @@ def test_streamed_weights(family: str, tmp_path: Path, load_streamed: Any) -> No
     session, nodes, owed = target.open(), np.arange(6, dtype=np.int32), list[int]()
     prefill(target, session, PROMPT)
     for number in range(12):  # a chain of which three are right
-        owed.append(session.owed)
+        owed.append(session.unread_committed)
         target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])
         session.commit([0, 1, 2])
     assert sorted(owed)[6] == 3  # usually what the pass before has accepted

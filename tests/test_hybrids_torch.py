@@ -70,7 +70,7 @@ def test_streamed_weights(family: str, tmp_path: Path) -> None:
     prefill(target, session, PROMPT)
     owed = []
     for number in range(12):  # a chain of which three are right
-        owed.append(session.owed)
+        owed.append(session.unread_committed)
         target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])
         session.commit([0, 1, 2])
     assert sorted(owed)[6] == 3  # usually what the pass before has accepted
@@ -111,8 +111,8 @@ def test_a_prompt_beside_a_tree(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[1].row(4), chain_rows(target, [*range(50, 55)])[-1], atol=2e-3)
     writing.commit([0, 2])
     reading.commit([0, 1, 2, 3, 4])
-    assert reading.owed == 0
-    assert writing.owed == 2
+    assert reading.unread_committed == 0
+    assert writing.unread_committed == 2
 
 
 @pytest.mark.parametrize(

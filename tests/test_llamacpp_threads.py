@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.memory.threads import (
     CROWDED,
     SPLIT_CELLS,
     WINDOW,
-    Crowd,
+    OtherLoad,
     ShortWaits,
     Usage,
     busy_processors,
@@ -89,7 +89,7 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
         usages.append(Usage(i * WINDOW, everybody, 0.0))
     changes = list[bool]()
     looks = iter(usages)
-    crowd = Crowd(lambda: next(looks), changes.append, lambda: pytest.fail("the last look was not long ago"))
+    crowd = OtherLoad(lambda: next(looks), changes.append, lambda: pytest.fail("the last look was not long ago"))
     assert crowd.others(0.5 * WINDOW) == 0
     assert crowd.others(1 * WINDOW) == 0
     assert crowd.others(2 * WINDOW) == pytest.approx(1)
@@ -103,7 +103,7 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
 
 
 def test_a_system_that_does_not_say_how_busy_it_is() -> None:
-    unknown = Crowd(lambda: None, lambda _: pytest.fail("nothing is known"), lambda: pytest.fail("nor this"))
+    unknown = OtherLoad(lambda: None, lambda _: pytest.fail("nothing is known"), lambda: pytest.fail("nor this"))
     assert unknown.others(1e9) == 0
 
 
@@ -111,14 +111,14 @@ def test_a_system_that_does_not_say_how_busy_it_is() -> None:
 def test_what_was_busy_long_ago_may_have_ended(now: bool) -> None:
     """A program asks a model when it has done its own work: the prompt gets all threads."""
     looks = iter([Usage(0.0, 0.0, 0.0), Usage(9.0, 9.0, 0.0), Usage(9.0 + WINDOW, 9.0 + WINDOW, 0.0)])
-    crowd = Crowd(lambda: next(looks), lambda _: None, lambda: now)
+    crowd = OtherLoad(lambda: next(looks), lambda _: None, lambda: now)
     assert crowd.others(9.0) == pytest.approx(1.0 if now else 0.0)
     assert crowd.others(9.0 + WINDOW) == pytest.approx(1.0)  # it does go on
 
 
 def test_what_was_busy_during_a_long_pass_is() -> None:
     looks = iter([Usage(0.0, 0.0, 0.0), Usage(9.0, 9.0, 0.0)])
-    crowd = Crowd(lambda: next(looks), lambda _: None, lambda: pytest.fail("the last pass was not long ago"))
+    crowd = OtherLoad(lambda: next(looks), lambda _: None, lambda: pytest.fail("the last pass was not long ago"))
     crowd.pass_ended(8.9)
     assert crowd.others(9.0) == pytest.approx(1.0)
 

@@ -28,7 +28,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
-from edgespec.planners.auto import PacedPlanner, new_pace
+from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -189,9 +189,9 @@ def test_copies(target, sampling):
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_pays(target, draft, sampling, streams):
     """What is guessed follows from how long passes take here, the text does not."""
-    pace = new_pace(streams)
+    pace = new_auto_state(streams)
     check_lossless(
-        target, PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
+        target, AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
     )
 
 

@@ -59,7 +59,7 @@ def test_plain_decoding_owes_nothing():
     session = target.open()
     for round_number in range(2):
         write(target, NonePlanner(), [0, 4, 8], SamplingParams(seed=round_number), session=session)
-        assert session.owed == 0
+        assert session.unread_committed == 0
 
 
 @pytest.mark.parametrize("planner", ["chain", "specexec", "sssd"])
@@ -70,7 +70,7 @@ def test_tokens_that_are_owed_stay_few(planner):
     forward = target.forward
 
     def watched(batch):
-        seen.append(session.owed)
+        seen.append(session.unread_committed)
         return forward(batch)
 
     target.forward = watched
@@ -93,8 +93,12 @@ def test_a_saved_session_keeps_its_states(tmp_path):
     target = ReferenceBackend(MODEL, max_leaves=8, sessions=2)
     copy = target.open()
     copy.load(file)
-    assert (copy.token_ids, copy.owed) == ([*text, 9, 10], 2)
-    assert [copy.kept(end) for end in range(8)] == [session.kept(end) for end in range(8)] == [0, 0, 0, 3, 3, 5, 5, 7]
+    assert (copy.token_ids, copy.unread_committed) == ([*text, 9, 10], 2)
+    assert (
+        [copy.reusable_prefix(end) for end in range(8)]
+        == [session.reusable_prefix(end) for end in range(8)]
+        == [0, 0, 0, 3, 3, 5, 5, 7]
+    )
     row = target.forward([Work(copy, nodes[:1] + 5, nodes[:1] - 1, nodes[:1])])[0].row(0)
     np.testing.assert_array_equal(row, chain_rows(target, [*text, 9, 10, 5])[-1])
 

@@ -15,7 +15,7 @@ from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.planners.auto import PacedPlanner, new_pace
+from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -37,11 +37,11 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
 }
 
 
-def auto(draft: Backend, streams: bool, cost: float) -> PacedPlanner:
+def auto(draft: Backend, streams: bool, cost: float) -> AutoPlanner:
     """What decides by the costs of passes: of those measured here, and of draft passes that cost so much."""
-    pace = new_pace(streams)
+    pace = new_auto_state(streams)
     pace.draft.add(1, cost)
-    return PacedPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+    return AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
 
 
 tokens = st.integers(0, SIZE - 1)

@@ -273,7 +273,7 @@ def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
         parents = np.array([-1, -1, *range(1, length)], np.int32)
         backend.forward([Work(session, tokens, parents, np.array([0], np.int32))])
         session.commit(list(range(1, length + 1)))
-        assert session.owed == length
+        assert session.unread_committed == length
         if backend.streamer:
             enters.append(Enters(backend, monkeypatch))
         nodes = np.arange(length, dtype=np.int32)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from edgespec.loop.generate import Generation, generate_tokens
-from edgespec.loop.pass_times import FLAT, STEEP, PassCost
+from edgespec.loop.pass_times import FLAT, STEEP, PassTimes
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source, make_tree
@@ -22,10 +22,10 @@ from edgespec.planners.auto import (
     PLAIN,
     PLAIN_STREAMED,
     RETRIED,
-    Pace,
-    PacedPlanner,
+    AutoPlanner,
+    AutoState,
     Share,
-    new_pace,
+    new_auto_state,
 )
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
@@ -39,7 +39,7 @@ PROMPT = [1, 2, 3, 4, 1, 2, 3]
 GREEDY = SamplingParams()
 
 
-class GivenCost(PassCost):
+class GivenCost(PassTimes):
     """A known cost that no pass changes."""
 
     def __init__(self, constant, slope):
@@ -60,7 +60,7 @@ class GivenShare(Share):
 
 def given(target, draft):
     """A pace with costs (constant, slope) of target and draft."""
-    return Pace(GivenCost(*target), GivenCost(*draft), worth=GivenShare(1.0))
+    return AutoState(GivenCost(*target), GivenCost(*draft), worth=GivenShare(1.0))
 
 
 def drafting(pace, model=MODEL, kind=SpecExecPlanner):
@@ -84,7 +84,7 @@ def test_costs_decide_how_much_is_guessed_and_never_the_text(temperature, kind):
     found = []
     for target in [(1e9, 0.0), (0.0, 1e9)]:
         pace = given(target, (1e-6, 0.0))
-        text, stats = write(PacedPlanner("auto", pace, draft=drafting(pace, kind=kind)), sampling)
+        text, stats = write(AutoPlanner("auto", pace, draft=drafting(pace, kind=kind)), sampling)
         assert text == plain
         found.append((stats.drafted, stats.acceptance_length))
     assert found[0][0] > 24
@@ -94,7 +94,7 @@ def test_costs_decide_how_much_is_guessed_and_never_the_text(temperature, kind):
 
 def test_where_nodes_cost_nothing_the_whole_budget_is_used():
     pace = given((1e9, 0.0), (1e-9, 0.0))
-    paced = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
+    paced = write(AutoPlanner("specexec", pace, draft=drafting(pace)))[1]
     full = write(SpecExecPlanner(ReferenceBackend(MODEL)))[1]
     assert paced.passes == full.passes
 
@@ -108,7 +108,7 @@ def passes_of_the_draft(pace, model):
         return forward(batch)
 
     draft._drafter.draft.forward = counting
-    stats = write(PacedPlanner("specexec", pace, draft=draft))[1]
+    stats = write(AutoPlanner("specexec", pace, draft=draft))[1]
     return count[0] / stats.passes
 
 
@@ -121,17 +121,17 @@ def test_a_draft_that_is_never_right_is_soon_left_alone():
     other = random_model(9, vocab_size=48, sharpness=3.0)
     pace = given((1.0, 0.1), (0.2, 0.0))
     draft = drafting(pace, other)
-    _, first = write(PacedPlanner("specexec", pace, draft=draft), max_tokens=100, stop_ids=frozenset())
+    _, first = write(AutoPlanner("specexec", pace, draft=draft), max_tokens=100, stop_ids=frozenset())
     assert first.tokens == 100
     assert 0 < pace.agreement.hoped < 12
     assert first.drafted < 30
-    _, second = write(PacedPlanner("specexec", pace, draft=drafting(pace, other)), max_tokens=100, stop_ids=frozenset())
+    _, second = write(AutoPlanner("specexec", pace, draft=drafting(pace, other)), max_tokens=100, stop_ids=frozenset())
     assert second.drafted < first.drafted  # what one text has shown, the next one need not find out
 
 
 def test_copies_are_used_where_the_text_repeats_itself_and_the_draft_is_not_asked_for_them():
     pace = given((1.0, 0.2), (0.5, 0.0))
-    planner = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace))
+    planner = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace))
     text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
     target, stats = ReferenceBackend(MODEL), GenerationStats()
     generation = Generation(target, target.open(), planner, text, GREEDY, max_tokens=20, budget=24, stats=stats)
@@ -146,7 +146,7 @@ def test_a_long_run_that_came_true_makes_other_copies_no_surer():
     pace.agreement = Share(0.998, came=54, hoped=60)
     for came in (4, 60):
         pace.copies = Share(0.99, came=came, hoped=4)
-        planner, target = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
+        planner, target = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
         generation = Generation(
             target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
         )
@@ -156,7 +156,7 @@ def test_a_long_run_that_came_true_makes_other_copies_no_surer():
 
 def test_copies_that_are_wrong_lose_trust():
     pace = given((1.0, 0.2), (1.0, 0.0))
-    planner = PacedPlanner("sssd", pace, SssdPlanner())
+    planner = AutoPlanner("sssd", pace, SssdPlanner())
     _, stats = write(planner, SamplingParams(temperature=3.0, seed=1), [5, 6, 7, 8] * 8, 60)
     assert pace.copies.value(1.0) < 0.8
     assert pace.copies.hoped > 0
@@ -166,9 +166,9 @@ def test_copies_that_are_wrong_lose_trust():
 @pytest.mark.parametrize(("streams", "plain"), [(False, PLAIN), (True, PLAIN_STREAMED)])
 def test_the_first_passes_of_all_are_plain(streams, plain):
     """Processors differ in what nodes cost them while weights are streamed, by more than could be foretold."""
-    pace, sizes = new_pace(streams), []
+    pace, sizes = new_auto_state(streams), []
     for _ in range(plain + 1):
-        planner = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace))
+        planner = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace))
         target, stats = ReferenceBackend(MODEL), GenerationStats()
         generation = Generation(
             target, target.open(), planner, [1, 2, 3, 4, 5], GREEDY, max_tokens=20, budget=24, stats=stats
@@ -181,10 +181,10 @@ def test_the_first_passes_of_all_are_plain(streams, plain):
 
 
 def test_trees_grow_by_degrees_until_large_passes_were_seen():
-    pace, sizes = new_pace(True), []
+    pace, sizes = new_auto_state(True), []
     for nodes in (1, FURTHER, 100):
         pace.target.add(nodes, 1.0)
-        planner, target = PacedPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
+        planner, target = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
         generation = Generation(
             target, target.open(), planner, PROMPT, GREEDY, max_tokens=60, budget=60, stats=GenerationStats()
         )
@@ -195,12 +195,12 @@ def test_trees_grow_by_degrees_until_large_passes_were_seen():
 
 def test_one_slow_pass_does_not_make_guesses_look_cheap():
     """The first after loading: were it believed, a draft would be asked, and no plain pass made again."""
-    pace = Pace(PassCost(STEEP), GivenCost(0.1, 0.0), worth=GivenShare(1.0))
+    pace = AutoState(PassTimes(STEEP), GivenCost(0.1, 0.0), worth=GivenShare(1.0))
     times = iter([9.0, 0.1, 0.1, *[5.0] * 100])
     add = pace.target.add
     pace.target.add = lambda nodes, seconds, length=0: add(nodes, next(times) if nodes == 1 else 0.3 * nodes, length)
     _, stats = write(
-        PacedPlanner("auto", pace, SssdPlanner(), drafting(pace, perturbed(MODEL, 0.2, 1))), max_tokens=PLAIN
+        AutoPlanner("auto", pace, SssdPlanner(), drafting(pace, perturbed(MODEL, 0.2, 1))), max_tokens=PLAIN
     )
     assert (stats.passes, stats.drafted) == (PLAIN, 0)
     assert pace.target.at(0).plain == 0.1
@@ -208,33 +208,33 @@ def test_one_slow_pass_does_not_make_guesses_look_cheap():
 
 def test_a_draft_of_which_nothing_is_known_is_tried_when_that_costs_little_of_what_was_written():
     """Neither does it read the prompt before; but for a copy of the target that takes no time to ask it soon pays."""
-    pace, patience = Pace(GivenCost(1.0, 0.5), worth=GivenShare(1.0)), 20
+    pace, patience = AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0)), 20
     draft = drafting(pace)
-    planner = PacedPlanner("auto", pace, draft=draft, patience=patience)
+    planner = AutoPlanner("auto", pace, draft=draft, patience=patience)
     first = write(planner, max_tokens=patience + len(PROMPT), stop_ids=frozenset())[1]
     assert (first.drafted, draft.model_passes) == (0, 0)
     then = write(planner, max_tokens=4, stop_ids=frozenset())[1]  # the next text, or run, goes on from there
     assert then.drafted > 0
     assert pace.written == first.tokens + then.tokens
     known = json.loads(json.dumps(pace.as_dict()))
-    later = Pace(GivenCost(1.0, 0.5))
+    later = AutoState(GivenCost(1.0, 0.5))
     later.recall(known)
     assert later.written == pace.written
 
 
 def test_passes_that_texts_share_tell_what_they_cost():
     """Two texts make none over one node, however long they share; those of earlier runs have to do."""
-    found, known = [], Pace(PassCost(0.1))
+    found, known = [], AutoState(PassTimes(0.1))
     known.target.add(1, 0.9)
     for passes in [*range(PLAIN + 1), "after one alone", "remembered"]:
-        pace = Pace(PassCost(0.1))
+        pace = AutoState(PassTimes(0.1))
         if passes == "remembered":
             pace.recall(json.loads(json.dumps(known.as_dict())))
         elif passes == "after one alone":
             pace.target.add(1, 0.9)
         for _ in range({"remembered": 0, "after one alone": PLAIN}.get(passes, passes)):
             pace.target.add(2, 1.0)
-        planner, target = PacedPlanner("auto", pace, SssdPlanner()), ReferenceBackend(MODEL)
+        planner, target = AutoPlanner("auto", pace, SssdPlanner()), ReferenceBackend(MODEL)
         text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
         options = {"max_tokens": 20, "budget": 24, "stats": GenerationStats()}
         generation = Generation(target, target.open(), planner, text, GREEDY, **options)
@@ -254,7 +254,7 @@ def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(s
         (1, 1, flat, True), (8, 1, flat, False), (8, 8, flat, True), (1, 1, steep, True), (8, 8, steep, False)
     ):  # fmt: skip
         pace = given((1.0, 1e-3), draft_cost)
-        planner = PacedPlanner("auto", pace, draft=drafting(pace, perturbed(MODEL, 0.2, 1)))
+        planner = AutoPlanner("auto", pace, draft=drafting(pace, perturbed(MODEL, 0.2, 1)))
         planner._draft._drafter.company = company
         target = ReferenceBackend(MODEL)
         target.capabilities = replace(target.capabilities, streams=streams)
@@ -267,27 +267,27 @@ def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(s
 
 def test_how_much_faster_than_plain_is_told_only_where_a_plain_pass_was_measured():
     pace = given((1000.0, 0.0), (1e-9, 0.0))
-    stats = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
+    stats = write(AutoPlanner("specexec", pace, draft=drafting(pace)))[1]
     assert stats.passes < stats.tokens
     assert stats.plain_seconds == pytest.approx(1000 * stats.tokens, rel=0.1)
-    wide = Pace(PassCost(FLAT), PassCost())
+    wide = AutoState(PassTimes(FLAT), PassTimes())
     wide.target.add(20, 1.0)
-    assert write(PacedPlanner("specexec", wide, draft=drafting(wide)), max_tokens=2)[1].plain_seconds == 0.0
+    assert write(AutoPlanner("specexec", wide, draft=drafting(wide)), max_tokens=2)[1].plain_seconds == 0.0
     assert write(NonePlanner())[1].times_plain == 0.0
 
 
 def test_a_round_that_guessed_nothing_was_plain_decoding():
     """Whatever a plain pass was thought to take."""
     pace = given((1e9, 1e9), (1e9, 0.0))
-    stats = write(PacedPlanner("specexec", pace, draft=drafting(pace)))[1]
+    stats = write(AutoPlanner("specexec", pace, draft=drafting(pace)))[1]
     assert stats.drafted == 0
     assert 0 < stats.plain_seconds <= stats.seconds
 
 
 def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():
     """Its agreement falls; that drafted rounds keep what they promise is another question."""
-    pace = Pace(GivenCost(1.0, 0.01), GivenCost(0.01, 0.0))
-    planner, target = PacedPlanner("auto", pace, draft=drafting(pace)), ReferenceBackend(MODEL)
+    pace = AutoState(GivenCost(1.0, 0.01), GivenCost(0.01, 0.0))
+    planner, target = AutoPlanner("auto", pace, draft=drafting(pace)), ReferenceBackend(MODEL)
     generation = Generation(
         target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
     )
@@ -323,7 +323,7 @@ def test_a_share_begins_with_a_belief_and_forgets():
 
 
 def learned():
-    pace = new_pace(streams=False)
+    pace = new_auto_state(streams=False)
     pace.target.add(1, 1.0)
     pace.draft.add(1, 0.1)
     for share in (pace.copies, pace.agreement, pace.worth):
@@ -333,7 +333,7 @@ def learned():
 
 def test_a_pace_is_remembered():
     known = json.loads(json.dumps(learned().as_dict()))
-    pace = new_pace(streams=False)
+    pace = new_auto_state(streams=False)
     pace.recall(known)
     assert pace.as_dict() == known | {"runs": 1}
     assert pace.target.slope == STEEP
@@ -343,7 +343,7 @@ def test_a_pace_is_remembered():
     ("name", "streams", "patience"), [("auto", False, PATIENCE), ("auto", True, 0), ("chain", False, 0)]
 )
 def test_who_asks_for_a_draft_gets_it_and_so_does_who_waits_for_a_disk(name, streams, patience):
-    target, pace = ReferenceBackend(MODEL), new_pace(streams)
+    target, pace = ReferenceBackend(MODEL), new_auto_state(streams)
     target.capabilities = replace(target.capabilities, streams=streams)
     planner = make_planner(name, [target, ReferenceBackend(MODEL)], pace=pace)
     write(planner, prompt=[3, 1, 2], max_tokens=PATIENCE, stop_ids=frozenset())
@@ -353,7 +353,7 @@ def test_who_asks_for_a_draft_gets_it_and_so_does_who_waits_for_a_disk(name, str
 def test_every_so_many_runs_the_draft_gets_a_new_chance():
     known = learned().as_dict()
     for run in range(1, 2 * RETRIED + 1):
-        pace = new_pace(streams=False)
+        pace = new_auto_state(streams=False)
         pace.recall(known | {"runs": run - 1})
         assert (pace.draft.at(0) is None) == (pace.agreement.hoped == 0) == (run % RETRIED == 0)
         assert pace.target.at(0) is not None
@@ -372,8 +372,8 @@ COSTS = st.tuples(st.floats(1e-6, 1e3), st.floats(0, 1e3))
 )
 def test_any_cost_writes_the_plain_text(name, temperature, seed, costs):
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    pace = given(*costs) if costs else new_pace(streams=bool(seed % 2))  # … or what passes take here, and now
+    pace = given(*costs) if costs else new_auto_state(streams=bool(seed % 2))  # … or what passes take here, and now
     copies = SssdPlanner() if name in ("auto", "sssd") else None
     kind = ChainPlanner if name == "chain" else SpecExecPlanner
     draft = drafting(pace, perturbed(MODEL, 0.2, 1), kind) if name != "sssd" else None
-    assert write(PacedPlanner(name, pace, copies, draft), sampling)[0] == write(NonePlanner(), sampling)[0]
+    assert write(AutoPlanner(name, pace, copies, draft), sampling)[0] == write(NonePlanner(), sampling)[0]

@@ -25,7 +25,7 @@ def begun(streams: bool = False, *, held: int = 8) -> PathStates[str]:
 
 def test_paths_begin_with_what_is_owed():
     states = begun()
-    assert states.owed(10) == 2
+    assert states.unread_committed(10) == 2
     lanes = states.lanes(TEXT, NODES, PARENTS, work(4), 100)
     assert lanes == [
         Lane(8, "text", [108, 109, 1, 2, 4], [0, 1, 3]),
@@ -49,7 +49,7 @@ def test_what_was_accepted_goes_on_from_the_deepest_state():
     states.take(Rectangle(states.lanes(TEXT, [1, 2, 3], [-1, 0, 1], work(2), 100), 2, 1), ["behind 2"])
     states.commit(10, [0, 1], prompt=False)
     assert states.text.kept == {8: "text", 11: "behind 0"}
-    assert states.owed(12) == 1
+    assert states.unread_committed(12) == 1
     states.cut(9)
     assert states.text.kept == {8: "text"}
 
@@ -59,15 +59,15 @@ def test_too_much_that_is_owed_is_read_before(streams, most):
     text = list(range(40))
     states = begun(streams)
     assert states.unread(text[: 8 + most], 10) is None
-    assert states.owed(8 + most) == most
-    assert states.owed(9 + most) == 0
+    assert states.unread_committed(8 + most) == most
+    assert states.unread_committed(9 + most) == 0
     read = []
     while rectangle := states.unread(text, 10):
         assert rectangle.rows.tolist() == []
         read += rectangle.token_ids[0].tolist()
         states.take(rectangle, ["further"])
     assert read == text[8 : 8 + len(read)]
-    assert states.owed(40) <= most
+    assert states.unread_committed(40) <= most
 
 
 def test_a_step_brings_the_state_on():

@@ -7,7 +7,7 @@ from edgespec.errors import UsageError
 from edgespec.loop.hint_texts import LONGEST_INPUT, Family
 from edgespec.loop.tree import Source
 from edgespec.model import CHARACTERS, Model
-from edgespec.planners.auto import PacedPlanner, new_pace
+from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -17,11 +17,11 @@ PROMPT = "to be or not to be, that is the question; " * 3
 def opened(kind="sssd", slots=4):
     target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=300)
     target.model.unembedding[1] = 0  # texts seldom end early
-    pace = new_pace(False)
+    pace = new_auto_state(False)
     make = {
         "none": NonePlanner,
         "sssd": SssdPlanner,
-        "auto": lambda: PacedPlanner("auto", pace, SssdPlanner()),
+        "auto": lambda: AutoPlanner("auto", pace, SssdPlanner()),
     }[kind]
     return Model(target, [make() for _ in range(slots)], budget=8, pace=pace if kind == "auto" else None)
 

@@ -12,7 +12,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 from edgespec.errors import SessionFileError
 from edgespec.loop import session_files as saved
 from edgespec.loop.passes import prefill
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.model import Model
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler.disk_cache import Shelf
@@ -68,12 +68,12 @@ class TestFiles:
 
     def test_another_class_or_engine(self, path):
         target = backend()
-        target.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 41)))
+        target.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 41)))
         with pytest.raises(SessionFileError, match=r"exact was 'off' and is 'narrow \(trees from 1, prompts from 1\)'"):
             target.open().load(path)
         for most in (41, 30):  # of a class all sizes agree
             target = backend()
-            target.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, most)))
+            target.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, most)))
             if most == 41:
                 session_of(target).save(path)
             target.open().load(path)

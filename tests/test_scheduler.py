@@ -24,10 +24,10 @@ from edgespec.loop.hint_texts import Family
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.planners.auto import PLAIN, PacedPlanner, new_pace
+from edgespec.planners.auto import PLAIN, AutoPlanner, new_auto_state
 from edgespec.planners.cost import goodput, split
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -44,10 +44,10 @@ LONG = np.random.default_rng(5).integers(3, 48, 2 * TILE + 30).tolist()
 PROMPTS = [[5], [7, 8, 9], LONG[:20], LONG[: TILE + 9], LONG, [*LONG[:100], 9, 9], [4, *LONG[:90]]]
 SHAPES = {
     "any": None,
-    "one class": Exact("wide", ShapeClass(1, 41), ShapeClass(1, 41)),
-    "two classes": Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 41)),
-    "short prompts apart": Exact("narrow", ShapeClass(1, 7), ShapeClass(16, 41), ShapeClass(4, 12)),
-    "blocks": Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 32), blocks=True),
+    "one class": BatchInvariance("wide", RowClass(1, 41), RowClass(1, 41)),
+    "two classes": BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 41)),
+    "short prompts apart": BatchInvariance("narrow", RowClass(1, 7), RowClass(16, 41), RowClass(4, 12)),
+    "blocks": BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 32), blocks=True),
 }
 
 
@@ -64,13 +64,13 @@ def draft(sessions=3):
 
 def planners(name, count, pace=None):
     drafts = draft(count)
-    pace = pace or new_pace(False)
+    pace = pace or new_auto_state(False)
     return [
         {
             "none": lambda: NonePlanner(),
             "sssd": lambda: SssdPlanner(depth=6),
             "specexec": lambda: SpecExecPlanner(drafts, depth=5, beam=3),
-            "auto": lambda: PacedPlanner("auto", pace, SssdPlanner(depth=6), SpecExecPlanner(drafts, cost=pace.draft)),
+            "auto": lambda: AutoPlanner("auto", pace, SssdPlanner(depth=6), SpecExecPlanner(drafts, cost=pace.draft)),
         }[name]()
         for _ in range(count)
     ]
@@ -183,7 +183,7 @@ def play(scheduler, schedule, slots):
     st.lists(actions, min_size=1, max_size=18),
 )
 def test_random_schedules_change_no_text(name, shape, slots, leaves, schedule):
-    target, pace = backend(shape, sessions=slots, leaves=leaves), new_pace(False)
+    target, pace = backend(shape, sessions=slots, leaves=leaves), new_auto_state(False)
     guessing = planners(name, slots, pace)
     scheduler = Scheduler(target, guessing, budget=12, cost=pace.target if name == "auto" else None)
     play(scheduler, schedule, slots)
@@ -264,7 +264,7 @@ def test_a_part_of_a_prompt_ends_where_a_tile_does():
 
 @pytest.mark.parametrize(
     ("exact", "pieces"),
-    [(None, [2 * TILE, 29]), (Exact("narrow", ShapeClass(1, 7), ShapeClass(TILE, 299)), [2 * TILE + 29])],
+    [(None, [2 * TILE, 29]), (BatchInvariance("narrow", RowClass(1, 7), RowClass(TILE, 299)), [2 * TILE + 29])],
 )
 def test_no_part_of_a_prompt_is_left_that_would_be_padded(exact, pieces, monkeypatch):
     monkeypatch.setattr(PromptPieces, "quick", lambda self, taken, most: 2 * TILE)
@@ -604,7 +604,7 @@ def test_a_text_alone_is_guessed_as_without_a_scheduler():
 
 @pytest.mark.parametrize("name", ["none", "sssd", "specexec", "auto"])
 def test_a_text_can_be_written_plainly(name):
-    pace = new_pace(False)
+    pace = new_auto_state(False)
     for _ in range(PLAIN):  # that texts shared: auto guesses nothing before
         pace.target.add(2, 1.0)
     scheduler = Scheduler(backend(), planners(name, 2, pace), budget=8)

@@ -11,7 +11,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.backends.llamacpp.backend import load
 
-from edgespec.loading.exact import settle
+from edgespec.loading.exact import apply_row_class
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -38,7 +38,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
             return loaded[-1]
 
     try:
-        settle(target, str(path), asked)
+        apply_row_class(target, str(path), asked)
         shelf = Counting(tmp_path, target, 1 << 30, least=32, say=pytest.fail)
         ids = [target.vocab.encode(prompt, add_bos=True, parse_special=False) for prompt in PROMPTS]
         asks = [Request(ids[i % 5], SamplingParams(temperature=1.0, seed=i), 10 + 3 * i) for i in range(9)]

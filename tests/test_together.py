@@ -5,11 +5,11 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import ModelError
-from edgespec.loop.draft_passes import alone, together
-from edgespec.loop.pass_times import PassCost
+from edgespec.loop.draft_passes import run_one, run_shared
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -53,7 +53,7 @@ def same(tree, other):
 @pytest.mark.parametrize("kind", [SpecExecPlanner, ChainPlanner])
 def test_trees_are_those_of_texts_alone_in_fewer_passes(kind):
     draft, made, contexts = planned(kind)
-    trees = together([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    trees = run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
     shared = draft.passes.copy()
     draft, made, contexts = planned(kind)
     each = [planner.plan(context, 10) for planner, context in zip(made, contexts, strict=True)]
@@ -65,11 +65,11 @@ def test_trees_are_those_of_texts_alone_in_fewer_passes(kind):
 
 
 def test_seconds_of_a_pass_are_divided_by_nodes_and_learned_whole():
-    costs = [PassCost() for _ in TEXTS]
+    costs = [PassTimes() for _ in TEXTS]
     draft, made, contexts = planned()
     for planner, cost in zip(made, costs, strict=True):
         planner._drafter._cost = cost
-    together([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
     learned = sum(seconds for _, seconds in passes_of(costs))
     spent = sum(planner.model_seconds for planner in made)
     assert 0 < spent < learned
@@ -82,7 +82,7 @@ def passes_of(costs):
 
 def test_no_more_share_a_pass_than_it_has_room_for():
     draft, made, contexts = planned(draft=Counting(max_nodes=7), beam=4)
-    trees = together([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    trees = run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
     assert all(len(tree) > 5 for tree in trees)
     assert max(len(works) for works in draft.passes) > 1
     assert max(sum(works) for works in draft.passes) <= 7
@@ -90,9 +90,9 @@ def test_no_more_share_a_pass_than_it_has_room_for():
 
 def test_where_shapes_matter_each_text_has_passes_of_its_own():
     draft = Counting()
-    draft.keep_to(Exact("narrow", ShapeClass(1, 7), ShapeClass(1, 41)))
+    draft.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 41)))
     draft, made, contexts = planned(draft=draft, beam=4)
-    together([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
     assert all(len(works) == 1 for works in draft.passes)
 
 
@@ -102,7 +102,7 @@ def test_texts_with_drafts_of_their_own_share_nothing():
     for planner in made:
         planner.begin(TEXTS[1])
     context = Context(TEXTS[1], 3, SamplingParams(), Noise(0, SIZE), 30, 16)
-    one, other = together([planner.planning(context, 8) for planner in made])
+    one, other = run_shared([planner.planning(context, 8) for planner in made])
     assert same(one, other)
     assert all(len(works) == 1 for draft in drafts for works in draft.passes)
 
@@ -118,12 +118,12 @@ def test_a_failing_pass_fails_those_it_was_for_and_nobody_else():
     whole = SpecExecPlanner(other, depth=4)
     whole.begin(TEXTS[0])
     steps = [made[1].planning(contexts[1], 8), whole.planning(contexts[0], 8), made[2].planning(contexts[2], 8)]
-    first, tree, last = together(steps)
+    first, tree, last = run_shared(steps)
     assert isinstance(first, ModelError)
     assert isinstance(last, ModelError)
     assert len(tree) > 4
     with pytest.raises(ModelError, match="no memory"):
-        alone(made[0].planning(contexts[0], 8))
+        run_one(made[0].planning(contexts[0], 8))
 
 
 class Broken(SpecExecPlanner):
@@ -138,7 +138,7 @@ def test_one_who_fails_between_passes_does_not_disturb_the_others():
     draft, made, contexts = planned(draft=Counting(sessions=len(TEXTS) + 1))
     broken = Broken(draft)
     broken.begin(TEXTS[3])
-    found, tree = together([broken.planning(contexts[3], 8), made[0].planning(contexts[0], 8)])
+    found, tree = run_shared([broken.planning(contexts[3], 8), made[0].planning(contexts[0], 8)])
     assert str(found) == "this planner is broken"
     assert same(tree, planned()[1][0].plan(contexts[0], 8))
 

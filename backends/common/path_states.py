@@ -92,7 +92,7 @@ class PathStates(Generic[State]):
         self._most_paths, self._streams = most_paths, streams
         self._after_prompt = False  # the last commit was of a prompt's part
 
-    def owed(self, length: int) -> int:
+    def unread_committed(self, length: int) -> int:
         """Tokens that the next pass begins with, of a text of so many."""
         behind = length - self.text.last
         return behind if behind <= (MOST_OWED if self._streams else MOST_OWED_IN_MEMORY) else 0  # more: `unread`
@@ -100,7 +100,7 @@ class PathStates(Generic[State]):
     def unread(self, token_ids: Sequence[int], most: int) -> Rectangle[State] | None:
         """If too many tokens are owed: the next of them, at most so many, to be read in a pass of their own."""
         last = self.text.last
-        if len(token_ids) - last == self.owed(len(token_ids)):
+        if len(token_ids) - last == self.unread_committed(len(token_ids)):
             return None
         lane = Lane(last, self.text.kept.get(last), list(token_ids[last : last + most]), [])
         return Rectangle([lane], len(lane.token_ids), 0)

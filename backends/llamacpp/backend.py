@@ -15,7 +15,7 @@ from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import Exact
+from edgespec.loop.shapes import BatchInvariance
 from edgespec.machine.memory import left_of, parse_size
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import Plan
@@ -158,7 +158,7 @@ class LlamaBackend:
         """What llama.cpp leaves of so many bytes of GPUs with their own memory. Raises UsageError: nothing."""
         return left_of("gpu_memory", memory, sum(device.used for device in devices() if not device.shared))
 
-    def keep_to(self, exact: Exact) -> None:
+    def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def alone(self, session: LlamaSession) -> bool:
@@ -181,14 +181,14 @@ class LlamaBackend:
             placements.append(session.place(work, self._ids.offer(session, self._open, taken)))
             taken.update(placements[-1].tips)
         if self.in_order:
-            most = sum(len(work.token_ids) + work.session.owed + TILE for work in batch)
+            most = sum(len(work.token_ids) + work.session.unread_committed + TILE for work in batch)
             self.make_room(most + sessions[0].tail(batch[0]))
         between = paddings(sessions, batch, self.cells, self._open)
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
-            start, owed = len(rows.tokens), session.owed
+            start, owed = len(rows.tokens), session.unread_committed
             rows.add(*session.add(placement, self.cells.end + start))
             index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
             logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))

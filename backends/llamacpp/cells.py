@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.passes import common_prefix
-from edgespec.loop.shapes import ShapeClass, also_wanted
+from edgespec.loop.shapes import RowClass, also_wanted
 
 from .ggml.files import llama_cpp
 from .ggml.signals import Signals
@@ -56,7 +56,7 @@ class Rows:
         self.add([0] * count, places, [[seq]] * count)
         self.padding += count
 
-    def fill(self, shape: ShapeClass, seq: int) -> None:
+    def fill(self, shape: RowClass, seq: int) -> None:
         """See that rows are of this class, and logits, for the head's shape is theirs, if there are any."""
         self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
         self.wanted += also_wanted(self.wanted, len(self.tokens), shape)

@@ -298,10 +298,10 @@ class PathSession:
         return len(self.token_ids) - self._states.last
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         return self.behind if self.behind <= most_owed(self._backend.capabilities) else 0  # more are read before
 
-    def kept(self, length: int, *, short: bool = False) -> int:
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:

@@ -265,8 +265,8 @@ class LlamaSession:
         del self.token_ids[length:], self.marks[length:]
         self._forget_nodes()
 
-    def kept(self, length: int, *, short: bool = False) -> int:
-        length = self._prompt.kept(self._backend.capabilities.exact, length, short)
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        length = self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
         # Of a tile of cells only the first tokens are there, and the others must come right behind them.
         if not self._in_tiles or short or self._continues(length, self._backend.cells.end) or self._may_move(length):
             return length
@@ -354,7 +354,7 @@ class LlamaSession:
         return other
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         return len(self.token_ids) - self.held
 
     @property
@@ -433,7 +433,7 @@ def paddings(
     end, found = cells.end, list[int]()
     for session, work in zip(sessions, batch, strict=True):
         found.append(session.padding_before(work, end))
-        end += found[-1] + session.owed + len(work.token_ids)
+        end += found[-1] + session.unread_committed + len(work.token_ids)
     if found[0] and sessions[0].may_copy and cells.fill(found[0], texts):
         found[0] = 0
     return found

@@ -35,7 +35,7 @@ from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import Exact, ShapeClass, also_wanted
+from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
 from edgespec.machine.memory import parse_size
 from edgespec.weights.plan import Plan
 from edgespec.weights.preload import Progress
@@ -202,7 +202,7 @@ class MlxBackend:
         """One for a few tokens, which does not count among those that are open."""
         return self._session(CELLS_OF_SMALL)
 
-    def keep_to(self, exact: Exact) -> None:
+    def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
@@ -265,7 +265,7 @@ class MlxBackend:
         mx.clear_cache()
 
 
-def padded(work: Work, first: int, shape: ShapeClass) -> Work:
+def padded(work: Work, first: int, shape: RowClass) -> Work:
     """The work with as many more nodes, which see only the text, and rows wanted, as a pass of this class has.
 
     Their cells are written over by the next pass, since the session does not learn of them.

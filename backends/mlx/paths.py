@@ -181,10 +181,10 @@ class MlxPathSession(MlxSession):
         return super().state + arrays
 
     @property
-    def owed(self) -> int:
-        return self.states.owed(len(self.token_ids))
+    def unread_committed(self) -> int:
+        return self.states.unread_committed(len(self.token_ids))
 
-    def kept(self, length: int, *, short: bool = False) -> int:
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self.states.text.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:

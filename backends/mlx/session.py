@@ -89,11 +89,11 @@ class MlxSession:
         return len(self._parents)
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         return 0
 
-    def kept(self, length: int, *, short: bool = False) -> int:
-        return self._prompt.kept(self._backend.capabilities.exact, length, short)
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:

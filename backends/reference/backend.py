@@ -26,7 +26,7 @@ from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import identity_of, look, read, write
-from edgespec.loop.shapes import Exact, PromptRead
+from edgespec.loop.shapes import BatchInvariance, PromptRead
 from edgespec.loop.tree import IntArray, depths, is_leaf, nodes_below, parents_among, path_to
 from edgespec.planners.path_cost import CHEAP, MOST_OWED, States, paths_of, step_from
 
@@ -126,11 +126,11 @@ class ReferenceSession:
         return RowLogits(rows)
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         return 0
 
-    def kept(self, length: int, *, short: bool = False) -> int:
-        return self._prompt.kept(self._backend.capabilities.exact, length, short)
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
@@ -198,7 +198,7 @@ class RecurrentSession(ReferenceSession):
         if self._behind > MOST_OWED:
             self._bring_on(self._states.last)
         paths = paths_of(self._parents, first, self._tips)
-        sizes = [len(path.nodes) + (self.owed if path.start < 0 else 0) for path in paths]
+        sizes = [len(path.nodes) + (self.unread_committed if path.start < 0 else 0) for path in paths]
         step = step_from(self._states.kept, length, len(paths), max(sizes), 2 * CHEAP)
         found = dict[int, Array]()
         for path, size in zip(paths, sizes, strict=True):
@@ -209,7 +209,7 @@ class RecurrentSession(ReferenceSession):
                 found[node], state = self._evaluate(self._tokens[node], seen, length + node, state)
             if size == max(sizes):  # others go on behind their leaf
                 self._tips[path.nodes[-1]] = state
-        if self.owed and step is not None:
+        if self.unread_committed and step is not None:
             self._bring_on(step)
         model = self._backend.model
         output = model.embedding if model.unembedding is None else model.unembedding
@@ -238,11 +238,11 @@ class RecurrentSession(ReferenceSession):
         return len(self.token_ids) - self._states.last
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         return self._behind if self._behind <= MOST_OWED else 0  # more are read before
 
-    def kept(self, length: int, *, short: bool = False) -> int:
-        length = super().kept(length, short=short)
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        length = super().reusable_prefix(length, short=short)
         return length if length == len(self.token_ids) else self._states.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
@@ -319,7 +319,7 @@ class ReferenceBackend:
         """How many there are."""
         return len(self.opened)
 
-    def keep_to(self, exact: Exact) -> None:
+    def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:

@@ -29,7 +29,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import Exact, also_wanted
+from edgespec.loop.shapes import BatchInvariance, also_wanted
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import available_memory, format_size, left_of, parse_size, private_memory
 from edgespec.weights.plan import MARGIN, SAFETY
@@ -133,7 +133,7 @@ class TorchBackend:
         taken = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
         return left_of("gpu_memory", memory, taken)
 
-    def keep_to(self, exact: Exact) -> None:
+    def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:

@@ -212,10 +212,10 @@ class TorchPathSession(TorchSession):
         return self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
 
     @property
-    def owed(self) -> int:
-        return self.states.owed(len(self.token_ids))
+    def unread_committed(self) -> int:
+        return self.states.unread_committed(len(self.token_ids))
 
-    def kept(self, length: int, *, short: bool = False) -> int:
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self.states.text.before(length)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:

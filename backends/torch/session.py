@@ -83,11 +83,11 @@ class TorchSession:
         self._prompt.add(work.prompt, work.short, len(self.token_ids))
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         return 0
 
-    def kept(self, length: int, *, short: bool = False) -> int:
-        return self._prompt.kept(self._backend.capabilities.exact, length, short)
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:

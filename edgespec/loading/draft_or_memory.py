@@ -23,7 +23,7 @@ DEEPEST = 16
 GRAIN = 1 << 27  # bytes by which what is streamed must differ to count as another case
 
 
-def open_best(
+def open_pair(
     entry: Entry,
     draft: str | None,
     models_file: str | None,

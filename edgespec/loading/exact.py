@@ -33,7 +33,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Session, Work
 from edgespec.loop.engines import load_specimen
 from edgespec.loop.passes import prefill
-from edgespec.loop.shapes import Exact, ShapeClass
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine.measurements import identity, machine, recall, remember
 
 CHOICES = ("narrow", "wide", "off")
@@ -71,7 +71,7 @@ Found = Sequence[Group]
 _known: dict[str, list[Group]] = {}  # in this process, also where nothing is remembered
 
 
-def settle(
+def apply_row_class(
     backend: Backend,
     path: str,
     asked: str | None = None,
@@ -101,7 +101,7 @@ def settle(
     return found
 
 
-def price(found: Found, exact: Exact | None, streams: bool) -> list[str]:
+def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[str]:
     """What padding costs a pass over one node, for a person, where that is much."""
     if exact is None or exact.trees.least == 1 or streams or not _timed(found):
         return []
@@ -128,7 +128,7 @@ def find(backend: Backend, path: str, *, keep: bool, say: Callable[[str], None])
     return found
 
 
-def find_early(
+def probe_before_load(
     name: str, path: str, asked: str | None, *, keep: bool, say: Callable[[str], None]
 ) -> Callable[..., bool]:
     """The same for an engine that still has a choice, or is about to fill memory with weights: a small model has room
@@ -172,7 +172,7 @@ def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
     if key not in _known and kept and (rows := recall(about)) is not None:
         with suppress(TypeError):  # written by another version
             found = [Group(**row) for row in rows]
-            if _timed(found) or _crowded():
+            if _timed(found) or machine_is_busy():
                 _known[key] = found
     return _known.get(key)
 
@@ -181,7 +181,7 @@ def _timed(found: Found) -> bool:
     return all(group.seconds for group in found)
 
 
-def _crowded() -> bool:
+def machine_is_busy() -> bool:
     """Whether other programs compute now; False where a system does not tell."""
     tell = getattr(os, "getloadavg", None)  # Windows has none
     return tell is not None and tell()[0] > LOADED * (os.cpu_count() or 1)
@@ -328,7 +328,7 @@ def check_choice(asked: str | None) -> None:
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
 
 
-def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | None:
+def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvariance | None:
     """The class that a text is written in; None: there is none, or it was not wanted.
 
     Args:
@@ -358,11 +358,11 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> Exact | Non
     name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
     trees = _shape(chosen, most)
     if mixture:  # only equal blocks are read alike
-        return Exact(name, trees, ShapeClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
+        return BatchInvariance(name, trees, RowClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
     if chosen is found[-1]:
-        return Exact(name, trees, trees)
+        return BatchInvariance(name, trees, trees)
     short = _shape(wide, most) if wide and wide is not found[-1] else None
-    return Exact(name, trees, _shape(found[-1], limits.max_nodes), short)
+    return BatchInvariance(name, trees, _shape(found[-1], limits.max_nodes), short)
 
 
 def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
@@ -383,10 +383,10 @@ def usable(found: Found) -> list[Group]:
     return [group for group in found if group.trees and group.company and group.most >= FEW]
 
 
-def _shape(group: Group, most: int) -> ShapeClass:
+def _shape(group: Group, most: int) -> RowClass:
     """What is true of the largest of `SIZES` is taken to be true of larger passes."""
     most = most if _open_ended(group) else min(group.most, most)
-    return ShapeClass(group.least, most - most % group.step, group.step)
+    return RowClass(group.least, most - most % group.step, group.step)
 
 
 def _open_ended(group: Group) -> bool:
@@ -402,7 +402,7 @@ def reason(found: Found, paths: bool) -> str:
     return "here a row's logits depend on the other rows of its pass, so no passes agree to the bit"
 
 
-def line(found: Found, exact: Exact | None, paths: bool = False) -> str:
+def line(found: Found, exact: BatchInvariance | None, paths: bool = False) -> str:
     """What was found, for a person; `paths`: see `Capabilities`."""
     sizes = ", ".join(map(_name, usable(found)))
     if not sizes:

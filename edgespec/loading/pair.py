@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from edgespec.errors import UsageError
-from edgespec.loading.exact import check_choice, find_early, settle
+from edgespec.loading.exact import apply_row_class, check_choice, probe_before_load
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import choose_backend, load_backend, load_options
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
-from edgespec.planners.auto import Pace
+from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
 WIDE = 16  # guesses, from which on kernels for many tokens are the faster ones: see llamacpp's `load`
@@ -94,7 +94,7 @@ def open_backends(
     for_target["lenders"] = for_target["lenders"] or ()
     for_target |= {"progress": progress} if progress else {}
     if exact != "off":
-        for_target["agrees"] = find_early(names[0], paths[0], exact, keep=remember, say=say)
+        for_target["agrees"] = probe_before_load(names[0], paths[0], exact, keep=remember, say=say)
     # An engine that can plan for both is told; any other finds what a draft loaded before has left.
     together = len(set(names)) == 1 and "beside" in load_options(names[0])
     backends: list[Backend] = []
@@ -117,7 +117,7 @@ def open_backends(
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
                     "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
                 ]
-        settle(backends[0], paths[0], exact, keep=remember, say=say)
+        apply_row_class(backends[0], paths[0], exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise
@@ -171,8 +171,8 @@ def close_all(backends: Sequence[Backend]) -> None:
         backend.close()
 
 
-def recall_pace(
-    pace: Pace, sources: Sequence[str], target: Backend, options: Mapping[str, int | str | None]
+def recall_auto_state(
+    pace: AutoState, sources: Sequence[str], target: Backend, options: Mapping[str, int | str | None]
 ) -> Callable[[], None]:
     """Fill in what earlier runs have learned of the same models, loaded alike; returns what keeps it for later ones."""
     about = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
-from edgespec.loop.shapes import Exact
+from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import IntArray
 
 
@@ -30,7 +30,7 @@ class Capabilities:
     experts: tuple[int, int] | None = None  # of a layer, used by a token; if passes read only those that are used
     paths: bool = False  # a tree is evaluated path by path, so nodes on several of them cost as often: `paths.py`
     gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
-    exact: Exact | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
+    exact: BatchInvariance | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
     spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit
     one_thread: bool = False  # passes are made in one thread only
     cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
@@ -78,10 +78,10 @@ class Session(Protocol):
     token_ids: list[int]  # committed tokens whose keys and values are held
 
     @property
-    def owed(self) -> int:
+    def unread_committed(self) -> int:
         """Committed tokens that the next pass reads again; they count as rows of it."""
 
-    def kept(self, length: int, *, short: bool = False) -> int:
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         """Of the first `length` committed tokens, how many a prompt that starts with them need not read again.
 
         `short`: a prompt that `is_short`.
@@ -121,7 +121,7 @@ class Work:
     parents: IntArray  # [n]: a node's number (this work's nodes follow those evaluated before), or -1: last committed
     wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
     prompt: bool = False  # a chain that is part of a prompt: no guesses, and the session has no nodes
-    short: bool = False  # … that is so short that it has a class of its own: see `Exact.short`
+    short: bool = False  # … that is so short that it has a class of its own: see `BatchInvariance.short`
 
 
 class Logits(Protocol):
@@ -167,7 +167,7 @@ class Backend(Protocol):
             UsageError: all sessions this backend was loaded for are open.
         """
 
-    def keep_to(self, exact: Exact) -> None:
+    def keep_to(self, exact: BatchInvariance) -> None:
         """From now on passes have these shapes, short ones padded, and logits agree to the bit.
 
         Padding takes no part in any text. To be called before the first session is opened.

@@ -34,18 +34,18 @@ class Passed:
     seconds: float  # that it took
 
 
-Steps: TypeAlias = Generator[Wanted, Passed, T]
+DraftSteps: TypeAlias = Generator[Wanted, Passed, T]
 
 
-def alone(steps: Steps[T]) -> T:
+def run_one(steps: DraftSteps[T]) -> T:
     """What the steps lead to, each work a pass of its own; raises what they raise."""
-    [found] = together([steps])
+    [found] = run_shared([steps])
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def together(texts: Sequence[Steps[T]]) -> list[T | Exception]:
+def run_shared(texts: Sequence[DraftSteps[T]]) -> list[T | Exception]:
     """What the steps of each text lead to, or what they raise; they share passes."""
     found: dict[int, T | Exception] = {}
     wanted: dict[int, Wanted] = {}

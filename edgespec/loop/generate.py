@@ -21,7 +21,7 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.loop.backend import Backend, Logits, Session, Work
-from edgespec.loop.draft_passes import Steps, alone
+from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import Family
 from edgespec.loop.passes import check_room, most_nodes, prefill, prompt_work, start_of
@@ -158,16 +158,16 @@ class Generation:
 
     def plan(self, most: int | None = None, texts: int = 1) -> DraftTree:
         """A tree rooted at the last committed token, with at most so many guesses; `texts` are planned at once."""
-        return alone(self.planning(most, texts))
+        return run_one(self.planning(most, texts))
 
-    def planning(self, most: int | None = None, texts: int = 1) -> Steps[DraftTree]:
+    def planning(self, most: int | None = None, texts: int = 1) -> DraftSteps[DraftTree]:
         """The steps of `plan`."""
         self._started, drafted = perf_counter(), self._planner.model_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
         leaves = limits.leaves(texts)
         context = self._context(self.token_ids, room, texts)
-        budget = min(self._budget, most_nodes(limits, self.session.owed) - 1)
+        budget = min(self._budget, most_nodes(limits, self.session.unread_committed) - 1)
         budget = budget if most is None else min(budget, most)
         if self._drafts:
             tree = yield from self._drafts.planning(context, budget)
@@ -181,7 +181,7 @@ class Generation:
 
     def _context(self, token_ids: Sequence[int], room: int, texts: int = 1) -> Context:
         limits, beside = self.target.capabilities, self._family.beside(self._member) if self._family else ()
-        head = self.session.owed if limits.paths else None
+        head = self.session.unread_committed if limits.paths else None
         return Context(
             token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.leaves(texts),
             head=head, texts=texts, beside=beside,
@@ -201,7 +201,10 @@ class Generation:
 
     def work(self, tree: DraftTree) -> Work:
         """The whole tree, to be evaluated at once."""
-        self._tree, self._plain = tree, len(tree) == 1 and not (self.target.capabilities.paths and self.session.owed)
+        self._tree, self._plain = (
+            tree,
+            len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed),
+        )
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         self._waited, self._given = self.target.wait_seconds, perf_counter()
         return work

@@ -92,7 +92,7 @@ def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
     return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
 
 
-class PassCost:
+class PassTimes:
     """Seconds that passes take, by number of nodes and by the length of the text before them."""
 
     def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:

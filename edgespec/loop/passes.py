@@ -6,7 +6,7 @@ import numpy as np
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
-from edgespec.loop.shapes import ShapeClass
+from edgespec.loop.shapes import RowClass
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -86,7 +86,9 @@ def prompt_work(
     elif exact and exact.blocks:
         end = start - start % exact.prompts.most + exact.prompts.most
     else:
-        end = start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.owed
+        end = (
+            start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.unread_committed
+        )
         if most is not None:
             end = min(end, start + most)
     piece = np.asarray(token_ids[start:end], np.int32)
@@ -104,7 +106,7 @@ def is_short(limits: Capabilities, length: int) -> bool:
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
     """How many tokens of a prompt need not be read, since the session holds them; `want_last`: the last one is."""
     shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
-    return session.kept(shared, short=is_short(limits, len(token_ids)))
+    return session.reusable_prefix(shared, short=is_short(limits, len(token_ids)))
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
@@ -124,13 +126,13 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
         if exact.blocks and len(batch) > 1 and any(work.prompt for work in batch):
             raise ValueError("a prompt and other works in one forward; here rows depend on each other")
     if shape := shape_of(limits, batch):
-        counts.append(("rows", nodes + sum(work.session.owed for work in batch), shape.most))
+        counts.append(("rows", nodes + sum(work.session.unread_committed for work in batch), shape.most))
     for name, count, limit in counts:
         if count > limit:
             raise ValueError(f"{count} {name} in one forward; this backend takes {limit}")
 
 
-def shape_of(limits: Capabilities, batch: Sequence[Work]) -> ShapeClass | None:
+def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
     """The class that a pass over these works is kept to; None: it has any shape."""
     exact = limits.exact
     if exact is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from edgespec.loop.backend import Session
-from edgespec.loop.draft_passes import Steps
+from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import Beside
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.sampling import Noise, SamplingParams
@@ -84,7 +84,7 @@ class Drafts(Protocol):
     def went_on(self) -> int:
         """Rounds since `begin` whose search went on in the next."""
 
-    def planning(self, context: Context, budget: int) -> Steps[DraftTree]:
+    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
         """The steps of `plan`, in which several texts may share the draft's passes (`together.py`)."""
 
     def beside(self, nodes: int) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeClass:
+class RowClass:
     """Numbers of rows a pass may have so that not a bit of a row depends on how many there are, or on the others."""
 
     least: int  # the backend pads shorter passes to so many rows
@@ -19,13 +19,13 @@ class ShapeClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class BatchInvariance:
     """How passes are kept in shapes that agree to the bit: `exact.py` finds them."""
 
     name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
-    trees: ShapeClass  # of passes over trees
-    prompts: ShapeClass  # of passes over prompts; if another class, a prompt's part that was written is read again
-    short: ShapeClass | None = None  # of prompts that have fewer tokens than `prompts` has rows; cells do for such only
+    trees: RowClass  # of passes over trees
+    prompts: RowClass  # of passes over prompts; if another class, a prompt's part that was written is read again
+    short: RowClass | None = None  # of prompts that have fewer tokens than `prompts` has rows; cells do for such only
     blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
 
 
@@ -34,7 +34,7 @@ class PromptRead:
     """How many of a session's first tokens were read as a prompt: one that begins so goes on from their cells."""
 
     tokens: int = 0
-    short: bool = False  # in the class `Exact.short`
+    short: bool = False  # in the class `BatchInvariance.short`
     reading: bool = False  # the session's nodes are the next of them
 
     @classmethod
@@ -62,7 +62,7 @@ class PromptRead:
         """Only so many of the session's tokens stay."""
         self.tokens, self.reading = min(self.tokens, length), False
 
-    def kept(self, exact: Exact | None, length: int, short: bool) -> int:
+    def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
         """See `Session.kept`: what was written, or read in another class, was computed in another shape."""
         if exact is None or exact.prompts == exact.trees:
             return length
@@ -70,7 +70,7 @@ class PromptRead:
         return length - length % exact.prompts.most if exact.blocks else length
 
 
-def also_wanted(wanted: Sequence[int], rows: int, shape: ShapeClass) -> list[int]:
+def also_wanted(wanted: Sequence[int], rows: int, shape: RowClass) -> list[int]:
     """Further rows of a pass whose logits are computed, so that the output matrix is of the class, too, if it has any.
 
     Args:

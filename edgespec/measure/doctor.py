@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.loading.exact import check_choice, find_early, line, settle, tokens
+from edgespec.loading.exact import apply_row_class, check_choice, line, probe_before_load, tokens
 from edgespec.loading.pair import RESIDENT, check_engine_options, choose_budget, choose_context
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import choose_backend, installed_backends, load_backend, load_options
@@ -262,9 +262,9 @@ def _try(
     say("passes")
     streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
     if exact != "off":
-        streaming["agrees"] = find_early(engine, path, exact, keep=True, say=say)
+        streaming["agrees"] = probe_before_load(engine, path, exact, keep=True, say=say)
     with closing(_load(engine, path, options | streaming)) as backend:
-        found = settle(backend, path, exact, say=say)
+        found = apply_row_class(backend, path, exact, say=say)
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"

@@ -21,7 +21,7 @@ from edgespec.loop.text import user_messages
 from edgespec.measure.lossless import explain
 from edgespec.model import Model
 from edgespec.models.registry import find_model
-from edgespec.planners.auto import new_pace
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
 
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
@@ -135,7 +135,7 @@ def run_bench(
         ready()
         tallies = {name: Tally() for name in names}
         limits = backends[0].capabilities
-        paces = {name: None if fixed else new_pace(limits.streams, limits.experts) for name in names}
+        paces = {name: None if fixed else new_auto_state(limits.streams, limits.experts) for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             for i, prompt in enumerate(bar.track(prompts, description="measuring")):
                 params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})

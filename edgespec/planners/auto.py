@@ -7,7 +7,7 @@ The question of a round is which of these makes the most tokens per second (`cos
     a draft     a chain of k tokens is foretold to gain 1 + a + … + a^k, where a is the share of tokens in which the
                 draft has agreed; reading what the draft has missed counts
 
-Three things are learned, and kept from text to text in a `Pace`: what passes cost, how far the copies' probabilities
+Three things are learned, and kept from text to text in a `AutoState`: what passes cost, how far the copies' probabilities
 can be trusted, how often the draft agrees. A draft that was asked little gets the benefit of the doubt, which fades as
 it is asked: so where it does not pay, it is tried a few times and left alone. Nothing of this decides what is written,
 only how it is guessed.
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from edgespec.loop.backend import Session
-from edgespec.loop.draft_passes import Steps, alone
-from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassCost
+from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
 from edgespec.loop.planner import Context
 from edgespec.loop.tree import DraftTree, best_nodes, root_only
 from edgespec.planners.cost import chain_goodput
@@ -74,11 +74,11 @@ class Share:
 
 
 @dataclass(slots=True)
-class Pace:
+class AutoState:
     """What is known of a target, its draft and the copies at work; kept from text to text, and from run to run."""
 
-    target: PassCost = field(default_factory=PassCost)
-    draft: PassCost = field(default_factory=PassCost)
+    target: PassTimes = field(default_factory=PassTimes)
+    draft: PassTimes = field(default_factory=PassTimes)
     copies: Share = field(default_factory=lambda: Share(0.99))  # copied guesses that were right, of those foretold
     agreement: Share = field(default_factory=lambda: Share(0.998))  # tokens the draft knew best, of all it was asked
     worth: Share = field(default_factory=lambda: Share(0.98))  # tokens that drafted rounds wrote, of those foretold
@@ -112,14 +112,14 @@ class Pace:
         return [("copies", self.copies), ("agreement", self.agreement), ("worth", self.worth)]
 
 
-def new_pace(streams: bool, experts: tuple[int, int] | None = None) -> Pace:
+def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> AutoState:
     """Nothing is known but what passes read from a disk or over a bus.
 
     Args:
         streams: all of them the same weights, so that nodes are cheap.
         experts: those that their nodes choose: as for `cost.Curve`.
     """
-    return Pace(PassCost(HEAVY if experts else FLAT if streams else STEEP, experts))
+    return AutoState(PassTimes(HEAVY if experts else FLAT if streams else STEEP, experts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,13 @@ class _Planned:
     expected: float = 0.0  # tokens, of a drafted tree
 
 
-class PacedPlanner:
+class AutoPlanner:
     """See the module. Either of copies and draft may be missing."""
 
     def __init__(
         self,
         name: str,
-        pace: Pace,
+        pace: AutoState,
         copies: SssdPlanner | None = None,
         draft: SpecExecPlanner | None = None,
         patience: int = 0,
@@ -211,9 +211,9 @@ class PacedPlanner:
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """The tree that promises most."""
-        return alone(self.planning(context, budget))
+        return run_one(self.planning(context, budget))
 
-    def planning(self, context: Context, budget: int) -> Steps[DraftTree]:
+    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
         """The steps of `plan`."""
         length, pace = len(context.token_ids), self._pace
         if known := pace.target.at(length):
@@ -253,7 +253,7 @@ class PacedPlanner:
 
     def _drafted(
         self, draft: SpecExecPlanner, context: Context, budget: int, behind: int, depth: int
-    ) -> Steps[tuple[DraftTree, _Planned]]:
+    ) -> DraftSteps[tuple[DraftTree, _Planned]]:
         """Ask the draft, and keep of its tree what pays."""
         cost, length = context.cost, len(context.token_ids)
         started, draft_cost = draft.model_seconds, self._draft_cost(draft, length, context.texts)

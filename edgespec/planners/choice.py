@@ -8,7 +8,7 @@ from typing import Any
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
-from edgespec.planners.auto import PATIENCE, Pace, PacedPlanner
+from edgespec.planners.auto import PATIENCE, AutoPlanner, AutoState
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import open_datastore
 from edgespec.planners.none import NonePlanner
@@ -56,7 +56,7 @@ def make_planner(
     name: str,
     backends: Sequence[Backend],
     datastore: str | None = None,
-    pace: Pace | None = None,
+    pace: AutoState | None = None,
     *,
     texts: int = 1,
     ahead: bool | None = None,
@@ -94,7 +94,7 @@ def make_planner(
         copies = SssdPlanner(store, **_taken("sssd", options))
     if pace:
         patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
-        return PacedPlanner(name, pace, copies, draft, patience)
+        return AutoPlanner(name, pace, copies, draft, patience)
     planner: Planner | None = draft or copies
     assert planner is not None
     return planner

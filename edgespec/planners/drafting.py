@@ -7,8 +7,8 @@ import numpy as np
 
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.draft_passes import Passed, Steps, Wanted, alone
-from edgespec.loop.pass_times import Curve, PassCost
+from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
+from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import check_room, common_prefix, may_read_anew, prefill, prompt_work, start_of
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
@@ -22,7 +22,7 @@ COMPANY = 16  # passes that tell how many texts share one
 class Drafter:
     """One session of a draft model. Since `begin`: `passes`, and their `seconds`, those aside that were `hidden`."""
 
-    def __init__(self, draft: Backend, cost: PassCost | None) -> None:
+    def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
         self.seconds, self.hidden, self.passes = 0.0, 0.0, 0
         self.last = 0.0  # seconds of the last pass
@@ -30,7 +30,7 @@ class Drafter:
         self.evaluated = 0  # uncommitted nodes in the session
         self.company = 1.0  # texts that have shared its passes, a mean that fades
         self._texts = 1  # … and the last one
-        self._cost = PassCost() if cost is None else cost
+        self._cost = PassTimes() if cost is None else cost
         self.session = draft.open()
 
     def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
@@ -62,9 +62,9 @@ class Drafter:
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
         """Commit the tokens the session lacks; the last one's logits and node."""
-        return alone(self.reading(token_ids))
+        return run_one(self.reading(token_ids))
 
-    def reading(self, token_ids: Sequence[int]) -> Steps[tuple[Logits, int]]:
+    def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
         """The steps of `read`."""
         limits, session, again = self.draft.capabilities, self.session, False
         session.rewind(start_of(limits, session, token_ids, want_last=True))
@@ -86,9 +86,9 @@ class Drafter:
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
         """One pass over new nodes, `parents` being nodes or COMMITTED; their logits and nodes [n]."""
-        return alone(self.evaluating(token_ids, parents))
+        return run_one(self.evaluating(token_ids, parents))
 
-    def evaluating(self, token_ids: IdArray, parents: IdArray) -> Steps[tuple[Logits, IdArray]]:
+    def evaluating(self, token_ids: IdArray, parents: IdArray) -> DraftSteps[tuple[Logits, IdArray]]:
         """The steps of `evaluate`."""
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
@@ -114,7 +114,7 @@ class Drafter:
         try:
             yield
         finally:
-            self.session.rewind(self.session.kept(min(length, len(self.session.token_ids))))
+            self.session.rewind(self.session.reusable_prefix(min(length, len(self.session.token_ids))))
             self.evaluated = 0
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> list[int]:

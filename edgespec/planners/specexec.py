@@ -26,8 +26,8 @@ from typing import ClassVar
 import numpy as np
 
 from edgespec.loop.backend import Backend, Session
-from edgespec.loop.draft_passes import Steps, alone
-from edgespec.loop.pass_times import PassCost
+from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import DraftTree, choose, root_only, select
@@ -57,7 +57,7 @@ class SpecExecPlanner:
         beam: int = 16,
         tau: float | None = None,
         coupling: bool = True,
-        cost: PassCost | None = None,
+        cost: PassTimes | None = None,
         keep: int = KEEP,
         texts: int = 1,
         ahead: bool = False,
@@ -135,9 +135,9 @@ class SpecExecPlanner:
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Algorithm 2, from what is known."""
-        return alone(self.planning(context, budget))
+        return run_one(self.planning(context, budget))
 
-    def planning(self, context: Context, budget: int) -> Steps[DraftTree]:
+    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
         """The steps of `plan`."""
         steps = min(self.depth, self._drafter.room(context))
         if steps <= 0 or budget <= 0:
@@ -164,7 +164,7 @@ class SpecExecPlanner:
         found = search.found()
         return select(found, choose(found.parents, found.log_probs, budget, context.max_leaves))
 
-    def _read_root(self, search: Search, guess: Guess, context: Context) -> Steps[None]:
+    def _read_root(self, search: Search, guess: Guess, context: Context) -> DraftSteps[None]:
         """Read what the draft lacks of the text."""
         with self._worker.passing():
             logits, node = yield from self._drafter.reading(context.token_ids)
@@ -172,7 +172,7 @@ class SpecExecPlanner:
         with self._worker.lock:
             search.add_children(np.array([0]), [COMMITTED], *children)
 
-    def _read(self, search: Search, guess: Guess, batch: IdArray) -> Steps[None]:
+    def _read(self, search: Search, guess: Guess, batch: IdArray) -> DraftSteps[None]:
         """One draft pass over nodes of the search."""
         self._reading = batch.tolist()
         with self._worker.passing():
@@ -208,13 +208,13 @@ class SpecExecPlanner:
         self._drafter.beside = True
         try:
             if search.place[0] == NOT_READ:
-                alone(self._read_root(search, guess, context))
+                run_one(self._read_root(search, guess, context))
             forks = search.forks(self._forks, depth) if self._forks else None
             while not self._worker.stopped.is_set() and perf_counter() + self._drafter.last < due:
                 nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
                 batch = search.take(nodes, beam, leaves, self._limits.max_nodes)
                 if len(batch):
-                    alone(self._read(search, guess, batch))
+                    run_one(self._read(search, guess, batch))
                 elif forks is None:
                     return
                 forks = None

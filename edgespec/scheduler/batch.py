@@ -6,9 +6,9 @@ from statistics import fmean
 from time import perf_counter
 
 from edgespec.loop.backend import Capabilities, Work
-from edgespec.loop.draft_passes import together
+from edgespec.loop.draft_passes import run_shared
 from edgespec.loop.generate import Generation
-from edgespec.loop.pass_times import PassCost
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import most_nodes
 from edgespec.loop.tree import DraftTree, best_nodes
 from edgespec.planners.cost import split
@@ -33,14 +33,14 @@ def plan(
     reader: Slot | None,
     slots: Sequence[Slot],
     limits: Capabilities,
-    cost: PassCost | None,
+    cost: PassTimes | None,
     pieces: PromptPieces,
 ) -> tuple[Batch, Failed]:
     """Trees of those who have waited longest, and then the next part of a prompt."""
     part = reader.generation if reader else None
     room = most_nodes(limits, 0)
     if part:
-        room -= min(TILE, part.unread, room // 2) + part.session.owed
+        room -= min(TILE, part.unread, room // 2) + part.session.unread_committed
     batch, failed = plan_trees(writing, slots, limits, room, cost, alone=reader is None)
     if reader and part:
         gone = [slot for slot, _ in failed]
@@ -54,7 +54,7 @@ def plan_trees(
     slots: Sequence[Slot],
     limits: Capabilities,
     room: int,
-    cost: PassCost | None,
+    cost: PassTimes | None,
     *,
     alone: bool,
 ) -> tuple[Batch, Failed]:
@@ -67,7 +67,7 @@ def plan_trees(
     """
     group = list[Slot]()
     for slot in sorted(writing, key=lambda slot: slot.passed):
-        if (rows := 1 + slot.session.owed) > room:
+        if (rows := 1 + slot.session.unread_committed) > room:
             break
         group.append(slot)
         room -= rows
@@ -78,7 +78,7 @@ def plan_trees(
     alone = alone and len(group) == 1
     fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
     most, texts = None if alone else fair, len(group)
-    found = together([slot.generation.planning(most, texts) for slot in group if slot.generation])
+    found = run_shared([slot.generation.planning(most, texts) for slot in group if slot.generation])
     for slot, tree in zip(group.copy(), found, strict=True):
         if isinstance(tree, Exception):
             group.remove(slot)
@@ -91,7 +91,7 @@ def plan_trees(
         curve = cost.at(round(length)) if cost else None
         added = roots = None
         if limits.paths:
-            heads = [slot.session.owed for slot in group]
+            heads = [slot.session.unread_committed for slot in group]
             added, roots = [rows_added(*one) for one in zip(trees, heads, strict=True)], len(heads) + sum(heads)
         sizes = split([tree.log_probs[1:] for tree in trees], room, spent, curve, added, roots)
         leaves = limits.leaves(len(group))
@@ -109,10 +109,10 @@ def beside(batch: Batch) -> AbstractContextManager[None]:
 def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Work:
     """The next part of a prompt, in the room that the trees leave; with `pieces`, so small that they wait a moment."""
     start, session = reading.reads_on_at(), reading.session
-    taken = sum(len(work.token_ids) + work.session.owed for _, work in batch)
+    taken = sum(len(work.token_ids) + work.session.unread_committed for _, work in batch)
     room = limits.max_nodes - taken
     if limits.exact:
-        room = min(room, limits.exact.prompts.most - taken - session.owed)
+        room = min(room, limits.exact.prompts.most - taken - session.unread_committed)
     quick = min(room, pieces.quick(taken, limits.max_nodes)) if pieces and not limits.streams else room
     end, whole = start + quick, start + reading.unread
     if end < whole and end - end % TILE > start:

@@ -76,7 +76,7 @@ class Shelf:
         """
         text = list(session.token_ids)
         try:
-            if session.kept(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
+            if session.reusable_prefix(len(text)) - self.best(text)[1] < max(self.least, len(text) // PART):
                 return False
             about = json.dumps([dict(self._backend.identity), text], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgespec.loop.pass_times import PassCost
+from edgespec.loop.pass_times import PassTimes
 
 TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
 FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
@@ -13,7 +13,7 @@ class PromptPieces:
     """Learns what passes with parts of prompts take."""
 
     def __init__(self) -> None:
-        self._cost = PassCost(slope=1.0)
+        self._cost = PassTimes(slope=1.0)
         self.tree_seconds = 0.0  # of the last pass without a prompt
 
     def add(self, nodes: int, seconds: float, *, prompt: bool) -> None:

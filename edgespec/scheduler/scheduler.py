@@ -28,7 +28,7 @@ import edgespec.scheduler.session_pool as slots
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.generate import Generation
-from edgespec.loop.pass_times import PassCost
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
@@ -68,7 +68,7 @@ class Scheduler:
         planners: Sequence[Planner],
         *,
         budget: int,
-        cost: PassCost | None = None,
+        cost: PassTimes | None = None,
         first_come: bool = False,
     ) -> None:
         """

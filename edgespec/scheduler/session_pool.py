@@ -76,7 +76,7 @@ def prepare(
     source, start = _best_start(limits, slot, prompt[:-1], slots)
     forks = source is not slot
     held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
-    if shelf and slot.session.kept(len(held)) - (0 if forks else common) >= shelf.least:
+    if shelf and slot.session.reusable_prefix(len(held)) - (0 if forks else common) >= shelf.least:
         shelf.put(slot.session, slot.draft)
     pass_on(slot, slots, 0 if forks else start)
     if forks:

@@ -22,7 +22,7 @@ from edgespec.loop.text import user_messages
 from edgespec.machine.memory import private_memory
 from edgespec.model import Model
 from edgespec.models.registry import Defaults, Entry
-from edgespec.planners.auto import new_pace
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
 
 PLENTY = 1 << 42  # of memory, named so that weights are used as the files have them, and nothing is streamed
@@ -41,7 +41,7 @@ class Task:
     memory: int = 0  # bytes given to streaming; 0 = what is free
     budget: int = DEFAULT_BUDGET
     by_cost: bool = False  # no more guesses than pay
-    pace: dict[str, Any] | None = None  # what the parts before have learned of that, as `Pace.as_dict` has it
+    pace: dict[str, Any] | None = None  # what the parts before have learned of that, as `AutoState.as_dict` has it
     context_length: int = 2048
     nodes: list[int] = field(default_factory=list)  # tree sizes to time
     repeats: int = 3
@@ -106,7 +106,7 @@ def _measure_texts(task: Task) -> dict[str, Any]:
     backends = _open(task)
     try:
         limits = backends[0].capabilities
-        pace = new_pace(limits.streams, limits.experts) if task.by_cost else None
+        pace = new_auto_state(limits.streams, limits.experts) if task.by_cost else None
         if pace and task.pace:
             pace.recall(task.pace)
         planner = make_planner(task.planner, backends, pace=pace, ahead=task.ahead, **task.planner_options)

@@ -50,7 +50,7 @@ class Host:
         self._model.keep_to(exact)
         return self._model.capabilities
 
-    def kept(self, session: int, length: int, short: bool) -> int:
+    def reusable_prefix(self, session: int, length: int, short: bool) -> int:
         return int(self._sessions[session].kept(length, short=short))
 
     def commit(self, session: int, path: list[int], known: int) -> tuple[int, list[int], int]:
@@ -67,7 +67,7 @@ class Host:
         """How many tokens stayed, which came, and what is owed."""
         held = self._sessions[session]
         same = common_prefix(held.token_ids, before)
-        return same, held.token_ids[same:], held.owed
+        return same, held.token_ids[same:], held.unread_committed
 
     def save(self, session: int, path: str, note: Any) -> None:
         self._sessions[session].save(path, note)

@@ -26,7 +26,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import Exact
+from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import IntArray
 
 from ..ggml.files import parts
@@ -78,7 +78,7 @@ class Apart:
     def open(self) -> "ApartSession":
         return ApartSession(self, self.child.call("open"))
 
-    def keep_to(self, exact: Exact) -> None:
+    def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = self.child.call("keep_to", exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
@@ -107,12 +107,12 @@ class ApartSession:
     def __init__(self, backend: Apart, number: int) -> None:
         self.number = number
         self.token_ids: list[int] = []
-        self.owed = 0
+        self.unread_committed = 0
         self._backend = backend
         self._closed = False
 
-    def kept(self, length: int, *, short: bool = False) -> int:
-        found: int = self._backend.child.call("kept", self.number, length, short)
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        found: int = self._backend.child.call("reusable_prefix", self.number, length, short)
         return found
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
@@ -123,7 +123,7 @@ class ApartSession:
         try:
             self._update("rewind", length)
         except ModelError:  # the process is gone, and the text with it; the next pass says so
-            self.token_ids, self.owed = [], 0
+            self.token_ids, self.unread_committed = [], 0
 
     def fork(self) -> "ApartSession":
         other = ApartSession(self._backend, self._backend.child.call("fork", self.number))
@@ -145,10 +145,10 @@ class ApartSession:
             self._closed = True
             with suppress(ModelError):  # the process is gone, and the session with it
                 self._backend.child.call("close", self.number)
-        self.token_ids, self.owed = [], 0
+        self.token_ids, self.unread_committed = [], 0
 
     def _update(self, name: str, argument: Any) -> None:
-        same, added, self.owed = self._backend.child.call(name, self.number, argument, len(self.token_ids))
+        same, added, self.unread_committed = self._backend.child.call(name, self.number, argument, len(self.token_ids))
         del self.token_ids[same:]
         self.token_ids += added
 

@@ -110,7 +110,7 @@ def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
     return max((threads + 1) // 2, threads - max(1, round(others)))
 
 
-class Crowd:
+class OtherLoad:
     """Other programs on this machine, looked at now and then.
 
     Args:
@@ -174,9 +174,9 @@ def _hold_team(start_team: Any, done: threading.Event) -> None:
 
 
 @cache
-def crowd() -> Crowd:
+def crowd() -> OtherLoad:
     """This machine's other programs: one for all models of the process."""
-    return Crowd(usage_now, ShortWaits().switch, others_run)
+    return OtherLoad(usage_now, ShortWaits().switch, others_run)
 
 
 def compute_cores() -> int:

@@ -85,7 +85,7 @@ class Verifier:
 
         while is_wanted(task):
             held = len(self._session.token_ids)
-            end = min(len(chain), held + most_nodes(self.target.capabilities, self._session.owed))
+            end = min(len(chain), held + most_nodes(self.target.capabilities, self._session.unread_committed))
             nodes = np.arange(end - held, dtype=np.int32)
             known = min(end, max(root, held)) - held  # nodes that others have judged
             work = Work(self._session, np.array(chain[held:end], np.int32), nodes - 1, nodes[known:])
