@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from threading import Event
 
-from benchmarks.dsi_wall import SIZE
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from benchmarks.dsi_wall import SIZE
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.paths import Shape, measure, shapes, table
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
+from benchmarks.paths import Shape, measure, shapes, table
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-paths"
 

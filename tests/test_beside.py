@@ -10,7 +10,6 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 from benchmarks import beside, llama_server
 from benchmarks.beside import Servers, Told
 from benchmarks.typing_ahead import served
-
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner

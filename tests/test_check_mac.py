@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
-from benchmarks import mac
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.streaming import SlotStore
 from mlx_models import FAMILIES, write_model
 
+from benchmarks import mac
 from edgespec.weights import plan as residency
 
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.company import Written, equal_texts, write_texts
 
+from benchmarks.company import Written, equal_texts, write_texts
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 

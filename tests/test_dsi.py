@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
 from dsi_models import Slow, SlowSpec
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
+from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass

@@ -326,7 +326,7 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
     path = tmp_path / "model"
     path.write_bytes(b"1")
     monkeypatch.setattr(exact, "_one", lambda backend, session, chain: 0.25)
-    monkeypatch.setattr(exact, "_crowded", lambda: busy)
+    monkeypatch.setattr(exact, "machine_is_busy", lambda: busy)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     said = list[str]()
 

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from benchmarks.made_up import Shape, write_made_up
 from conftest import quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
@@ -20,6 +19,7 @@ from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
+from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import UsageError
 from edgespec.loading.exact import apply_row_class, probe_before_load
 from edgespec.loop.backend import Work

@@ -8,13 +8,13 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
+from edgespec.backends.torch.backend import load
+from hf_models import perturbed, save, tiny_model
+
 from benchmarks.exit_gain import Machine, draft_curve, gains, go_on, read_before, texts
 from benchmarks.exit_report import hint_gains, hint_table
 from benchmarks.exits import How, log_rounds, read_rounds
 from benchmarks.hints import judge, log_hints, read_hints, reweighed, told_late
-from edgespec.backends.torch.backend import load
-from hf_models import perturbed, save, tiny_model
-
 from edgespec.errors import UsageError
 from edgespec.loop.passes import prefill
 from edgespec.measure.replay import Recording

@@ -10,6 +10,8 @@ from random import Random
 
 import numpy as np
 import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
 from benchmarks.exit_gain import (
     Machine,
     beyond,
@@ -28,8 +30,6 @@ from benchmarks.exit_gain import (
     with_next,
 )
 from benchmarks.exits import How, log_rounds, read_rounds
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
-
 from edgespec.errors import UsageError
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import make_tree

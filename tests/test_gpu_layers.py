@@ -323,7 +323,7 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(loading, "_load_with", load_with)
-    monkeypatch.setattr(loading, "find_early", lambda *about, **more: None)
+    monkeypatch.setattr(loading, "probe_before_load", lambda *about, **more: None)
     monkeypatch.setattr(loading, "choose_backend", lambda folder: "torch" if folder else "llamacpp")
     entry = Entry(name="target", target=f"file:{tmp_path}", defaults=Defaults())
     refused = expected if isinstance(expected, str) else "asked"

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from benchmarks.made_up import Shape, write_made_up
 from conftest import Run, quantised
 from contract import chain_rows
 from edgespec.backends.llamacpp import recurrent as paths
@@ -22,6 +21,7 @@ from test_lossless_llamacpp import SAMPLINGS, loaded, write
 from test_made_up import tokenizer  # noqa: F401, a fixture
 from test_offload_llamacpp import least_memory
 
+from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.generate import Generation, generate_tokens

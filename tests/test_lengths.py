@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from benchmarks.order import Recorded, compare, read_answers, simulate, words_of
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from benchmarks.order import Recorded, compare, read_answers, simulate, words_of
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner

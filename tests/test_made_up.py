@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from benchmarks.made_up import Shape, write_made_up
 from gguf_files import VOCAB, byte_level_vocab, gguf
 
+from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import load_backend, load_vocab

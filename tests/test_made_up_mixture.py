@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
-from benchmarks.made_up_mixture import Experts, write_mixture
 from conftest import quantised
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.memory.planning import all_tensors, find_layers
 from gguf_files import small_llama
 
+from benchmarks.made_up_mixture import Experts, write_mixture
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.loop.backend import Work
 from edgespec.models.convert import gguf_write

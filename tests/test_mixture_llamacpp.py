@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
-from benchmarks.routing import record
 from edgespec.backends.llamacpp.backend import LlamaBackend, load
 from edgespec.backends.llamacpp.ggml import ggml_tensor
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_known
@@ -25,6 +24,7 @@ from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory import skip_padding as llamacpp_sparing
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
+from benchmarks.routing import record
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work

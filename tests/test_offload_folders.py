@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from benchmarks.offload import text_summary
 from benchmarks.offload_folders import Folder, parse_folder, weight_bytes
 from benchmarks.offload_tables import folder_table
 from benchmarks.offload_worker import MLX_LM, Task, measure
-
 from edgespec.errors import UsageError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.perplexity import perplexity
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from benchmarks.perplexity import perplexity
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Work
 

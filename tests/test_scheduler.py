@@ -286,7 +286,7 @@ def test_no_part_of_a_prompt_is_left_that_would_be_padded(exact, pieces, monkeyp
 
 def test_tokens_that_a_reader_owes_have_room_besides_trees(monkeypatch):
     """As where a chat's last round left a gap among the cells."""
-    monkeypatch.setattr(ReferenceSession, "owed", property(lambda self: 3 if self.token_ids else 0))
+    monkeypatch.setattr(ReferenceSession, "unread_committed", property(lambda self: 3 if self.token_ids else 0))
     target = backend("one class")
     scheduler = Scheduler(target, planners("sssd", 3), budget=40)
     readers = [Reader(scheduler, 2, 0.7, seed, 30) for seed in (1, 2)]

@@ -1,8 +1,8 @@
 """Variants of a planner in the benchmark: their names, and their speeds against each other."""
 
 import pytest
-from benchmarks.side_by_side import parse_variant, ratio
 
+from benchmarks.side_by_side import parse_variant, ratio
 from edgespec.errors import UsageError
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from click.testing import CliRunner
+
 from benchmarks.dsi import (
     TABLE_2,
     TOKENS,
@@ -23,7 +25,6 @@ from benchmarks.dsi import (
     speedups,
 )
 from benchmarks.dsi_wall import PROMPT, SIZE, Recorded
-from click.testing import CliRunner
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "simulate-dsi"
 

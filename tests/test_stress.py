@@ -10,7 +10,6 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from benchmarks.stress import KINDS, ask_for_json, half_open, is_pet, left_over, load, sampled_json
 from benchmarks.typing_ahead import WAYS, replay, served
-
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner

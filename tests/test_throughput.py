@@ -1,8 +1,8 @@
 """Texts at once, measured: every one is written, and each is what it is alone."""
 
-from benchmarks.throughput import Shared, write_at_once
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from benchmarks.throughput import Shared, write_at_once
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 

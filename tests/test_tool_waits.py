@@ -7,9 +7,9 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 
-from benchmarks import tool_waits
 from test_server_tools import TEMPLATE
 
+from benchmarks import tool_waits
 from edgespec.server.call_formats import HERMES, Call
 
 TALK = [

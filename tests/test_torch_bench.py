@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
-from benchmarks.gpu import HOST_SHARE, REPEATS, Row, fitting_layers, measure, memory_for, random_model
 from edgespec.backends.torch.offload import HostCopies, block_bytes
 from hf_models import torch
 from test_torch import Recorder, needs_bitsandbytes
+
+from benchmarks.gpu import HOST_SHARE, REPEATS, Row, fitting_layers, measure, memory_for, random_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-gpu"
 TINY = {

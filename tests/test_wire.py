@@ -10,7 +10,6 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from benchmarks import wire
 from benchmarks.typing_ahead import served
-
 from edgespec.model import load
 
 RECORDED = Path(__file__).with_name("llama_server.json")

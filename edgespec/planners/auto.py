@@ -7,10 +7,10 @@ The question of a round is which of these makes the most tokens per second (`cos
     a draft     a chain of k tokens is foretold to gain 1 + a + … + a^k, where a is the share of tokens in which the
                 draft has agreed; reading what the draft has missed counts
 
-Three things are learned, and kept from text to text in a `AutoState`: what passes cost, how far the copies' probabilities
-can be trusted, how often the draft agrees. A draft that was asked little gets the benefit of the doubt, which fades as
-it is asked: so where it does not pay, it is tried a few times and left alone. Nothing of this decides what is written,
-only how it is guessed.
+An `AutoState` learns three things, and keeps them from one sequence to the next: pass times, how far the copies'
+probabilities can be trusted, how often the draft agrees. A draft that was asked little gets the benefit of the doubt,
+which fades as it is asked: so where it does not pay, it is tried a few times and left alone. Nothing of this decides
+what is written, only how it is guessed.
 """
 
 from collections.abc import Callable, Iterable, Sequence

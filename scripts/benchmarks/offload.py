@@ -95,7 +95,7 @@ def run(
 
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"} | ({"EDGESPEC_PAGE_CACHE": "1"} if page_cache else {})
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.offload_worker", json.dumps(asdict(task))],
+        [sys.executable, str(Path(__file__).with_name("offload_worker.py")), json.dumps(asdict(task))],
         preexec_fn=enter, capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -1,0 +1,125 @@
+"""Rooms and floors: the table in README.md is the only list of rooms; imports go down it, never up or sideways."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MOST_ROOMS, MOST_FLOORS = 12, 8
+NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed", "models.yaml"}
+HEAVY = [
+    "distributed", "gguf", "huggingface_hub", "jinja2", "llama_cpp", "llguidance", "matplotlib", "ml_dtypes", "mlx",
+    "prompt_toolkit", "pydivsufsort", "safetensors", "starlette", "tokenizers", "torch", "transformers", "uvicorn",
+]  # fmt: skip
+
+
+def floors() -> dict[str, int]:
+    """Room -> floor, from README's table."""
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return {room: int(floor) for floor, names in rows for room in re.findall(r"`(\w+)(?:/|\.py)`", names)}
+
+
+def modules() -> dict[str, set[str]]:
+    """Every module of the package -> the package's modules that it imports, wherever in the file."""
+    files = {}
+    for folder, package in ((ROOT / "edgespec", "edgespec"), (ROOT / "backends", "edgespec.backends")):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            files[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return {name: {known for known in imported(path, name) if known in files} for name, path in files.items()}
+
+
+def imported(path: Path, module: str) -> set[str]:
+    """Modules that a file imports; of `from a import b` both a and a.b, since b may be a module."""
+    found = set[str]()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package.split(".")[: len(package.split(".")) + 1 - node.level], node.module or ""])
+            origin = base.rstrip(".") if node.level else str(node.module)
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def room_of(module: str) -> str:
+    """`edgespec.loop.tree` -> `loop`; "" for the package itself and for `python -m edgespec`."""
+    name = (*module.split("."), "")[1]
+    return "" if name == "__main__" else name
+
+
+def test_readme_lists_every_room() -> None:
+    there = {path.stem for path in (ROOT / "edgespec").iterdir() if path.name not in NO_ROOMS} | {"backends"}
+    assert set(floors()) == there
+    assert len(there - {"backends"}) <= MOST_ROOMS
+    assert sorted(set(floors().values())) == list(range(1, max(floors().values()) + 1))
+    assert max(floors().values()) <= MOST_FLOORS
+
+
+def test_imports_go_down() -> None:
+    floor = floors()
+    for name, found in modules().items():
+        room = room_of(name)
+        for other in found:
+            if room and room_of(other) not in ("", room):
+                assert floor[room_of(other)] < floor[room], f"{name} imports {other}"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph, done = modules(), set[str]()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " imports ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for other in graph[name] - {name}:
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_only_measuring_names_an_engine() -> None:
+    """All others load engines by name (`loop/engines.py`)."""
+    for name, found in modules().items():
+        if room_of(name) not in ("backends", "measure"):
+            assert not {other for other in found if room_of(other) == "backends"}, name
+
+
+def test_what_decides_the_text_is_pure() -> None:
+    allowed = {"numpy", "numpy.typing", "collections", "collections.abc", "dataclasses", "enum", "math", "typing"}
+    allowed |= {"edgespec.errors", "edgespec.loop.tree", "edgespec.loop.sampling"}
+    for name in ("tree", "sampling", "verify"):
+        path = ROOT / "edgespec" / "loop" / f"{name}.py"
+        found = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        names = (node.names for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import))
+        assert found | {alias.name for aliases in names for alias in aliases} <= allowed, name
+
+
+def test_planners_do_not_import_the_loop_itself() -> None:
+    found = {name: found for name, found in modules().items() if room_of(name) == "planners"}
+    assert len(found) > 5
+    for name, others in found.items():
+        assert "edgespec.loop.generate" not in others, name
+
+
+def test_importing_the_package_imports_no_engine() -> None:
+    script = (
+        "import edgespec, edgespec.cli.commands, edgespec.models.convert.folder_from_gguf, sys\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+
+
+def test_a_missing_engine_is_named_with_its_command() -> None:
+    script = (
+        "import sys; sys.modules['llama_cpp'] = None\n"
+        "from edgespec.loop.engines import load_backend\nfrom edgespec.errors import MissingPackage\n"
+        "try: load_backend('llamacpp', 'model.gguf')\nexcept MissingPackage as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.strip().endswith("needs the package 'llama-cpp-python': pip install 'llama-cpp-python'")
