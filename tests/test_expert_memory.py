@@ -68,6 +68,26 @@ def test_what_was_expected_and_did_not_come(content):
             memory.close()
 
 
+def test_fewer_than_were_expected(content):
+    """Of the others one weight was read, or two: they are not in memory."""
+    path, layers, data = content
+    for slots in (0, 2, COUNT):
+        for weights in (1, 2):
+            memory = ExpertMemory([str(path)], layers, slots)
+            try:
+                memory.want(0, range(COUNT))
+                memory.wait(0)
+                for weight in range(weights):
+                    memory.expect_all(1, weight)
+                check(memory, data, 1, [0, 2])
+                memory.finish()
+                memory.begin()
+                check(memory, data, 1, [1, 3, 4, 5])
+                memory.finish()
+            finally:
+                memory.close()
+
+
 def test_reads_that_are_slow_when_a_pass_ends(content, monkeypatch):
     path, layers, data = content
 

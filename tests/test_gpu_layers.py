@@ -179,6 +179,23 @@ def test_experts_that_a_gpu_cannot_hold() -> None:
     }
 
 
+def test_of_so_many_layers_the_output_is_one() -> None:
+    assert not gpu.experts_too_large(own(3 * LAYER), with_experts(), 4, 0)
+    assert gpu.experts_too_large(own(3 * LAYER), with_experts(), 5, 0)
+
+
+def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
+    mixture, needed, slots = with_experts(), 3 * LAYER, set[int]()
+    layers = experts.find_experts(mixture, 4)
+    for room in range(8 * LAYER, 13 * LAYER, LAYER // 4):
+        plan = memory._plan(mixture, room, needed, {}, layers)
+        if plan is not None:
+            used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
+            assert used + memory.beside_pools(room) <= room
+            slots.add(plan.slots_of_experts)
+    assert len(slots) > 1
+
+
 def test_pools_leave_room_for_libraries_also_where_memory_is_tightest() -> None:
     mixture = with_experts()
     layers = experts.find_experts(mixture, 4)

@@ -196,6 +196,24 @@ def test_max_tokens_is_exact(max_tokens):
 
 
 @pytest.mark.parametrize("name", PLANNERS)
+def test_no_node_is_deeper_than_the_text_can_still_go(name):
+    """With it and a bonus token: more is computed for nothing."""
+    target, draft = ReferenceBackend(MODELS[2]), ReferenceBackend(MODELS[2])
+    planner = PLANNERS[name](draft, lambda low, high: min(high, 8))
+    sampling, nothing, left = SamplingParams(temperature=1.0, seed=8), frozenset[int](), 11
+    generation = Generation(
+        target, target.open(), planner, [5] * 9, sampling,
+        max_tokens=left, budget=12, stats=GenerationStats(), stop_ids=nothing,
+    )  # fmt: skip
+    generation.read_prompt()
+    while not generation.finished:
+        tree = generation.plan()
+        assert tree.depth.max() <= left - 1
+        left -= len(generation.take(target.forward([generation.work(tree)])[0]).tokens)
+    assert left == 0
+
+
+@pytest.mark.parametrize("name", PLANNERS)
 def test_the_end_of_the_context(name):
     """The last place of the context is filled with a token that is never read."""
     target, draft = ReferenceBackend(MODELS[2], context_length=20), ReferenceBackend(MODELS[2], context_length=20)

@@ -53,6 +53,14 @@ class TestStates:
         assert states.cut(8) == ["12"]
         assert states.last == 8
 
+    def test_a_cut_leaves_no_state_of_more_tokens(self):
+        states = States[str](5)
+        for at in (3, 4, 5):
+            states.add(at, str(at))
+        assert states.cut(4) == ["5"]
+        assert states.cut(3) == ["4"]
+        assert states.kept == {3: "3"}
+
     def test_ends_of_prompts_stay_longest(self):
         states = States[int](5)
         states.add(4, 4)

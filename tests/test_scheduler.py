@@ -466,6 +466,44 @@ def test_a_pass_that_fails_ends_those_in_it():
     scheduler.close()
 
 
+def test_of_texts_whose_pass_failed_nothing_is_kept():
+    """Nobody knows what the pass has left of them, so the same prompt is read from its beginning."""
+    target = backend(kind=Recording)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, 4, 1.0, seed, 100) for seed in range(2)]
+    while not all(reader.tokens for reader in readers):
+        scheduler.step()
+    target.failing = lambda batch: ModelError("the disk is gone")
+    scheduler.step()
+    assert all(reader.ended for reader in readers)
+    assert scheduler.kept_tokens == 0
+    scheduler.close()
+
+
+def test_ctrl_c_behind_a_pass_leaves_no_nodes():
+    """Those of a pass that nobody has looked at; the texts in it go on as if it had not been made."""
+    target = backend(kind=Recording)
+    scheduler = Scheduler(target, planners("specexec", 3), budget=4)
+    readers = [Reader(scheduler, prompt, 1.0, prompt, 20) for prompt in (1, 3)]
+    while not all(reader.tokens for reader in readers):
+        scheduler.step()
+    forward = target.forward
+
+    def interrupted(batch):
+        forward(batch)
+        raise KeyboardInterrupt
+
+    target.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    target.forward = forward
+    run(scheduler)
+    for reader in readers:
+        assert reader.ended.error is None
+        reader.check()
+    scheduler.close()
+
+
 def test_ctrl_c_leaves_everything_fit_for_the_next_text():
     target = backend(kind=Recording, sessions=1)
     scheduler = Scheduler(target, planners("specexec", 1), budget=4)

@@ -211,6 +211,23 @@ def test_braces_hold_any_value():
         ]
 
 
+def test_braces_hold_each_key_once():
+    """In the schema's order, those that may be left out behind those that may not."""
+    form, number = form_named("<|tool_call>call:"), {"type": "integer"}
+    properties = {"a": number, "b": number, "c": number}
+    vocab = Vocabulary("<|tool_call>", "<tool_call|>")
+    for required, good, bad in [
+        ([], ("{}", "{a:1,c:2}", "{b:1,c:2}", "{a:1,b:2,c:3}"), ("{a:1,a:2}", "{b:1,b:2}", "{c:1,b:2}", "{b:1,a:2}")),
+        (["b"], ("{b:1}", "{b:1,a:2,c:3}", "{b:1,c:3}"), ("{}", "{a:1}", "{b:1,b:2}", "{b:1,a:2,a:3}", "{a:2,b:1}")),
+    ]:
+        schema = {"type": "object", "properties": properties, "required": required}
+        grammar = call_grammar(vocab, form, [{"name": "f", "parameters": schema}])
+        for text in good:
+            assert fits(vocab, grammar, f"<|tool_call>call:f{text}<tool_call|>"), text
+        for text in bad:
+            assert not fits(vocab, grammar, f"<|tool_call>call:f{text}<tool_call|>"), text
+
+
 def test_a_thought_between_control_tokens_is_free():
     vocab = Vocabulary("[THINK]", "[/THINK]")
     grammar = after_thought(vocab, json_schema(SCHEMA), ("[THINK]", "[/THINK]"), inside=False)

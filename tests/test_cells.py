@@ -1,0 +1,68 @@
+"""Where llama.cpp's sessions put their cells: the bookkeeping, which rounding alone does not always show."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from contract import check_session, loaded, random_tokens, work
+from edgespec.backends.llamacpp.cells import TILE, with_sources
+from edgespec.backends.llamacpp.session import LlamaSession, depth_first
+from test_contract import llamacpp_factory
+
+from edgespec.errors import ContextFull
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
+from edgespec.loop.shapes import BatchInvariance, RowClass
+
+
+def test_the_first_children_come_first():
+    assert depth_first([-1, -1, 0, 1, 0, 2, 2], 0) == [0, 2, 5, 6, 4, 1, 3]
+    assert depth_first([3, 1, 5, 5], 5) == [0, 2, 3, 1]  # numbers below 5 are nodes of passes before
+
+
+def test_a_prompt_begins_where_a_tile_does():
+    """Behind the cells of others, wherever they end."""
+    exact = BatchInvariance("narrow", RowClass(1, 7), RowClass(64, 512))
+    owner = SimpleNamespace(
+        memory=None, tiles=True, copies=False, capabilities=SimpleNamespace(exact=exact), alone=lambda session: False
+    )
+    session, nodes = LlamaSession(owner, [0]), np.zeros(1, np.int32)
+    prompt, tree = (Work(session, nodes, nodes - 1, nodes, prompt=read) for read in (True, False))
+    for end in range(2 * TILE + 1):
+        assert (end + session.padding_before(prompt, end)) % TILE == 0
+        assert session.padding_before(prompt, end) < TILE
+        assert session.padding_before(tree, end) == 0
+    session.token_ids = [5] * 3
+    with pytest.raises(ContextFull, match="cannot be continued at token 3"):
+        session.padding_before(prompt, 10)
+
+
+def test_texts_share_whole_tiles_with_the_one_that_has_most_of_them():
+    texts = [SimpleNamespace(marks=list(range(200)))]
+    texts.append(SimpleNamespace(marks=[*range(100), *range(1000, 1100)]))
+    texts.append(SimpleNamespace(marks=[*range(100), *range(1000, 1070), 7]))
+    texts.append(SimpleNamespace(marks=[9, *range(1, 200)]))
+    found = [(texts.index(source), shared) for _, source, shared in with_sources(texts)]
+    assert found == [(0, 0), (0, TILE), (1, 2 * TILE), (0, 0)]
+
+
+def test_what_is_committed_behind_a_gap_is_owed(smollm2_tiny):
+    with loaded(llamacpp_factory(smollm2_tiny)) as backend:
+        text, tokens = random_tokens(backend, 7, 1), random_tokens(backend, 4, 2)
+        for parents, path, owed in [
+            ([-1, 0, 1, 1], [0, 1, 2], 0),
+            ([-1, 0, 1, 1], [0, 1, 3], 1),
+            ([-1, 0, 0, 0], [0, 3], 1),
+            ([-1, 0, 0, 2], [0, 2, 3], 2),
+        ]:
+            session = backend.open()
+            prefill(backend, session, text)
+            backend.forward([work(session, tokens, parents)])
+            session.commit(path)
+            assert session.unread_committed == owed
+            assert backend.cells.end == len(text) + len(path) - owed
+            check_session(backend, session, [*text, *(tokens[node] for node in path)])
+            session.close()
