@@ -166,6 +166,6 @@ def test_texts_of_a_scheduler_are_those_written_plainly(temperature):
         return texts
 
     draft = Counting()
-    texts = written(lambda: SpecExecPlanner(draft, depth=5, beam=3, texts=len(TEXTS)), len(TEXTS))
+    texts = written(lambda: SpecExecPlanner(draft, depth=5, beam=3), len(TEXTS))
     assert texts == written(NonePlanner, 1)
     assert np.mean([len(works) for works in draft.passes]) > 1.5
