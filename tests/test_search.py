@@ -41,7 +41,7 @@ def draft(model=MODEL, **limits):
 
 def grown():
     """Two levels: the root's children a and b, a's children c and d; the root, a and c are read."""
-    search = AheadSearch(7, budget=2, known=9)
+    search = AheadSearch(7, budget=2)
     search.add_children(np.array([0]), [COMMITTED], [np.array([10, 11])], [np.log([0.6, 0.3])])
     search.take(np.array([1]), 1, 9, 9)
     search.add_children(np.array([1]), [0], [np.array([12, 13])], [np.log([0.5, 0.25])])

@@ -68,7 +68,7 @@ def test_seconds_of_a_pass_are_divided_by_nodes_and_learned_whole():
     costs = [PassTimes() for _ in TEXTS]
     draft, made, contexts = planned()
     for planner, cost in zip(made, costs, strict=True):
-        planner._drafter._cost = cost
+        planner._drafter.pass_cost = cost
     run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
     learned = sum(seconds for _, seconds in passes_of(costs))
     spent = sum(planner.model_seconds for planner in made)

@@ -15,19 +15,20 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event, Lock
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.errors import ContextFull, Interrupted
-from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.draft_passes import DraftSteps, Passed, run_one
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray, Scores
 from edgespec.loop.tree import nodes_below, parents_among
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.drafting import Drafter, Guess
+from edgespec.planners.drafting import Guess
 from edgespec.planners.search import COMMITTED, NOT_READ, Search
 from edgespec.planners.specexec import SpecExecPlanner
 
@@ -130,21 +131,15 @@ def _give_way() -> None:
 class AheadSearch(Search):
     """A search that one thread reads on while another looks at it."""
 
-    def __init__(self, root_token: int, budget: int, known: int = KNOWN) -> None:
-        """
-        Args:
-            root_token: the last committed token.
-            budget: K, the nodes that are sent to the target.
-            known: nodes that are known; farther ones are dropped, unless the budget has room for them.
-        """
+    def __init__(self, root_token: int, budget: int) -> None:
         super().__init__(root_token, budget)
         self.lock = Lock()  # held while nodes are added
-        self._known = known
+        self.known = KNOWN  # nodes; farther ones are dropped, unless the budget has room for them
 
     @property
     def most_known(self) -> int:
         """See `Search`."""
-        return max(self._known, self.budget)
+        return max(self.known, self.budget)
 
     def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
         """See `Search`."""
@@ -190,7 +185,7 @@ class AheadSearch(Search):
         places = self.place[part[1:]].tolist()
         if not new_place.keys() >= set(places):
             return None
-        other = AheadSearch(int(self.token_ids[node]), self.budget, self._known)
+        other = AheadSearch(int(self.token_ids[node]), self.budget)
         other.usual, other.read = self.usual, len(kept)
         other.token_ids = self.token_ids[part]
         other.parents = np.array(parents_among(self.parents.tolist(), part), np.int64)
@@ -206,58 +201,9 @@ class AheadSearch(Search):
         return other
 
 
-class AheadDrafter(Drafter):
-    """A session whose passes another thread may end, and whose nodes may stay where text is committed above them."""
-
-    worker: Worker
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.hidden = 0.0  # seconds since `begin` of passes made beside the target's
-        self.last = 0.0  # seconds of the last pass
-        self.beside = False  # the target works meanwhile
-
-    def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
-        """See `Drafter`."""
-        super().begin(prompt_ids, read)
-        self.hidden = 0.0
-
-    def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
-        """See `Drafter`."""
-        with self.worker.passing():
-            return (yield from super().reading(token_ids))
-
-    def evaluating(self, token_ids: IdArray, parents: IdArray) -> DraftSteps[tuple[Logits, IdArray]]:
-        """See `Drafter`."""
-        with self.worker.passing():
-            return (yield from super().evaluating(token_ids, parents))
-
-    def _count(self, own: float, passed: Passed) -> None:
-        self.last = passed.seconds
-        if self.beside:  # what a pass takes then is no measure for others
-            self.hidden += own
-        else:
-            super()._count(own, passed)
-
-    def commit_above(self, path: Sequence[int]) -> list[int]:
-        """Make nodes text; those under the last one stay, if they can: their old numbers."""
-        kept: list[int] = self.session.commit(path, below=True).tolist()
-        self.evaluated = len(kept)
-        return kept
-
-    def settle(self) -> None:
-        """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
-        token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
-        with suppress(Interrupted, ContextFull):
-            self.draft.forward([Work(self.session, token, above, np.zeros(0, np.int32))])
-        self.commit([])
-
-
 class AheadPlanner(SpecExecPlanner):
     """SpecExec's search, which goes on while the target verifies, and below what the target wrote."""
 
-    drafter: ClassVar[type[Drafter]] = AheadDrafter
-    _drafter: AheadDrafter
     _search: AheadSearch | None
 
     def __init__(
@@ -284,19 +230,15 @@ class AheadPlanner(SpecExecPlanner):
         super().__init__(draft, **options)
         self.went_on = 0  # rounds since `begin` whose search went on in the next
         self._texts, self._top_up, self._forks = texts, top_up, forks
-        self._worker = self._drafter.worker = Worker(draft.interrupt, nice=nice)
+        self.hidden_seconds = 0.0  # since `begin`, of draft passes beside which the target worked
+        self._worker = Worker(draft.interrupt, nice=nice)
         self._context: Context | None = None  # of the last plan
         self._went_ahead = False  # in this round
         self._reading = list[int]()  # nodes of the pass under way
 
-    @property
-    def hidden_seconds(self) -> float:
-        """See `GoesAhead`."""
-        return self._drafter.hidden
-
     def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
         """See `SpecExecPlanner`."""
-        self._went_ahead, self.went_on = False, 0
+        self._went_ahead, self.went_on, self.hidden_seconds = False, 0, 0.0
         super().begin(prompt_ids, read)
 
     def _begun(self, context: Context, budget: int) -> Search:
@@ -333,21 +275,27 @@ class AheadPlanner(SpecExecPlanner):
         """Read the likeliest nodes, in the tree or not, until one more pass would outlast the target's."""
         guess, depth = Guess(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
         leaves, self._reading = self._limits.leaves(context.texts), []
-        self._drafter.beside = True
+        drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
+        drafter.pass_cost = PassTimes()  # what a pass takes beside the target's is no measure for others
         try:
-            run_one(self._read_root(search, guess, context))
+            self._pass(self._read_root(search, guess, context))
             forks = search.forks(self._forks, depth) if self._forks else None
-            while not self._worker.stopped.is_set() and perf_counter() + self._drafter.last < due:
+            while not self._worker.stopped.is_set() and perf_counter() + drafter.last < due:
                 nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
                 batch = search.take(nodes, self._beam, leaves, self._limits.max_nodes)
                 if len(batch):
                     self._reading = batch.tolist()
-                    run_one(self._read(search, guess, batch))
+                    self._pass(self._read(search, guess, batch))
                 elif forks is None:
                     return
                 forks = None
         finally:
-            self._drafter.beside = False
+            self.hidden_seconds += drafter.seconds - before
+            drafter.seconds, drafter.pass_cost = before, cost
+
+    def _pass(self, steps: DraftSteps[None]) -> None:
+        with self._worker.passing():
+            run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
         """Whether what goes on beside the target is of no use, since the text goes on elsewhere."""
@@ -371,7 +319,8 @@ class AheadPlanner(SpecExecPlanner):
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):
-            kept = self._drafter.commit_above(places)
+            kept: list[int] = self._drafter.session.commit(places, below=True).tolist()
+            self._drafter.evaluated = len(kept)
             new = search.rerooted(path[-1], kept)
             if new and new.leaves <= self._limits.leaves(self._texts):  # others need theirs between our rounds
                 self._search = new
@@ -381,13 +330,20 @@ class AheadPlanner(SpecExecPlanner):
         elif search:
             self._drafter.commit(places)
         if late:
-            self._drafter.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
+        token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+        with suppress(Interrupted, ContextFull):
+            self._drafter.draft.forward([Work(self._drafter.session, token, above, np.zeros(0, np.int32))])
+        self._drafter.commit([])
 
     def close(self) -> None:
         """End the thread, and free the draft's session."""
         self._worker.close()
         if self._worker.late:
-            self._drafter.settle()
+            self._settle()
         super().close()
 
 

@@ -25,10 +25,11 @@ class Drafter:
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
         self.seconds, self.passes = 0.0, 0
+        self.last = 0.0  # seconds of the last pass
         self.evaluated = 0  # uncommitted nodes in the session
         self.company = 1.0  # texts that have shared its passes, a mean that fades
         self._texts = 1  # … and the last one
-        self._cost = PassTimes() if cost is None else cost
+        self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
 
     def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
@@ -51,7 +52,7 @@ class Drafter:
     @property
     def cost(self) -> Curve | None:
         """Of its passes, at the length of its text, as shared as the last one was; None: none was made yet."""
-        cost = self._cost.at(len(self.session.token_ids))
+        cost = self.pass_cost.at(len(self.session.token_ids))
         return cost.shared(self._texts) if cost else None
 
     def room(self, context: Context) -> int:
@@ -97,14 +98,10 @@ class Drafter:
         return passed.logits, nodes
 
     def _took(self, work: Work, passed: Passed) -> None:
-        self.passes, self._texts = self.passes + 1, passed.texts
+        self.last, self.passes, self._texts = passed.seconds, self.passes + 1, passed.texts
         self.company += (passed.texts - self.company) / COMPANY
-        self._count(passed.seconds * len(work.token_ids) / passed.nodes, passed)
-
-    def _count(self, own: float, passed: Passed) -> None:
-        """A pass is over, of whose time this text's part is `own` seconds."""
-        self.seconds += own
-        self._cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
+        self.seconds += passed.seconds * len(work.token_ids) / passed.nodes
+        self.pass_cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:

@@ -42,7 +42,6 @@ class SpecExecPlanner:
     children: ClassVar[int] = 32  # of a node that are considered
     enough: ClassVar[float] = ENOUGH  # tokens that reading a node must be likely to add
     usual_depth: ClassVar[int] = 32
-    drafter: ClassVar[type[Drafter]] = Drafter
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class SpecExecPlanner:
         self.coupling = coupling
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted) if self.children > 1 else 1
-        self._drafter = self.drafter(draft, cost)
+        self._drafter = Drafter(draft, cost)
         self._search: Search | None = None  # whose root is the end of the text
         self._usual = -np.inf  # the K-th best log-probability of the last search: this one's will be much alike
 

@@ -29,7 +29,7 @@ from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import check_room, common_prefix
+from edgespec.loop.passes import check_room, common_prefix, may_read_anew
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
@@ -345,8 +345,10 @@ class Scheduler:
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
         """The cache is full, or has to be put in order."""
         *_, (slot, work) = batch
-        if work.prompt and slot.again < MOST_AGAIN and slot.session.token_ids:
-            slots.empty(slot, self._slots)  # perhaps it was only put in order, and no prompt can go on where it stands
+        limits = self.target.capabilities
+        prompt = slot.job.request.prompt_ids if slot.job and work.prompt else []
+        if prompt and slot.again < MOST_AGAIN and may_read_anew(limits, slot.session, prompt):
+            slots.empty(slot, self._slots)
             slot.again += 1
         else:
             self._give_way([slot for slot, _ in batch], error)

@@ -162,8 +162,8 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
 
 def _begin(drafter: Drafter, context: Context, how: How, usual: float) -> _Log:
     """Read the root."""
-    search = AheadSearch(context.token_ids[-1], how.budget, how.keep)
-    search.usual = usual
+    search = AheadSearch(context.token_ids[-1], how.budget)
+    search.usual, search.known = usual, how.keep
     log = _Log(search, Guess(context, None, True), [], [], [], [], {}, np.zeros(0, np.bool_))
     lacking, before = max(1, drafter.behind(context.token_ids)), drafter.seconds
     logits, root = drafter.read(context.token_ids)
