@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
+from warnings import warn
 
 import edgespec.scheduler.drive as asking
 from edgespec.errors import UsageError
@@ -74,7 +75,6 @@ class Model:
         sampling: SamplingParams | None = None,
         pace: AutoState | None = None,
         targets: Targets | None = None,
-        first_come: bool = False,
     ) -> None:
         """
         Args:
@@ -84,7 +84,6 @@ class Model:
             sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
             pace: what the planners know of passes' costs, by which texts share a pass.
             targets: several targets, which write instead of the one and the planners.
-            first_come: as for `load`.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -94,9 +93,7 @@ class Model:
         self.sampling = sampling or SamplingParams()
         self.system: str | None = None  # the system message models.yaml proposes
         cost = pace.target if pace else None
-        self.scheduler: Any = targets or Scheduler(
-            target, self.planners, budget=budget, cost=cost, first_come=first_come
-        )
+        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
         self._owned: list[Backend] = []
         self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
@@ -316,7 +313,6 @@ def load(
     exact: str | None = None,
     parallel: int = 1,
     ahead: bool | None = None,
-    first_come: bool = False,
     targets: int | None = None,
     cluster: str | None = None,
     models_file: str | None = None,
@@ -360,8 +356,6 @@ def load(
             memory is counted: for a quarter, and what others leave.
         ahead: the draft goes on guessing while the target works, for one text at a time, as long as it gains by that;
             with a budget always. Default: where it has a processor of its own, and no budget is given (docs/ahead.md).
-        first_come: where more texts are wanted than can be written at once, they are written as they were asked for;
-            else those first that are foretold to be short, by the lengths of earlier ones (`lengths.py`).
         targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
             program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
@@ -375,6 +369,8 @@ def load(
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
+    if planner_options.pop("first_come", None) is not None:
+        warn("first_come goes with the next version: requests are always served as they came", stacklevel=2)
     if not 1 <= parallel <= MOST_PARALLEL:
         raise UsageError(f"parallel is {parallel}, but must be from 1 to {MOST_PARALLEL}")
     entry = find_model(target, models_file)
@@ -420,7 +416,7 @@ def load(
             for _ in range(parallel)
         ]
         sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
-        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace, first_come=first_come)
+        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace)
     except BaseException:
         close_all(backends)
         raise

@@ -16,9 +16,8 @@ from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.planners.ahead import Worker
+from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, Worker
 from edgespec.planners.auto import AutoPlanner, AutoState
-from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.guard import BLOCK, REST, Guard
 from edgespec.planners.none import NonePlanner
@@ -64,17 +63,17 @@ def write(planner, sampling, target=None, count=50):
 
 def planners(draft, pace, **options):
     """Every planner, going on ahead where it has a draft."""
-    pair = {"ahead": True, "nice": False} | options
+    pair = {"nice": False} | options
     return {
         "none": NonePlanner,
         "sssd": SssdPlanner,
-        "specexec": lambda: SpecExecPlanner(draft(), depth=6, beam=4, **pair),
-        "forks": lambda: SpecExecPlanner(draft(), depth=6, beam=4, forks=4, **pair),
-        "pre-verify": lambda: SpecExecPlanner(draft(), depth=6, beam=4, top_up=False, **pair),
-        "chain": lambda: ChainPlanner(draft(), depth=5, **pair),
-        "pearl": lambda: ChainPlanner(draft(), depth=5, top_up=False, **pair),
+        "specexec": lambda: AheadPlanner(draft(), depth=6, beam=4, **pair),
+        "forks": lambda: AheadPlanner(draft(), depth=6, beam=4, forks=4, **pair),
+        "pre-verify": lambda: AheadPlanner(draft(), depth=6, beam=4, top_up=False, **pair),
+        "chain": lambda: AheadChainPlanner(draft(), depth=5, **pair),
+        "pearl": lambda: AheadChainPlanner(draft(), depth=5, top_up=False, **pair),
         "auto": lambda: AutoPlanner(
-            "auto", pace, SssdPlanner(), SpecExecPlanner(draft(), depth=6, cost=pace.draft, **pair)
+            "auto", pace, SssdPlanner(), AheadPlanner(draft(), depth=6, cost=pace.draft, **pair)
         ),
     }
 
@@ -104,7 +103,7 @@ def patient(engine, planner):
 
 def test_it_finds_something_meanwhile():
     _, serial = write(SpecExecPlanner(backend(DRAFTS["good"], max_nodes=40), depth=6), SAMPLINGS[0], count=20)
-    planner = SpecExecPlanner(backend(DRAFTS["good"], max_nodes=40), depth=6, ahead=True, nice=False)
+    planner = AheadPlanner(backend(DRAFTS["good"], max_nodes=40), depth=6, nice=False)
     _, stats = write(planner, SAMPLINGS[0], patient(backend(), planner), count=20)
     assert serial.hidden_seconds == 0 < stats.hidden_seconds
     assert stats.draft_went_on > serial.draft_went_on
@@ -114,7 +113,7 @@ def test_it_finds_something_meanwhile():
 
 def test_without_topping_up_the_target_starts_at_once():
     """Serially only the first tree is drafted; after a miss the target judges its root alone."""
-    planner = SpecExecPlanner(backend(DRAFTS["bad"], max_nodes=40), depth=6, ahead=True, top_up=False, nice=False)
+    planner = AheadPlanner(backend(DRAFTS["bad"], max_nodes=40), depth=6, top_up=False, nice=False)
     trees, planning = [], planner.planning
 
     def planned(context, budget):
@@ -135,9 +134,9 @@ def test_stops_and_new_texts_at_any_moment(sampling):
     """Texts are called off at random moments, and others begin with the same draft: all that end are plain's."""
     plain, _ = write(NonePlanner(), sampling, count=30)
     target, draft = uneven(backend(sessions=2), 1), uneven(backend(DRAFTS["good"], sessions=2), 2)
-    options = {"depth": 6, "beam": 4, "texts": 2, "ahead": True, "nice": False}
+    options = {"depth": 6, "beam": 4, "texts": 2, "nice": False}
     scheduler, draw, ended = (
-        Scheduler(target, [SpecExecPlanner(draft, **options) for _ in range(2)], budget=12),
+        Scheduler(target, [AheadPlanner(draft, **options) for _ in range(2)], budget=12),
         random.Random(3),
         0,
     )
@@ -168,7 +167,7 @@ def test_stops_and_new_texts_at_any_moment(sampling):
 def test_two_texts_at_once_draft_before_their_passes():
     target = backend(sessions=2, max_leaves=1)  # the draft reads more than is sent: exits, too
     draft = backend(perturbed(MODEL, 0.6, 1), sessions=2)
-    made = [SpecExecPlanner(draft, depth=6, texts=2, ahead=True, nice=False) for _ in range(2)]
+    made = [AheadPlanner(draft, depth=6, texts=2, nice=False) for _ in range(2)]
     scheduler, stats = Scheduler(target, made, budget=12), [GenerationStats(), GenerationStats()]
     found = {0: [], 1: []}
     for i, stat in enumerate(stats):
@@ -224,7 +223,7 @@ def test_a_target_that_fails_ends_the_drafts_pass():
     """Stop: the target's pass ends early, and the draft's with it; the next text finds the draft as it was."""
     target, slow = backend(), backend(DRAFTS["good"])
     begun, forward = threading.Event(), slow.forward
-    planner = SpecExecPlanner(slow, depth=6, ahead=True, nice=False)
+    planner = AheadPlanner(slow, depth=6, nice=False)
 
     def stuck(batch):
         if threading.current_thread() is threading.main_thread():
@@ -258,7 +257,7 @@ def test_what_a_draft_fails_with_is_told():
             raise ModelError("the draft is broken")
         return forward(batch)
 
-    engine.forward, planner = failing, SpecExecPlanner(engine, ahead=True, nice=False)
+    engine.forward, planner = failing, AheadPlanner(engine, nice=False)
     with pytest.raises(ModelError, match="the draft is broken"):
         write(planner, SAMPLINGS[0], uneven(backend(), 1))
     planner.close()
@@ -360,7 +359,8 @@ def test_the_default_needs_a_processor_for_the_draft_alone():
     ):
         planner = make_planner("specexec", [target, draft], pace=pace, ahead=ahead)
         found = planner._draft if isinstance(planner, AutoPlanner) else planner
-        assert found.ahead == expected
+        assert isinstance(found, AheadPlanner) == expected
+        assert isinstance(planner, AutoPlanner) == (pace is not None)
         planner.close()
 
 

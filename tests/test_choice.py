@@ -281,6 +281,20 @@ def test_every_engine_names_its_options() -> None:
         load_options("other")
 
 
+def test_the_old_argument_for_the_order_is_taken_with_a_warning() -> None:
+    with (
+        pytest.warns(UserWarning, match="first_come goes with the next version"),
+        pytest.raises(EdgespecError, match="there is no such file"),
+    ):
+        edgespec.load("nothing.gguf", first_come=True)
+
+
+@pytest.mark.parametrize("option", ["keep", "top_up", "forks"])
+def test_settings_of_going_ahead_are_no_options_of_planners(option: str) -> None:
+    with pytest.raises(UsageError, match=f"has no option '{option}'"):
+        edgespec.load("x.gguf", draft="y.gguf", planner="specexec", **{option: 0})
+
+
 def test_errors_are_typed(tiny: Path) -> None:
     with pytest.raises(EdgespecError, match="has no option 'kv_type'"):
         edgespec.load(str(tiny), backend="torch", kv_type="q8_0")

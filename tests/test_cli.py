@@ -110,9 +110,6 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--planner", "magic"], 2, "there is no planner 'magic'"),
         (["x.gguf", "hi", "--planner", "specexec"], 2, "needs a draft model"),
         (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
-        (["x.gguf", "hi", "--planner", "sssd", "--depth", "0"], 2, "depth is 0"),
-        (["x.gguf", "hi", "--planner", "sssd", "--beam", "4"], 2, "has no option 'beam'"),
-        (["x.gguf", "hi", "--planner", "sssd", "--min-probability", "2"], 2, "min_probability is 2.0"),
         (["x.gguf", "hi", "--draft", "y.gguf", "--tau", "nan"], 2, "tau is nan"),
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
@@ -122,6 +119,33 @@ def test_models_lists_the_demo_model(run: Run) -> None:
 )
 def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:
     refused(run, "run", *arguments, code=code, says=says)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead", "says"),
+    [
+        (["--depth", "0"], "depth=…", "depth is 0"),
+        (["--beam", "4"], "beam=…", "has no option 'beam'"),
+        (["--min-probability", "2"], "min_probability=…", "min_probability is 2.0"),
+        (["--no-coupling"], "coupling=False", "has no option 'coupling'"),
+        (["--no-memory-of-costs"], f"set {remembered.OFF}=1", "no such file"),
+    ],
+)
+def test_options_that_go_are_accepted_with_a_note(run: Run, option: list[str], instead: str, says: str) -> None:
+    _, out, err = run("run", "nothing.gguf", "hi", "--planner", "sssd", *option)
+    note, error = err.splitlines()
+    assert out == ""
+    assert note.startswith(f"note: {option[0]} goes with the next version; ")
+    assert instead in note
+    assert says in error
+    assert option[0] not in run("run", "--help")[1]
+
+
+def test_a_server_takes_the_old_option_for_the_order_with_a_note(run: Run) -> None:
+    _, _, err = run("serve", "nothing.gguf", "--first-come")
+    assert err.startswith("note: --first-come goes with the next version; requests are always served as they came\n")
+    assert "no such file" in err
+    assert "--first-come" not in run("serve", "--help")[1]
 
 
 def test_not_a_gguf(run: Run, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def rounds(draft, recordings, tmp_path_factory):
 
 
 def test_trees_sent_are_those_of_the_planner(draft, recordings, rounds):
-    planner = SpecExecPlanner(draft, depth=HOW.depth, beam=HOW.beam, keep=0)
+    planner = SpecExecPlanner(draft, depth=HOW.depth, beam=HOW.beam)
     for key, recording in recordings.items():
         found = replay(planner, recording.prompt_ids, recording.output_ids, HOW.budget, SIZE)
         mine = [one.written for one in rounds if (one.kind, one.text) == key]

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -28,6 +28,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
+from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
@@ -141,11 +142,18 @@ def usual_draft(smollm2, smollm2_folder):
         yield backend
 
 
+class Resting(AheadPlanner):
+    """Goes on from pass to pass alone, not while the target works."""
+
+    def beside(self, nodes):
+        return nullcontext()
+
+
 @by_temperature
-@pytest.mark.parametrize("ahead", [False, True])
-def test_searches_that_go_on(target, usual_draft, sampling, ahead):
-    """From round to round, and while the target works."""
-    planner = SpecExecPlanner(usual_draft, depth=8, beam=4, ahead=ahead)
+@pytest.mark.parametrize("kind", [Resting, AheadPlanner])
+def test_searches_that_go_on(target, usual_draft, sampling, kind):
+    """From pass to pass, and while the target works."""
+    planner = kind(usual_draft, depth=8, beam=4)
     check_lossless(target, planner, sampling, 24)
 
 
@@ -153,7 +161,7 @@ def test_a_text_that_is_called_off_leaves_the_draft_as_it_was(target, usual_draf
     """At any moment, beside the target's pass: the next text's first draft pass is not ended in its place."""
     prompt = target.vocab.encode(PROMPTS[0], add_bos=True, parse_special=False)
     plain = plain_text(target, prompt, SAMPLINGS[0], 24)
-    planner, draw = SpecExecPlanner(usual_draft, depth=8, beam=4, ahead=True), Random(1)
+    planner, draw = AheadPlanner(usual_draft, depth=8, beam=4), Random(1)
     scheduler = Scheduler(target, [planner], budget=16)
     scheduler.start()
     try:

@@ -167,7 +167,9 @@ class TestTextsThatShareAPass:
 
         def slot(owed):
             plan = SimpleNamespace(planning=lambda most, texts: steps(), work=lambda tree: (tree, owed))
-            return SimpleNamespace(passed=0, session=SimpleNamespace(unread_committed=owed, token_ids=[]), generation=plan)
+            return SimpleNamespace(
+                passed=0, session=SimpleNamespace(unread_committed=owed, token_ids=[]), generation=plan
+            )
 
         slots = [slot(0), slot(4)]
         batch, failed = plan_trees(slots, slots, limits, 24, None, alone=True)

@@ -1,5 +1,7 @@
 """The draft's search across rounds: what it keeps where the text goes on, and that nothing else changes by it."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
@@ -8,9 +10,9 @@ from edgespec.loop.generate import generate_tokens
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, AheadSearch
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.search import COMMITTED, NOT_READ, Search
+from edgespec.planners.search import COMMITTED, NOT_READ
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
@@ -24,6 +26,13 @@ def context(text, sampling=SAMPLINGS[0], room=32):
     return Context(text, 3, sampling, Noise(sampling.seed, SIZE), room, 64)
 
 
+class Resting(AheadPlanner):
+    """Goes on from pass to pass alone, not while the target works."""
+
+    def beside(self, nodes):
+        return nullcontext()
+
+
 def draft(model=MODEL, **limits):
     engine = ReferenceBackend(model, context_length=200, **{"max_nodes": 400} | limits)
     engine.vocab.eog_ids = frozenset()  # texts are as long as they may be
@@ -32,7 +41,7 @@ def draft(model=MODEL, **limits):
 
 def grown():
     """Two levels: the root's children a and b, a's children c and d; the root, a and c are read."""
-    search = Search(7, budget=2, keep=9)
+    search = AheadSearch(7, budget=2)
     search.add_children(np.array([0]), [COMMITTED], [np.array([10, 11])], [np.log([0.6, 0.3])])
     search.take(np.array([1]), 1, 9, 9)
     search.add_children(np.array([1]), [0], [np.array([12, 13])], [np.log([0.5, 0.25])])
@@ -75,7 +84,7 @@ def test_a_likely_node_outside_the_tree_is_worth_reading_ahead():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: str(sampling.temperature))
-@pytest.mark.parametrize("kind", [SpecExecPlanner, ChainPlanner])
+@pytest.mark.parametrize("kind", [AheadPlanner, AheadChainPlanner])
 def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
     """Wherever the text goes on: the same nodes, or better ones, as probable, with at most as many draft passes."""
     text, hits, saved = [1, 2, 3], 0, 0
@@ -118,16 +127,16 @@ def write(planner, sampling, prompt=(1, 2, 3), count=60):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: str(sampling.temperature))
 def test_it_saves_draft_passes_and_writes_the_same(sampling):
     """With drafts that are often wrong, but know what is right."""
-    totals = {0: [0, 0, 0], 512: [0, 0, 0]}
+    totals = {SpecExecPlanner: [0, 0, 0], Resting: [0, 0, 0]}
     for scale in (0.3, 0.6, 1.0):
         texts = list[list[int]]()
-        for keep, total in totals.items():
-            text, stats = write(SpecExecPlanner(draft(perturbed(MODEL, scale, 1)), depth=8, keep=keep), sampling)
+        for kind, total in totals.items():
+            text, stats = write(kind(draft(perturbed(MODEL, scale, 1)), depth=8), sampling)
             texts.append(text)
             for i, count in enumerate((stats.draft_went_on, stats.draft_passes, stats.passes)):
                 total[i] += count
         assert texts[0] == texts[1]
-    (anew, anew_drafts, anew_passes), (went_on, drafts, passes) = totals[0], totals[512]
+    (anew, anew_drafts, anew_passes), (went_on, drafts, passes) = totals.values()
     assert anew == 0 < went_on
     assert drafts < anew_drafts
     assert passes <= 1.05 * anew_passes
@@ -138,7 +147,7 @@ def test_little_room_in_the_drafts_cache():
     other, went_on = perturbed(MODEL, 0.6, 1), 0
     plain, _ = write(NonePlanner(), SAMPLINGS[1])
     for limits in ({"max_nodes": 14}, {"max_leaves": 3}, {"max_leaves": 4, "spare_leaves": 3}):
-        text, stats = write(SpecExecPlanner(draft(other, **limits), depth=8, texts=2), SAMPLINGS[1])
+        text, stats = write(Resting(draft(other, **limits), depth=8, texts=2), SAMPLINGS[1])
         assert text == plain
         went_on += stats.draft_went_on
     assert went_on > 0
@@ -148,7 +157,7 @@ def test_a_text_that_waits_leaves_its_leaves_to_others():
     """One is only prepared, and knows guesses; another writes alone, and needs all that the draft's cache has."""
     limits = {"max_leaves": 9, "spare_leaves": 8}
     guesser = draft(perturbed(MODEL, 0.6, 1), sessions=2, **limits)
-    made = [SpecExecPlanner(guesser, depth=6, tau=3.0, texts=1) for _ in range(2)]
+    made = [Resting(guesser, depth=6, tau=3.0, texts=1) for _ in range(2)]
     scheduler, found = Scheduler(draft(sessions=2), made, budget=40), list[int]()
     prepared = scheduler.submit(Request([1, 2, 3], SAMPLINGS[2], 60), lambda event: None, hold=8)
     for _ in range(60):

@@ -68,7 +68,7 @@ def test_seconds_of_a_pass_are_divided_by_nodes_and_learned_whole():
     costs = [PassTimes() for _ in TEXTS]
     draft, made, contexts = planned()
     for planner, cost in zip(made, costs, strict=True):
-        planner._drafter._cost = cost
+        planner._drafter.pass_cost = cost
     run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
     learned = sum(seconds for _, seconds in passes_of(costs))
     spent = sum(planner.model_seconds for planner in made)
@@ -166,6 +166,6 @@ def test_texts_of_a_scheduler_are_those_written_plainly(temperature):
         return texts
 
     draft = Counting()
-    texts = written(lambda: SpecExecPlanner(draft, depth=5, beam=3, texts=len(TEXTS)), len(TEXTS))
+    texts = written(lambda: SpecExecPlanner(draft, depth=5, beam=3), len(TEXTS))
     assert texts == written(NonePlanner, 1)
     assert np.mean([len(works) for works in draft.passes]) > 1.5

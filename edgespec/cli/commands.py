@@ -19,8 +19,10 @@ from edgespec.cli.options import (
     LENDER_OPTION,
     MEMORY_HELP,
     MODEL_OPTIONS,
+    NO_MEMORY_OPTION,
     SAMPLING_OPTIONS,
     TARGETS_OPTIONS,
+    outdated,
 )
 from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
@@ -75,11 +77,7 @@ Examples:
 @click.argument("prompt", required=False)
 @click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
 @MODEL_OPTIONS
-@click.option(
-    "--no-memory-of-costs",
-    is_flag=True,
-    help=f"Neither use nor keep what earlier runs learned of pass costs; always with {remembered.OFF}=1 set.",
-)
+@NO_MEMORY_OPTION
 @TARGETS_OPTIONS
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
 @SAMPLING_OPTIONS
@@ -230,7 +228,7 @@ Examples:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
 @click.option("--parallel", type=int, default=4, show_default=True, help="Texts written at once; others wait.")
-@click.option("--first-come", is_flag=True, help="Serve those who wait as they came, not short texts first.")
+@outdated("--first-come", instead="requests are always served as they came", is_flag=True, expose_value=False)
 @click.option("--api-key", metavar="KEY", help="Key that clients must send; others can see it: better a file.")
 @click.option("--api-key-file", metavar="FILE", help="Keys, one a line. [default: $EDGESPEC_API_KEY]")
 @click.option("--no-key", is_flag=True, help="Let everybody in who reaches --host.")
@@ -250,7 +248,7 @@ Examples:
 @click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 @click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
 @MODEL_OPTIONS
-@click.option("--no-memory-of-costs", is_flag=True, help="As for run.")
+@NO_MEMORY_OPTION
 def serve(
     model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
@@ -299,7 +297,11 @@ Examples:
 @click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--forget-costs", is_flag=True, help="Only remove what runs of any model have learned of pass costs.")
+@click.option(
+    "--forget-costs",
+    is_flag=True,
+    help=f"Only remove what runs of any model have learned of pass costs. With {remembered.OFF}=1 set they learn none.",
+)
 def doctor(
     model: str, draft: str | None, backend: str | None, memory: str | None, kv_type: str | None, exact: str | None,
     lenders: list[str] | None, budget: int | None, ctx: int | None, models_file: str | None, as_json: bool,

@@ -7,6 +7,7 @@ import click
 
 from edgespec.cli.completion import complete_model
 from edgespec.errors import UsageError
+from edgespec.machine.measurements import OFF
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -16,6 +17,21 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return command
 
     return decorate
+
+
+def outdated(name: str, *, instead: str, **kwargs: Any) -> Callable[[Any], Any]:
+    """An option that goes with the next version: it works, --help does not show it, and a note says what to use."""
+
+    def tell(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if value is not None and value is not False:
+            click.echo(f"note: {name} goes with the next version; {instead}", err=True)
+        return value
+
+    return click.option(name, hidden=True, callback=tell, **kwargs)
+
+
+def _planners_own(name: str, argument: str, **kwargs: Any) -> Callable[[Any], Any]:
+    return outdated(name, instead=f"in Python: edgespec.load(…, {argument})", **kwargs)
 
 
 def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
@@ -64,8 +80,8 @@ MODEL_OPTIONS = _options(
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
     click.option("--gpu-memory", metavar="SIZE", help=GPU_MEMORY_HELP),
     click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
-    click.option("--depth", type=int, help="Deepest guess. [default: the planner's]"),
-    click.option("--beam", type=int, help="specexec: nodes expanded per draft pass. [default: the planner's]"),
+    _planners_own("--depth", "depth=…", type=int),
+    _planners_own("--beam", "beam=…", type=int),
     click.option(
         "--tau",
         type=float,
@@ -76,13 +92,14 @@ MODEL_OPTIONS = _options(
         default=None,
         help="Draft on while MODEL works, if that gains. [default: see docs/ahead.md]",
     ),
-    click.option("--min-probability", type=float, help="sssd: leave out guesses less probable than this; 0 = none."),
-    click.option("--no-coupling", is_flag=True, help="specexec, chain: draft without the target's noise."),
+    _planners_own("--min-probability", "min_probability=…", type=float),
+    _planners_own("--no-coupling", "coupling=False", is_flag=True),
 )
 TARGETS_OPTIONS = _options(
     click.option("--targets", type=int, metavar="N", help="Judge guesses in N processes, each with a copy of MODEL."),
     click.option("--cluster", metavar="ADDRESS", help="The same on the workers of a Dask scheduler: tls://HOST:PORT."),
 )
+NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
 SAMPLING_OPTIONS = _options(
     click.option(
         "--temperature",

@@ -88,8 +88,11 @@ class Session(Protocol):
         """
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        """Make these nodes, a chain that starts under the last committed token, text. Drop all other nodes, but with
-        `below` those under the last of these, if they can stay: they are renumbered, and their old numbers returned."""
+        """Make these nodes, a chain that starts under the last committed token, text, and drop all other nodes.
+
+        With `below`, which `planners/ahead.py` alone uses, nodes under the last of these stay if they can: they are
+        renumbered, and their old numbers returned.
+        """
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` committed tokens; drop all others and all nodes."""

@@ -25,7 +25,7 @@ from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import Family
 from edgespec.loop.passes import check_room, most_nodes, prefill, prompt_work, start_of
-from edgespec.loop.planner import Context, Drafts, Foresees, Planner
+from edgespec.loop.planner import Context, Drafts, Foresees, GoesAhead, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import DraftTree, Source, best_nodes, shallow
@@ -102,6 +102,7 @@ class Generation:
         self.target = target
         self._planner = planner
         self._drafts = planner if isinstance(planner, Drafts) else None
+        self._ahead = planner if isinstance(planner, GoesAhead) else None
         self._comparable = True  # with plain decoding, whose passes the planner has measured
         self._prompt_ids = prompt_ids
         self._sampling = sampling
@@ -211,7 +212,7 @@ class Generation:
 
     def beside(self) -> AbstractContextManager[None]:
         """Within it the target evaluates this tree, and nothing else: the draft may go on meanwhile."""
-        return self._drafts.beside(len(self._tree)) if self._drafts else nullcontext()
+        return self._ahead.beside(len(self._tree)) if self._ahead else nullcontext()
 
     def give_up(self) -> None:
         """The tree is not evaluated; another will be planned."""
@@ -241,9 +242,10 @@ class Generation:
         stats.count(sources, drafted=len(tree) - 1)
         stats.finish_reason = self.finished
         stats.draft_seconds += self._drafted
-        if drafts := self._drafts:
-            stats.draft_passes, stats.draft_went_on = drafts.model_passes, drafts.went_on
-            stats.hidden_seconds = drafts.hidden_seconds
+        if self._drafts:
+            stats.draft_passes = self._drafts.model_passes
+        if self._ahead:
+            stats.draft_went_on, stats.hidden_seconds = self._ahead.went_on, self._ahead.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
         plain = self._planner.plain_seconds if alone else 0.0

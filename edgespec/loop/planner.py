@@ -66,7 +66,7 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Drafts(Protocol):
-    """A planner that may have a draft model, whose search goes on from round to round."""
+    """A planner that may have a draft model."""
 
     @property
     def draft_session(self) -> Session | None:
@@ -76,6 +76,14 @@ class Drafts(Protocol):
     def model_passes(self) -> int:
         """Draft passes since `begin`."""
 
+    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
+        """The steps of `plan`, in which several texts may share the draft's passes (`together.py`)."""
+
+
+@runtime_checkable
+class GoesAhead(Protocol):
+    """A planner whose draft may go on while the target works (`ahead.py`)."""
+
     @property
     def hidden_seconds(self) -> float:
         """Time since `begin` of draft passes beside which the target worked: not in `model_seconds`."""
@@ -83,9 +91,6 @@ class Drafts(Protocol):
     @property
     def went_on(self) -> int:
         """Rounds since `begin` whose search went on in the next."""
-
-    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
-        """The steps of `plan`, in which several texts may share the draft's passes (`together.py`)."""
 
     def beside(self, nodes: int) -> AbstractContextManager[None]:
         """Within it the target judges the tree just planned, of so many nodes, and nothing else: the draft may go on.

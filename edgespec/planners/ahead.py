@@ -1,15 +1,39 @@
-"""A thread in which a draft goes on while the target works."""
+"""The draft's search goes on while the target works, in a thread of its own, and across rounds.
+
+The target's walk ends at an *exit*: the nodes it accepted, then the token of its own. Where that token was drafted and
+read, too, the next round's search is what lies below it. Only the origin moves: log-probabilities and depths are
+counted from the new root, the order of the nodes stays, so a re-rooted search goes on as one from there would have,
+with some of its work done.
+"""
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event, Lock
+from time import perf_counter
+from typing import Any
 
-from edgespec.errors import Interrupted
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from edgespec.errors import ContextFull, Interrupted
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.pass_times import PassTimes
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import IdArray, Scores
+from edgespec.loop.tree import nodes_below, parents_among
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.drafting import Guess
+from edgespec.planners.search import COMMITTED, NOT_READ, Search
+from edgespec.planners.specexec import SpecExecPlanner
+
+KNOWN = 512  # nodes that are known beyond those that are sent: exits lie there
+UNLIKELY = 0.001  # nodes less probable are not read ahead
 QUICK = 0.0005  # seconds after which Python's threads take turns: the target's callbacks must not wait for the draft's
 
 
@@ -102,3 +126,226 @@ class Worker:
 def _give_way() -> None:
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+class AheadSearch(Search):
+    """A search that one thread reads on while another looks at it."""
+
+    def __init__(self, root_token: int, budget: int) -> None:
+        super().__init__(root_token, budget)
+        self.lock = Lock()  # held while nodes are added
+        self.known = KNOWN  # nodes; farther ones are dropped, unless the budget has room for them
+
+    @property
+    def most_known(self) -> int:
+        """See `Search`."""
+        return max(self.known, self.budget)
+
+    def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
+        """See `Search`."""
+        with self.lock:
+            super().add_children(batch, places, ids, values)
+
+    def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
+        """The unread nodes above a depth, nearest first, that are right with a probability of at least `least`.
+
+        In the tree or not, each is worth its probability: if the target writes it, the next search begins below it.
+        """
+        nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
+        return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
+
+    def forks(self, most: int, depth: int) -> NDArray[np.intp]:
+        """The best children, as far as unread, of the likeliest path's least sure node: `most`, the fewer the surer."""
+        at, least_sure, surest = 0, 0, 1.0
+        while True:
+            children = np.flatnonzero(self.parents == at)
+            if len(children) == 0:
+                break
+            best = int(children[np.argmax(self.log_probs[children])])
+            if (sure := float(np.exp(self.log_probs[best] - self.log_probs[at]))) < surest:
+                least_sure, surest = at, sure
+            at = best
+        children = np.flatnonzero((self.parents == least_sure) & (self.depth < depth))
+        best_first = children[np.argsort(-self.log_probs[children], kind="stable")][: max(1, int(most * (1 - surest)))]
+        unread: NDArray[np.intp] = best_first[self.place[best_first] == NOT_READ]
+        return unread
+
+    def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
+        """What lies below a node that was read, as a search of its own: the node is committed text now.
+
+        Args:
+            node: the new root.
+            kept: places of nodes that stayed in the draft's session, in the order of their new places.
+
+        Returns:
+            None: not all nodes below have stayed.
+        """
+        part = [node, *nodes_below(self.parents.tolist(), node)]
+        new_place = {place: i for i, place in enumerate(kept)} | {NOT_READ: NOT_READ}
+        places = self.place[part[1:]].tolist()
+        if not new_place.keys() >= set(places):
+            return None
+        other = AheadSearch(int(self.token_ids[node]), self.budget)
+        other.usual, other.read = self.usual, len(kept)
+        other.token_ids = self.token_ids[part]
+        other.parents = np.array(parents_among(self.parents.tolist(), part), np.int64)
+        other.log_probs = self.log_probs[part] - self.log_probs[node]
+        other.depth = self.depth[part] - self.depth[node]
+        other.place = np.array([COMMITTED, *(new_place[place] for place in places)])
+        read = np.flatnonzero(other.place != NOT_READ)
+        other._parents_read = set(other.parents[read[1:]].tolist())
+        other.leaves = max(1, len(read) - len(other._parents_read))
+        best_child = np.full(len(part), -np.inf)
+        np.maximum.at(best_child, other.parents[1:], other.log_probs[1:])
+        other._best_children += np.exp(best_child - other.log_probs)[np.isfinite(best_child)].tolist()
+        return other
+
+
+class AheadPlanner(SpecExecPlanner):
+    """SpecExec's search, which goes on while the target verifies, and below what the target wrote."""
+
+    _search: AheadSearch | None
+
+    def __init__(
+        self,
+        draft: Backend,
+        *,
+        texts: int = 1,
+        top_up: bool = True,
+        forks: int = 0,
+        nice: bool = True,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            draft: a loaded draft model with the target's vocabulary.
+            texts: that may be written at once, with sessions of this draft.
+            top_up: add to what it has found meanwhile before it is sent; without, the target starts at once, with
+                nothing where nothing was found (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            forks: most children of the likeliest path's least sure node that are read first meanwhile, the fewer the
+                surer it is (the branches of SpecBranch, arXiv 2506.01979).
+            nice: the thread gives way to others: target and draft share processors.
+            options: of `SpecExecPlanner`.
+        """
+        super().__init__(draft, **options)
+        self.went_on = 0  # rounds since `begin` whose search went on in the next
+        self._texts, self._top_up, self._forks = texts, top_up, forks
+        self.hidden_seconds = 0.0  # since `begin`, of draft passes beside which the target worked
+        self._worker = Worker(draft.interrupt, nice=nice)
+        self._context: Context | None = None  # of the last plan
+        self._went_ahead = False  # in this round
+        self._reading = list[int]()  # nodes of the pass under way
+
+    def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
+        """See `SpecExecPlanner`."""
+        self._went_ahead, self.went_on, self.hidden_seconds = False, 0, 0.0
+        super().begin(prompt_ids, read)
+
+    def _begun(self, context: Context, budget: int) -> Search:
+        search = self._search
+        known = search is not None and not self._drafter.behind(context.token_ids)
+        return search if search and known else AheadSearch(context.token_ids[-1], budget)
+
+    def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
+        at_once, self._context, self._went_ahead = self._went_ahead and not self._top_up, context, False
+        if not at_once:
+            yield from super()._grow(search, context, steps)
+
+    def _read_root(self, search: Search, guess: Guess, context: Context) -> DraftSteps[None]:
+        if search.place[0] == NOT_READ:
+            yield from super()._read_root(search, guess, context)
+
+    @contextmanager
+    def beside(self, nodes: int) -> Iterator[None]:
+        """Within it the target verifies the tree, of so many nodes: the search goes on."""
+        search, context = self._search, self._context
+        if search is None or context is None:
+            yield
+            return
+        self._went_ahead = True
+        due = perf_counter() + float(context.cost.seconds(nodes)) if context.cost else np.inf
+        try:
+            with self._worker.doing(partial(self._go_on, search, context, due)):
+                yield
+        except BaseException:
+            self.accept([], 0.0)
+            raise
+
+    def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
+        """Read the likeliest nodes, in the tree or not, until one more pass would outlast the target's."""
+        guess, depth = Guess(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
+        leaves, self._reading = self._limits.leaves(context.texts), []
+        drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
+        drafter.pass_cost = PassTimes()  # what a pass takes beside the target's is no measure for others
+        try:
+            self._pass(self._read_root(search, guess, context))
+            forks = search.forks(self._forks, depth) if self._forks else None
+            while not self._worker.stopped.is_set() and perf_counter() + drafter.last < due:
+                nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
+                batch = search.take(nodes, self._beam, leaves, self._limits.max_nodes)
+                if len(batch):
+                    self._reading = batch.tolist()
+                    self._pass(self._read(search, guess, batch))
+                elif forks is None:
+                    return
+                forks = None
+        finally:
+            self.hidden_seconds += drafter.seconds - before
+            drafter.seconds, drafter.pass_cost = before, cost
+
+    def _pass(self, steps: DraftSteps[None]) -> None:
+        with self._worker.passing():
+            run_one(steps)
+
+    def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
+        """Whether what goes on beside the target is of no use, since the text goes on elsewhere."""
+        with search.lock:
+            path = search.follow(tokens)
+            if tokens and search.place[0] == NOT_READ:  # it is catching up with the text
+                return False
+            if not tokens or len(path) < len(tokens):
+                return True
+            return bool(search.place[path[-1]] == NOT_READ) and path[-1] not in self._reading
+
+    def accept(self, tokens: Sequence[int], seconds: float) -> None:
+        """Commit what the draft has read of the target's text, and keep what it knows of how that goes on."""
+        search, self._search = self._search, None
+        late = False
+        if self._worker.busy:
+            if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
+                self._drafter.evaluated = 0
+                return
+            late = self._worker.late
+        path = search.follow(tokens) if search else []
+        places = search.places_along(path) if search else []
+        if search and not late and 0 < len(places) == len(tokens):
+            kept: list[int] = self._drafter.session.commit(places, below=True).tolist()
+            self._drafter.evaluated = len(kept)
+            new = search.rerooted(path[-1], kept)
+            if new and new.leaves <= self._limits.leaves(self._texts):  # others need theirs between our rounds
+                self._search = new
+                self.went_on += 1
+            elif kept:
+                self._drafter.commit([])
+        elif search:
+            self._drafter.commit(places)
+        if late:
+            self._settle()
+
+    def _settle(self) -> None:
+        """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
+        token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+        with suppress(Interrupted, ContextFull):
+            self._drafter.draft.forward([Work(self._drafter.session, token, above, np.zeros(0, np.int32))])
+        self._drafter.commit([])
+
+    def close(self) -> None:
+        """End the thread, and free the draft's session."""
+        self._worker.close()
+        if self._worker.late:
+            self._settle()
+        super().close()
+
+
+class AheadChainPlanner(ChainPlanner, AheadPlanner):
+    """The same for a tree without branches."""

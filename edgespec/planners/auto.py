@@ -26,7 +26,7 @@ import numpy as np
 from edgespec.loop.backend import Session
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
-from edgespec.loop.planner import Context
+from edgespec.loop.planner import Context, GoesAhead
 from edgespec.loop.tree import DraftTree, best_nodes, root_only
 from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import agreed
@@ -158,6 +158,7 @@ class AutoPlanner:
         self._pace = pace
         self._copies = copies
         self._draft = draft
+        self._ahead = draft if isinstance(draft, GoesAhead) else None
         self._patience, self._first_asked = patience, 0
         self._text = Share(0.98)  # as `pace.agreement`, of this text alone
         self._planned: _Planned | None = None
@@ -176,12 +177,12 @@ class AutoPlanner:
     @property
     def hidden_seconds(self) -> float:
         """Time since `begin` of draft passes beside which the target worked."""
-        return self._draft.hidden_seconds if self._draft else 0.0
+        return self._ahead.hidden_seconds if self._ahead else 0.0
 
     @property
     def went_on(self) -> int:
         """Rounds since `begin` whose search went on in the next."""
-        return self._draft.went_on if self._draft else 0
+        return self._ahead.went_on if self._ahead else 0
 
     @property
     def draft_session(self) -> Session | None:
@@ -272,12 +273,12 @@ class AutoPlanner:
     def beside(self, nodes: int) -> AbstractContextManager[None]:
         """As the draft's, where its tree is judged, and where it gains by going on."""
         planned, guard = self._planned, self._pace.guard
-        if self._draft is None or not self._draft.ahead or planned is None or planned.drafted is None:
+        if self._ahead is None or planned is None or planned.drafted is None:
             guard.pause()
             self._beside = False
             return nullcontext()
         self._beside = guard.next(planned.expected, perf_counter())
-        return self._draft.beside(nodes) if self._beside else nullcontext()
+        return self._ahead.beside(nodes) if self._beside else nullcontext()
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
         """As the draft does; nothing without one."""

@@ -8,6 +8,7 @@ from typing import Any
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
+from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import PATIENCE, AutoPlanner, AutoState
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import open_datastore
@@ -17,11 +18,11 @@ from edgespec.planners.sssd import SssdPlanner
 
 # Planner -> the options it takes.
 PLANNERS = {
-    "auto": ("depth", "beam", "tau", "coupling", "keep", "top_up", "forks", "min_probability"),
+    "auto": ("depth", "beam", "tau", "coupling", "min_probability"),
     "none": (),
-    "specexec": ("depth", "beam", "tau", "coupling", "keep", "top_up", "forks"),
+    "specexec": ("depth", "beam", "tau", "coupling"),
     "sssd": ("depth", "min_probability"),
-    "chain": ("depth", "tau", "coupling", "keep", "top_up"),
+    "chain": ("depth", "tau", "coupling"),
 }
 NEED_DRAFT = ("specexec", "chain")
 USE_DRAFT = ("auto", *NEED_DRAFT)
@@ -48,8 +49,6 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
             raise UsageError(f"min_probability is {value}, but must be at least 0 and below 1")
         if option in ("depth", "beam", "tau") and not 0 < value < math.inf:
             raise UsageError(f"{option} is {value}, but must be a number above 0")
-        if option in ("keep", "forks") and value < 0:
-            raise UsageError(f"{option} is {value}, but must be a number of nodes, or 0")
 
 
 def make_planner(
@@ -60,13 +59,15 @@ def make_planner(
     *,
     texts: int = 1,
     ahead: bool | None = None,
+    top_up: bool = True,
+    forks: int = 0,
     **options: Any,
 ) -> Planner:
     """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
 
     With a pace it guesses what pays; without one always as much as the budget allows. `texts` may be written at once.
     `ahead`: the draft goes on while the target works, with a pace as long as it gains by that (`planners/guard.py`);
-    default: with a pace, where it has a processor of its own.
+    default: with a pace, where it has a processor of its own. `top_up`, `forks`: as for `AheadPlanner`.
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
@@ -78,17 +79,18 @@ def make_planner(
     if name == "auto" and pace is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"
-        return make_planner(name, backends, datastore, texts=texts, ahead=ahead, **_taken(name, options))
+        given: dict[str, Any] = {"texts": texts, "ahead": ahead, "top_up": top_up, "forks": forks}
+        return make_planner(name, backends, datastore, **given, **_taken(name, options))
     draft: SpecExecPlanner | None = None
     copies = None
-    given: dict[str, Any] = {"cost": pace.draft if pace else None, "texts": texts}
     if drafts and name != "sssd":
-        own = has_own_processor(target, drafts[0])
-        given |= {"ahead": goes_ahead(ahead, own and pace is not None, drafts[0]), "nice": not own}
-    if name == "chain":
-        draft = ChainPlanner(drafts[0], **given, **options)
-    elif name != "sssd" and drafts:
-        draft = SpecExecPlanner(drafts[0], **given, **_taken("specexec", options))
+        own, cost = has_own_processor(target, drafts[0]), pace.draft if pace else None
+        taken = _taken("chain" if name == "chain" else "specexec", options)
+        if goes_ahead(ahead, own and pace is not None, drafts[0]):
+            goes = AheadChainPlanner if name == "chain" else AheadPlanner
+            draft = goes(drafts[0], cost=cost, texts=texts, top_up=top_up, forks=forks, nice=not own, **taken)
+        else:
+            draft = (ChainPlanner if name == "chain" else SpecExecPlanner)(drafts[0], cost=cost, **taken)
     if name in USE_DATASTORE:
         store = open_datastore(Path(datastore), target.vocab) if datastore else None
         copies = SssdPlanner(store, **_taken("sssd", options))

@@ -1,11 +1,11 @@
 """A draft model at work: keeps its cache in step with the text, and guesses children of nodes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 
-from edgespec.errors import ContextFull, Interrupted
+from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
@@ -20,17 +20,16 @@ COMPANY = 16  # passes that tell how many texts share one
 
 
 class Drafter:
-    """One session of a draft model. Since `begin`: `passes`, and their `seconds`, those aside that were `hidden`."""
+    """One session of a draft model. Since `begin`: `passes`, and their `seconds`."""
 
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
-        self.seconds, self.hidden, self.passes = 0.0, 0.0, 0
+        self.seconds, self.passes = 0.0, 0
         self.last = 0.0  # seconds of the last pass
-        self.beside = False  # the target works meanwhile
         self.evaluated = 0  # uncommitted nodes in the session
         self.company = 1.0  # texts that have shared its passes, a mean that fades
         self._texts = 1  # … and the last one
-        self._cost = PassTimes() if cost is None else cost
+        self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
 
     def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
@@ -44,7 +43,7 @@ class Drafter:
             prefill(self.draft, self.session, prompt_ids[:-1])
         else:
             self.session.rewind(common_prefix(self.session.token_ids, prompt_ids[:-1]))
-        self.evaluated, self.seconds, self.hidden, self.passes = 0, 0.0, 0.0, 0
+        self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
         """How many of the text's tokens the draft has not read."""
@@ -53,7 +52,7 @@ class Drafter:
     @property
     def cost(self) -> Curve | None:
         """Of its passes, at the length of its text, as shared as the last one was; None: none was made yet."""
-        cost = self._cost.at(len(self.session.token_ids))
+        cost = self.pass_cost.at(len(self.session.token_ids))
         return cost.shared(self._texts) if cost else None
 
     def room(self, context: Context) -> int:
@@ -101,12 +100,8 @@ class Drafter:
     def _took(self, work: Work, passed: Passed) -> None:
         self.last, self.passes, self._texts = passed.seconds, self.passes + 1, passed.texts
         self.company += (passed.texts - self.company) / COMPANY
-        own = passed.seconds * len(work.token_ids) / passed.nodes
-        if self.beside:  # what a pass takes then is no measure for others
-            self.hidden += own
-        else:
-            self.seconds += own
-            self._cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
+        self.seconds += passed.seconds * len(work.token_ids) / passed.nodes
+        self.pass_cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
@@ -117,18 +112,9 @@ class Drafter:
             self.session.rewind(self.session.reusable_prefix(min(length, len(self.session.token_ids))))
             self.evaluated = 0
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> list[int]:
-        """Make nodes text; all others go, but with `below` those under the last: the old numbers of what stays."""
-        kept: list[int] = self.session.commit(path, below=below).tolist()
-        self.evaluated = len(kept)
-        return kept
-
-    def settle(self) -> None:
-        """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
-        token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
-        with suppress(Interrupted, ContextFull):
-            self.draft.forward([Work(self.session, token, above, np.zeros(0, np.int32))])
-        self.session.commit([])
+    def commit(self, path: Sequence[int]) -> None:
+        """Make nodes text; all others go."""
+        self.session.commit(path)
         self.evaluated = 0
 
     def close(self) -> None:

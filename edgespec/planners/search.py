@@ -1,20 +1,17 @@
-"""The draft's best-first search, which lives across rounds: re-rooted where the target's text went on.
+"""The draft's best-first search: Algorithm 2 of SpecExec (arXiv 2406.02532).
 
-Algorithm 2 of SpecExec (arXiv 2406.02532): a node's distance is its cumulative -log q, and the nearest unread nodes are
-read next. What a round leaves unused is not thrown away. The target's walk ends at an *exit*: the nodes it accepted,
-then the token of its own. Where that token was guessed and read, too, the next round's search is what lies below it.
-Only the origin moves: log-probabilities and depths are counted from the new root, the order of the nodes stays, so a
-re-rooted search goes on as one from there would have, with some of its work done.
+A node's distance is its cumulative -log q, and the nearest unread nodes are read next.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from statistics import fmean
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.loop.sampling import IdArray, Scores
-from edgespec.loop.tree import DraftTree, FloatArray, Source, nodes_below, parents_among, shallow
+from edgespec.loop.tree import DraftTree, FloatArray, Source, shallow
 
 COMMITTED = -1  # a node's place in the draft's session when it is committed there: the root's
 NOT_READ = -2  # … when the draft has not read it
@@ -22,20 +19,18 @@ NOT_READ = -2  # … when the draft has not read it
 ENOUGH = 0.003  # tokens that reading a node must be likely to add
 LIKELY_CHILD = 0.8  # how likely a node's best child is, until the draft has been asked
 MOST_DEPTH = 1 << 30
-KEEP = 512  # nodes that are known beyond those that are sent: exits lie there
 
 
 class Search:
     """All nodes found so far, as growing arrays of shape [n]; node 0 is the root."""
 
-    def __init__(self, root_token: int, budget: int, keep: int = KEEP) -> None:
+    def __init__(self, root_token: int, budget: int) -> None:
         """
         Args:
             root_token: the last committed token.
             budget: K, the nodes that are sent to the target.
-            keep: nodes that are known; farther ones are dropped, unless the budget has room for them.
         """
-        self.budget, self.keep = budget, keep
+        self.budget = budget
         self.usual = -np.inf  # what the cutoff is expected to become
         self.most_depth = MOST_DEPTH  # of nodes that are of use: the text ends behind them
         self.token_ids = np.array([root_token], np.int64)
@@ -47,6 +42,11 @@ class Search:
         self.leaves = 1  # of these
         self._parents_read: set[int] = set()  # nodes with a child that the draft has read
         self._best_children = [LIKELY_CHILD]
+
+    @property
+    def most_known(self) -> int:
+        """Nodes that are known; farther ones are dropped."""
+        return self.budget
 
     def cutoff(self, count: int) -> float:
         """The log-probability of the `count`-th best node; -inf: there are fewer."""
@@ -72,7 +72,7 @@ class Search:
         log_probs = np.concatenate(values) + self.log_probs[parents]
         # Rounding must not lift a child above its parent: then the best nodes would not be a tree.
         log_probs = np.minimum(log_probs, self.log_probs[parents])
-        near = log_probs > self.cutoff(max(self.keep, self.budget))
+        near = log_probs > self.cutoff(self.most_known)
         self.token_ids = np.concatenate([self.token_ids, np.concatenate(ids)[near]])
         self.parents = np.concatenate([self.parents, parents[near]])
         self.log_probs = np.concatenate([self.log_probs, log_probs[near]])
@@ -101,30 +101,6 @@ class Search:
             if len(nodes):
                 break
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
-
-    def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
-        """The unread nodes above a depth, nearest first, that are right with a probability of at least `least`.
-
-        In the tree or not, each is worth its probability: if the target writes it, the next search begins below it.
-        """
-        nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
-        return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
-
-    def forks(self, most: int, depth: int) -> NDArray[np.intp]:
-        """The best children, as far as unread, of the likeliest path's least sure node: `most`, the fewer the surer."""
-        at, least_sure, surest = 0, 0, 1.0
-        while True:
-            children = np.flatnonzero(self.parents == at)
-            if len(children) == 0:
-                break
-            best = int(children[np.argmax(self.log_probs[children])])
-            if (sure := float(np.exp(self.log_probs[best] - self.log_probs[at]))) < surest:
-                least_sure, surest = at, sure
-            at = best
-        children = np.flatnonzero((self.parents == least_sure) & (self.depth < depth))
-        best_first = children[np.argsort(-self.log_probs[children], kind="stable")][: max(1, int(most * (1 - surest)))]
-        unread: NDArray[np.intp] = best_first[self.place[best_first] == NOT_READ]
-        return unread
 
     def _open(self, depth: int) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = (self.place == NOT_READ) & (self.depth < depth)
@@ -167,32 +143,6 @@ class Search:
             path.append(at)
         return path
 
-    def rerooted(self, node: int, kept: Sequence[int]) -> "Search | None":
-        """What lies below a node that was read, as a search of its own: the node is committed text now.
-
-        Args:
-            node: the new root.
-            kept: places of nodes that stayed in the draft's session, in the order of their new places.
-
-        Returns:
-            None: not all nodes below have stayed.
-        """
-        part = [node, *nodes_below(self.parents.tolist(), node)]
-        new_place = {place: i for i, place in enumerate(kept)} | {NOT_READ: NOT_READ}
-        places = self.place[part[1:]].tolist()
-        if not new_place.keys() >= set(places):
-            return None
-        other = Search(int(self.token_ids[node]), self.budget, self.keep)
-        other.usual, other.read = self.usual, len(kept)
-        other.token_ids = self.token_ids[part]
-        other.parents = np.array(parents_among(self.parents.tolist(), part), np.int64)
-        other.log_probs = self.log_probs[part] - self.log_probs[node]
-        other.depth = self.depth[part] - self.depth[node]
-        other.place = np.array([COMMITTED, *(new_place[place] for place in places)])
-        read = np.flatnonzero(other.place != NOT_READ)
-        other._parents_read = set(other.parents[read[1:]].tolist())
-        other.leaves = max(1, len(read) - len(other._parents_read))
-        best_child = np.full(len(part), -np.inf)
-        np.maximum.at(best_child, other.parents[1:], other.log_probs[1:])
-        other._best_children += np.exp(best_child - other.log_probs)[np.isfinite(best_child)].tolist()
-        return other
+    def places_along(self, path: Sequence[int]) -> list[int]:
+        """Where the first nodes of a path are in the draft's session, as far as the draft has read them."""
+        return list(takewhile(lambda place: place != NOT_READ, self.place[path].tolist()))

@@ -1,12 +1,11 @@
 """Whose turn it is: of those who wait for a place, and of the texts that have one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from edgespec.loop.generate import Generation
-from edgespec.scheduler.lengths import Lengths, urgency
-from edgespec.scheduler.requests import Counts, Job
+from edgespec.scheduler.requests import Job
 
 
 class Place(Protocol):
@@ -17,24 +16,20 @@ class Place(Protocol):
 
 
 P = TypeVar("P", bound=Place)
+Order: TypeAlias = Callable[[Job], float]
 
 
-def by_turn(waiting: Sequence[Job], places: int, lengths: Lengths | None, counts: Counts) -> list[Job]:
-    """Those who wait, whose turn it is first.
+def by_turn(waiting: Sequence[Job], order: Order | None) -> list[Job]:
+    """Admission order: requests as they came, or by `order`, smallest first; idle prefetch comes last."""
+    return sorted(waiting, key=lambda job: (job.hold is not None, order(job) if order else 0.0))
 
-    Args:
-        waiting: as they came; stays their order where it does not matter, or `lengths` is None.
-        places: that are free.
-        lengths: what is known.
-        counts: how fast texts are written.
+
+def shortest_first(job: Job) -> float:
+    """An `order`: the highest response ratio next (Brinch Hansen, 1971).
+
+    Short requests come first, by their `max_tokens`, but each one rises while it waits, so none waits for ever.
     """
-    waiting = sorted(waiting, key=lambda job: job.hold is not None)  # what is only prepared comes last
-    if lengths is None or len(waiting) <= places:
-        return waiting
-    for job in waiting:
-        job.foretold = job.foretold or lengths.foretell(job.request.prompt_ids, job.request.max_tokens)
-    now, each = perf_counter(), counts.pass_seconds / max(1, sum(counts.tokens.values()))
-    return sorted(waiting, key=lambda job: (job.hold is not None, -urgency(now - job.since, job.foretold * each)))
+    return -(perf_counter() - job.since) / job.request.max_tokens
 
 
 def wanted(places: Sequence[P]) -> list[P]:

@@ -99,7 +99,6 @@ class Job:
         self.since = perf_counter()
         # None: somebody waits. Else nobody has asked yet: so many tokens may be prepared, while nothing else is to do.
         self.hold: int | None = None
-        self.foretold = 0.0  # tokens that it is thought to have; 0: nobody has asked
 
     @property
     def waits(self) -> bool:

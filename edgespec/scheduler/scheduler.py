@@ -29,15 +29,14 @@ from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import check_room, common_prefix
+from edgespec.loop.passes import check_room, common_prefix, may_read_anew
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
 from edgespec.scheduler.batch import Batch, beside, plan, prompts_ride_along
 from edgespec.scheduler.disk_cache import Shelf
-from edgespec.scheduler.lengths import Lengths
 from edgespec.scheduler.prompt_chunks import PromptPieces
-from edgespec.scheduler.queue import asked, by_turn, held, wanted
+from edgespec.scheduler.queue import Order, asked, by_turn, held, wanted
 from edgespec.scheduler.requests import (
     Cancelled,
     Closed,
@@ -69,7 +68,7 @@ class Scheduler:
         *,
         budget: int,
         cost: PassTimes | None = None,
-        first_come: bool = False,
+        order: Order | None = None,
     ) -> None:
         """
         Args:
@@ -77,14 +76,15 @@ class Scheduler:
             planners: one for each text that may be written at once.
             budget: most guesses of a text in a pass.
             cost: of the target's passes, which it learns on; None: the trees take all the room that a pass has.
-            first_come: requests are served as they come; else short ones first, where more wait than can be served.
+            order: of requests that wait, the one with the smallest value is served first; default: as they came. A
+                value must fall while its request waits, or a request may wait for ever.
         """
         self.target = target
         self.counts = Counts()
         self._budget = budget
         self._cost = cost
         self._pieces = PromptPieces()
-        self._lengths = None if first_come else Lengths()
+        self._order = order
         self._slots = [Slot(target.open(), planner) for planner in planners]
         self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
         self._inbox: deque[Job] = deque()
@@ -261,7 +261,7 @@ class Scheduler:
             self._call_off_held()
         idle = [slot for slot in self._slots if slot.job is None]
         reading = [slot.generation for slot in wanted(self._slots) if slot.generation and slot.generation.unread]
-        for job in by_turn(self._waiting, len(idle), self._lengths, self.counts) if idle else ():
+        for job in by_turn(self._waiting, self._order) if idle else ():
             prompt = job.request.prompt_ids
             shared = slots.most_shared(self._slots, prompt)
             coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
@@ -345,8 +345,10 @@ class Scheduler:
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
         """The cache is full, or has to be put in order."""
         *_, (slot, work) = batch
-        if work.prompt and slot.again < MOST_AGAIN and slot.session.token_ids:
-            slots.empty(slot, self._slots)  # perhaps it was only put in order, and no prompt can go on where it stands
+        limits = self.target.capabilities
+        prompt = slot.job.request.prompt_ids if slot.job and work.prompt else []
+        if prompt and slot.again < MOST_AGAIN and may_read_anew(limits, slot.session, prompt):
+            slots.empty(slot, self._slots)
             slot.again += 1
         else:
             self._give_way([slot for slot, _ in batch], error)
@@ -436,8 +438,6 @@ class Scheduler:
                 if job.hold is not None:
                     job.cancel()  # nobody shall ask for it now
             job.stats.finish_reason = "interrupted"
-        elif self._lengths:
-            self._lengths.learn(job.request.prompt_ids, job.stats.tokens)
         if job.hold is None:
             reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
             self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1

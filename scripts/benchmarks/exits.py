@@ -24,6 +24,7 @@ from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray, Noise, SamplingParams, Scores
 from edgespec.loop.tree import choose
 from edgespec.measure.replay import MAX_LEAVES, Recording, read_recordings
+from edgespec.planners.ahead import AheadSearch
 from edgespec.planners.cost import best_size, worth_reading
 from edgespec.planners.drafting import Drafter, Guess
 from edgespec.planners.search import COMMITTED, MOST_DEPTH, Search
@@ -161,8 +162,8 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
 
 def _begin(drafter: Drafter, context: Context, how: How, usual: float) -> _Log:
     """Read the root."""
-    search = Search(context.token_ids[-1], how.budget, how.keep)
-    search.usual = usual
+    search = AheadSearch(context.token_ids[-1], how.budget)
+    search.usual, search.known = usual, how.keep
     log = _Log(search, Guess(context, None, True), [], [], [], [], {}, np.zeros(0, np.bool_))
     lacking, before = max(1, drafter.behind(context.token_ids)), drafter.seconds
     logits, root = drafter.read(context.token_ids)
@@ -176,7 +177,7 @@ def _add(
     """A pass is over: nodes of the search that are `nodes` in its logits, and stay at `places`."""
     search = log.search
     children = log.guess.children(
-        logits, nodes, search.depth[batch].tolist(), min(SpecExecPlanner.children, search.keep)
+        logits, nodes, search.depth[batch].tolist(), min(SpecExecPlanner.children, search.most_known)
     )
     search.add_children(batch, places, *children)
     log.told += zip(*children, strict=True)

@@ -12,7 +12,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ahead": {"ahead": True},  # the draft goes on while the target works
     "preverify": {"top_up": False},  # what it has found so is sent at once
     "forks": {"forks": 4},  # it reads the likeliest exits first
-    "anew": {"keep": 0},  # each round's search begins anew
 }
 DRAWS = 4000  # of the bootstrap
 
