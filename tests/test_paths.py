@@ -167,7 +167,8 @@ class TestTextsThatShareAPass:
 
         def slot(owed):
             plan = SimpleNamespace(planning=lambda most, texts: steps(), work=lambda tree: (tree, owed))
-            return SimpleNamespace(
+            session = SimpleNamespace(unread_committed=owed, token_ids=[])
+            return SimpleNamespace(passed=0, session=session, generation=plan)
                 passed=0, session=SimpleNamespace(unread_committed=owed, token_ids=[]), generation=plan
             )
 
