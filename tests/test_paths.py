@@ -169,8 +169,6 @@ class TestTextsThatShareAPass:
             plan = SimpleNamespace(planning=lambda most, texts: steps(), work=lambda tree: (tree, owed))
             session = SimpleNamespace(unread_committed=owed, token_ids=[])
             return SimpleNamespace(passed=0, session=session, generation=plan)
-                passed=0, session=SimpleNamespace(unread_committed=owed, token_ids=[]), generation=plan
-            )
 
         slots = [slot(0), slot(4)]
         batch, failed = plan_trees(slots, slots, limits, 24, None, alone=True)
