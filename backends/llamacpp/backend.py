@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import Closed, Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -113,7 +113,12 @@ class LlamaBackend:
         if watch:
             watch.stop = self.stop
 
+    def _check_open(self) -> None:
+        if self.context is None:
+            raise Closed
+
     def open(self) -> Any:  # a session of either kind
+        self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         kind = PathSession if self.capabilities.paths else LlamaSession
@@ -168,6 +173,7 @@ class LlamaBackend:
         return not any(other.held or other.has_nodes for other in self._open if other is not session)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         if self.capabilities.paths:
             try:
                 return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
@@ -269,7 +275,7 @@ class LlamaBackend:
             llama_cpp.llama_free(self.context)
             if self._watch:
                 self._watch.close()
-            llama_cpp.llama_model_free(self.model)
+            self.vocab.close()  # and the model with it
             self.context = self.model = None
 
 
