@@ -415,12 +415,16 @@ Example:
 )
 @click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
-    """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT."""
+    """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT.
+
+    Of files that exist, only a datastore is replaced.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
-    from edgespec.planners.datastore import build, read_texts
+    from edgespec.planners.datastore import build, check_out, read_texts
 
+    check_out(out, texts)
     source = find_model(model, models_file).target
     vocab = load_vocab(choose_backend(is_folder(source)), local_path(source, weights=False))
     skipped = list[Path]()
