@@ -1,12 +1,7 @@
 """Short texts first: lengths foretold from past prompts, nobody waiting for ever, and the order really kept."""
 
-import json
-
-import pytest
-from benchmarks.order import Recorded, compare, read_answers, simulate, words_of
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.scheduler.lengths import LATEST, Lengths, urgency
@@ -78,30 +73,3 @@ def finished(first_come, warm=True):
 def test_the_scheduler_writes_short_texts_first():
     assert finished(first_come=False) == ["short", "short", "long", "long"]
     assert finished(first_come=True) == ["long", "long", "short", "short"]
-
-
-def test_the_simulation_serves_everybody_once():
-    asked = [Recorded(SHORT if i % 3 else LONG, 5 if i % 3 else 200) for i in range(90)]
-    arrivals = [float(i) for i in range(90)]
-    times = {order: simulate(asked, arrivals, 2, order) for order in ("first come", "known, ageing")}
-    for seconds in times.values():
-        assert all(took >= one.tokens for took, one in zip(seconds, asked, strict=True))
-        busy = sum(one.tokens for one in asked)
-        assert max(a + b for a, b in zip(arrivals, seconds, strict=True)) >= busy / 2
-    assert sum(times["known, ageing"]) < sum(times["first come"])
-    found = compare(asked, 2, 0.95, 1.0, seed=1)
-    assert found["foretold, ageing"][0] < found["first come"][0]
-    # One place, worked out by hand: b waits for a; c comes when a ends and would be quick, but is not known yet.
-    three = [Recorded([1], 10), Recorded([2], 20), Recorded([3], 1)]
-    assert simulate(three, [0.0, 1.0, 2.0], 1, "first come") == [10, 29, 29]
-    assert simulate(three, [0.0, 1.0, 2.0], 1, "known, ageing") == [10, 30, 9]
-
-
-def test_answers_are_read(tmp_path):
-    path = tmp_path / "answers.json"
-    path.write_text(json.dumps([{"instruction": "Say hello.", "output": "Hello, you!"}]))
-    (one,) = read_answers(path)
-    assert one == Recorded(words_of("say hello ."), 4)
-    path.write_text('{"a": 1}')
-    with pytest.raises(UsageError, match=r"answers\.json"):
-        read_answers(path)
