@@ -14,7 +14,7 @@ from conftest import Run
 
 import edgespec
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
-from edgespec.loop import backend as backend_module
+from edgespec.loop import engines as backend_module
 from edgespec.loop.engines import choose_backend, load_options
 
 FOLDER_ENGINES = ["torch", "mlx"]
