@@ -12,14 +12,13 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import quantised
+from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
 from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
-from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import UsageError
 from edgespec.loading.exact import apply_row_class, probe_before_load
 from edgespec.loop.backend import Work
@@ -74,22 +73,17 @@ def loaded(path, asked=None, *, repack=True, **options):
         backend.close()
 
 
-@pytest.fixture(scope="session")  # a module's end may come twice where modules share processes
+@pytest.fixture(scope="session")
 def weights(smollm2, smollm2_folder):
     """Paths of models by the kind of their weights: SmolLM2 with six layers, or made up."""
-    made = {}
 
     def get(kind):
-        if kind not in made:
-            path = smollm2_folder / f"{kind}.gguf"
-            if kind == "made up":
-                write_made_up(path, Shape(2, 256, 512, 4, 2, vocab=1), smollm2, lambda done, total: None)
-            elif kind in FAMILIES:
-                family(kind, path)
-            else:
-                quantised(smollm2, path, KINDS[kind], tuple(range(6, 30)))
-            made[kind] = path
-        return made[kind]
+        if kind == "made up":
+            return made_up(smollm2, smollm2_folder)
+        if kind in FAMILIES:
+            return once(smollm2_folder / f"{kind}.gguf", lambda new: family(kind, new))
+        left_out = tuple(range(6, 30))
+        return once(smollm2_folder / f"{kind}.gguf", lambda new: quantised(smollm2, new, KINDS[kind], left_out))
 
     return get
 

@@ -74,6 +74,10 @@ def whole_target(smollm2):
         yield backend
 
 
+def rough(smollm2, smollm2_folder):
+    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
+
+
 @pytest.fixture(scope="module", params=["itself", "rough", "damaged"])
 def draft(request, smollm2, smollm2_tiny, smollm2_folder):
     """Always right, mostly right, mostly wrong."""
@@ -81,9 +85,11 @@ def draft(request, smollm2, smollm2_tiny, smollm2_folder):
         case "itself":
             path = smollm2_tiny
         case "rough":
-            path = quantised(smollm2, smollm2_folder / "tiny-q2k.gguf", Q2_K, tuple(range(6, 30)))
+            path = rough(smollm2, smollm2_folder)
         case "damaged":
-            path = quantised(smollm2, smollm2_folder / "tiny-damaged.gguf", Q2_K, tuple(range(4, 30)))
+            path = once(
+                smollm2_folder / "tiny-damaged.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(4, 30)))
+            )
     with loaded(path) as backend:
         yield backend
 
@@ -137,7 +143,7 @@ def test_trees(target, draft, sampling):
 @pytest.fixture(scope="module")
 def usual_draft(smollm2, smollm2_folder):
     """Mostly right, and loaded as drafts are: nodes may stay below a commit."""
-    path = quantised(smollm2, smollm2_folder / "tiny-q2k.gguf", Q2_K, tuple(range(6, 30)))
+    path = rough(smollm2, smollm2_folder)
     with loaded(path, in_order=False) as backend:
         yield backend
 
