@@ -7,6 +7,7 @@ import ctypes
 import io
 import os
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(shared_folder(config) / "cache")  # and not the user's
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 
 
 @pytest.hookimpl(tryfirst=True)

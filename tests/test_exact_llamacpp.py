@@ -139,7 +139,11 @@ PLANNERS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "made up"])
+# What kernels differ by: blocks of 256 or 32, repacked or not, floats. Of each one always runs.
+MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("Q4_0", "IQ4_XS", "BF16")]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q8_0", "Q4_1", "F16", "made up", *MORE_KINDS])
 def test_texts_are_equal(weights, draft, kind):
     """Every planner, each at one of the temperatures; some weights in both classes, and at all temperatures."""
     path, checked = weights(kind), set()
@@ -157,6 +161,7 @@ def test_texts_are_equal(weights, draft, kind):
     assert checked
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("kind", "asked", "kv_type"),
     [("made up", "narrow", None), ("made up", "narrow", "f16"), ("made up", "wide", None), ("Q4_1", "wide", None)],
@@ -171,6 +176,7 @@ def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked, kv_typ
             assert output == plain, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ["narrow", "wide"])
 def test_a_real_pair(asked):
     """Where it is there: 1.5 B of 4 bits, whose kernels differ most, with its draft."""
@@ -212,6 +218,7 @@ def test_a_wrong_class_is_noticed(weights):
         contract.tree_equals_chains(factory)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "shape",
     [RowClass(8, 63), pytest.param(RowClass(8, 60, step=4), marks=pytest.mark.skipif(not REPACKS, reason="AMX"))],
@@ -250,6 +257,7 @@ def test_repacked_weights_have_classes(weights):
         assert not np.array_equal(*rows)  # else the classes say nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", "f16")])
 def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
     """Five turns with the cache of the turns before, and each of them read anew."""
@@ -516,7 +524,7 @@ def test_one_row_has_the_attention_of_a_few(weights, monkeypatch):
     path, least = weights("made up"), []
     for device in (attention._device, lambda: None):
         monkeypatch.setattr(attention, "_device", device)
-        with loaded(path, kv_type="f16", repack=False) as target:
+        with loaded(path, "narrow", kv_type="f16", repack=False) as target:
             assert ("attention" in target.computing) == (device() is not None)
             least.append(target.capabilities.exact.trees.least)
             rows = []
