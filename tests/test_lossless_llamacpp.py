@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import Q2_K, quantised
+from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.backend import load
 
 from edgespec.errors import ContextFull, ModelError
