@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     grids: dict[tuple[str, int], list[pytest.Item]] = {}
     left_out = {item for item in items if item.get_closest_marker("exhaustive")}
     for item in items:
-        if item not in left_out and (mark := item.get_closest_marker("covering")):
+        skipped = any(mark.args[0] is True for mark in item.iter_markers("skipif"))
+        if item not in left_out and not skipped and (mark := item.get_closest_marker("covering")):
             grids.setdefault((item.nodeid.partition("[")[0], mark.args[0]), []).append(item)
     for (_, strength), grid in grids.items():
         left_out.update(set(grid) - covering(grid, strength))
@@ -56,9 +57,10 @@ def covering(grid: Sequence[pytest.Item], strength: int) -> set[pytest.Item]:
 
     Chosen one by one: the item that holds most that is missing; of equals the one whose values were chosen least.
     """
-    values = {item: set(item.callspec.indices.items()) for item in grid}  # type: ignore[attr-defined]
+    params = {item: item.callspec.params for item in grid}  # type: ignore[attr-defined]
+    values = {item: {(name, repr(value)) for name, value in given.items()} for item, given in params.items()}
     tuples = {item: set(combinations(sorted(held), strength)) for item, held in values.items()}
-    missing, chosen, used = set().union(*tuples.values()), set[pytest.Item](), Counter[tuple[str, int]]()
+    missing, chosen, used = set().union(*tuples.values()), set[pytest.Item](), Counter[tuple[str, str]]()
     by_name = sorted(grid, key=lambda item: item.nodeid)  # not by place: tests may come in any order
     while missing:
         best = max(by_name, key=lambda item: (len(tuples[item] & missing), -sum(used[value] for value in values[item])))

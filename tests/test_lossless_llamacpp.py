@@ -135,6 +135,7 @@ def check_lossless(target, planner, sampling, count, prompts=PROMPTS[:2]):
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
 
 
+@pytest.mark.covering(1)
 @by_temperature
 def test_trees(target, draft, sampling):
     check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24)
@@ -155,6 +156,7 @@ class Resting(AheadPlanner):
         return nullcontext()
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("kind", [Resting, AheadPlanner])
 def test_searches_that_go_on(target, usual_draft, sampling, kind):
@@ -189,6 +191,7 @@ def test_a_text_that_is_called_off_leaves_the_draft_as_it_was(target, usual_draf
         scheduler.close()
 
 
+@pytest.mark.covering(1)
 @by_temperature
 def test_chains(target, draft, sampling):
     check_lossless(target, ChainPlanner(draft, depth=6), sampling, 32, PROMPTS[1:2])
@@ -199,6 +202,7 @@ def test_copies(target, sampling):
     check_lossless(target, SssdPlanner(), sampling, 32)
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_pays(target, draft, sampling, streams):
@@ -229,6 +233,7 @@ def test_float_weights(float_target, target, sampling):
     check_lossless(float_target, SpecExecPlanner(target, depth=8, beam=4), sampling, 24)
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("weights", ["4 bits", "32 bits"])
 def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
@@ -239,7 +244,9 @@ def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
         check_lossless(target, SssdPlanner(), sampling, 24, PROMPTS[:1])
 
 
-@by_temperature
+@pytest.mark.parametrize(
+    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
+)
 def test_the_whole_model_with_a_cache_of_8_bits(smollm2, smollm2_q2k, sampling):
     with loaded(smollm2, kv_type="q8_0") as target, loaded(smollm2_q2k, kv_type="q8_0") as draft:
         check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
