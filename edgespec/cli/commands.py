@@ -196,7 +196,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the planners' own options out of `options`."""
+    """Take the given options of planners out of `options`."""
     names = ("depth", "beam", "tau", "min_probability")
     chosen = {name: value for name in names if (value := options.pop(name)) is not None}
     if options.pop("no_coupling"):
@@ -216,10 +216,10 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
 
 
 def _load(model: str, options: dict[str, Any]) -> Model:
-    chosen, context_length = _planner_options(options), options.pop("ctx")
+    extra, context_length = _planner_options(options), options.pop("ctx")
     options["remember"] = not options.pop("no_memory_of_costs")
     with LoadingBar(model) as bar:
-        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **chosen)
+        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
 
 
 @cli.command(
