@@ -1,5 +1,3 @@
-"""`edgespec models` and `edgespec pull`."""
-
 import json
 import shutil
 import sys

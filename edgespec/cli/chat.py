@@ -1,5 +1,3 @@
-"""The chat on a terminal."""
-
 from typing import Any
 
 import click

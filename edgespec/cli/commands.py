@@ -1,5 +1,3 @@
-"""The command line, and the only place where an error becomes a line."""
-
 import json
 import secrets
 import sys
@@ -117,7 +115,7 @@ def run(
 
     Files run on llama.cpp; folders on MLX on a Mac with Apple silicon, on PyTorch elsewhere.
 
-    PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
+    PROMPT `-` reads standard input; without PROMPT on a terminal, a chat starts.
 
     Sampling options that are not given come from models.yaml, else from the model's own file, else sampling is
     greedy: `edgespec models MODEL` shows it.
@@ -168,7 +166,6 @@ def run(
 
 
 def _prompt(prompt: str | None) -> str | None:
-    """The prompt; None for a chat."""
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         try:
             return sys.stdin.read()
@@ -202,7 +199,6 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the given options of planners out of `options`."""
     names = ("depth", "beam", "tau", "min_probability")
     chosen = {name: value for name in names if (value := options.pop(name)) is not None}
     if options.pop("no_coupling"):
@@ -211,7 +207,6 @@ def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
-    """Fetch the files that are missing."""
     entry, draft = find_model(model, options["models_file"]), options["draft"]
     drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
@@ -267,10 +262,7 @@ def serve(
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
     yes: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Serve MODEL by HTTP, with the interfaces of OpenAI and Anthropic.
-
-    MODEL is a name, file, folder or source as for `edgespec run`.
-    """
+    """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI and Anthropic."""
     from edgespec.cli import serve as server
 
     server.check_server()

@@ -1,5 +1,3 @@
-"""`edgespec convert`: model folders and GGUF files, made of each other."""
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +130,6 @@ def from_folder(
     folder: Path, out: Path, dtype: str, recipe: Recipe, show: Progress, *, converter: str | None, trust: bool,
     dry_run: bool,
 ) -> str:  # fmt: skip
-    """Convert a model folder to a GGUF, then quantise that or drop layers where `recipe` says so."""
     from edgespec.models.convert.converter import OUT_BYTES, check_folder, convert_folder, find_converter
 
     weights = check_folder(folder, trust)

@@ -1,5 +1,3 @@
-"""`edgespec lend`."""
-
 import os
 import socket
 from importlib import import_module

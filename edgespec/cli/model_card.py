@@ -10,8 +10,8 @@ from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.planners.path_cost import note
 
-FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"  # origins of a value
-UNSAID = {  # text for a default that is no number
+FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"
+UNSAID = {
     "budget": f"as many as pay, at most {DEFAULT_BUDGET}",
     "system": "none",
 }

@@ -29,9 +29,8 @@ class SectionedCommand(click.Command):
     """A command whose --help lists the options by section; those of no section come last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list for each section that has options."""
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-        rows = {one.name: row for one in options if (row := one.get_help_record(ctx))}  # hidden ones have none
+        rows = {one.name: row for one in options if (row := one.get_help_record(ctx))}
         listed = {title: [rows.pop(name) for name in names if name in rows] for title, names in SECTIONS.items()}
         for title, found in (listed | {"Other": list(rows.values())}).items():
             if found:
@@ -64,7 +63,6 @@ def _in_python(name: str, call: str, **kwargs: Any) -> Callable[[Any], Any]:
 
 
 def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    """None for auto."""
     if value in (None, "auto"):
         return None
     try:

@@ -1,5 +1,3 @@
-"""`edgespec pair`."""
-
 import json
 import sys
 from pathlib import Path
@@ -146,7 +144,6 @@ def _as_json(found: Any) -> dict[str, Any]:
 
 
 def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) -> dict[str, Any]:
-    """An entry for models.yaml, with absolute paths."""
     absolute = {
         role: f"file:{Path(source[5:]).absolute()}" if source.startswith("file:") else source
         for role, source in sources.items()

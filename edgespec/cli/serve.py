@@ -1,5 +1,3 @@
-"""`edgespec serve`."""
-
 import os
 import socket
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from edgespec.model import Model
 from edgespec.scheduler.disk_cache import Shelf
 from edgespec.scheduler.targets.places import is_loopback
 
-KEY = "EDGESPEC_API_KEY"  # in the environment
+KEY = "EDGESPEC_API_KEY"
 
 
 def check_server() -> None:

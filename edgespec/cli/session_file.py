@@ -1,5 +1,3 @@
-"""`edgespec run --resume FILE`."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Output on a terminal: the answer as it grows, and progress bars."""
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,10 +131,7 @@ class PrefillBar:
 
 
 class LoadingBar:
-    """A spinner while a model loads, and a bar with bytes and speed once `update` is called.
-
-    None without a terminal.
-    """
+    """A spinner while a model loads, and a bar once `update` is called; nothing without a terminal."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -155,7 +150,6 @@ class LoadingBar:
         self._shown.update(f"reading {self._model}", done, total)
 
     def say(self, what: str) -> None:
-        """Show a step that takes some seconds."""
         if self._shown is None:
             return
         if self._counts:
