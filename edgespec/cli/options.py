@@ -11,7 +11,7 @@ from edgespec.machine.measurements import OFF
 from edgespec.planners.choice import PLANNERS
 
 SECTIONS = {  # title -> names of parameters, in this order
-    "Model": ("backend", "ctx", "threads", "device", "dtype", "models_file", "yes"),
+    "Model": ("model", "backend", "ctx", "threads", "device", "dtype", "models_file", "yes"),
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders"),
     "Drafting": (
         "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
