@@ -22,7 +22,6 @@ from edgespec.weights.plan import Plan
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer
 
-from . import recurrent as paths
 from .batch import Batch
 from .cells import IN_WINDOWS, TILE, Cells, Rows
 from .context import ContextSize, check_options, kept_of, make_context
@@ -57,7 +56,7 @@ from .memory.probe_model import REPACKED, load_specimen
 from .memory.skip_padding import Sparing, may_spare
 from .memory.threads import compute_cores, crowd, threads_for
 from .memory.tolerance import tolerance
-from .recurrent import PathSession, ids_of_session, is_recurrent, most_paths, why_not
+from .recurrent import LlamaRecurrentSession, forward_recurrent, ids_of_session, is_recurrent, most_paths, why_not
 from .seq_ids import Ids
 from .session import LlamaSession, Placement, paddings
 from .vocab import LlamaVocab, load_vocab
@@ -121,14 +120,14 @@ class LlamaBackend:
         self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        kind = PathSession if self.capabilities.paths else LlamaSession
+        kind = LlamaRecurrentSession if self.capabilities.paths else LlamaSession
         session = kind(self, self._ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    def release(self, session: LlamaSession | PathSession) -> None:
+    def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
         """A session is empty, and was closed."""
         self._open.remove(session)
         self._ids.close(session.ids)
@@ -176,7 +175,7 @@ class LlamaBackend:
         self._check_open()
         if self.capabilities.paths:
             try:
-                return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
+                return forward_recurrent(self, batch, llama_cpp.llama_n_ubatch(self.context))
             finally:
                 self.stop.clear()
         check_batch(batch, self.capabilities)

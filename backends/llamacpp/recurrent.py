@@ -135,7 +135,7 @@ class Lane:
     ended: bool = False  # evaluated, with nothing behind its last token
 
 
-class PathSession:
+class LlamaRecurrentSession:
     """See `edgespec.loop.backend.Session`."""
 
     def __init__(self, backend: Owner, ids: list[int]) -> None:
@@ -332,8 +332,8 @@ class PathSession:
         self._remove(self._text, at if at else -1)
         self._drop(self._states.cut(at))
 
-    def fork(self) -> "PathSession":
-        other: PathSession = self._backend.open()
+    def fork(self) -> "LlamaRecurrentSession":
+        other: LlamaRecurrentSession = self._backend.open()
         other.token_ids = self.token_ids.copy()
         self._copy(self._text, other._text)
         other._states = self._states.copy()
@@ -373,10 +373,10 @@ class PathSession:
         self.ids = []
 
 
-def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
+def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
     """See `edgespec.loop.backend.Backend`; `most_rows`: of one call of llama.cpp, which reads all weights once."""
     check_batch(batch, backend.capabilities)
-    sessions = [cast(PathSession, work.session) for work in batch]
+    sessions = [cast(LlamaRecurrentSession, work.session) for work in batch]
     for session, work in zip(sessions, batch, strict=True):
         session.check(work)
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)

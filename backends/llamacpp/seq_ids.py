@@ -1,7 +1,7 @@
 """Sequence ids: each session has some of its own, all others are lent for the leaves of trees.
 
 llama.cpp has 256. A session has one of its own, two where some layers have a sliding window (`cells.py`), or all that
-it uses where layers are recurrent (`paths.py`). Lent ids
+it uses where layers are recurrent (`recurrent.py`). Lent ids
 carry the text of the session that has them, and stay with it until another wants more than are free: tagging a text's
 cells anew in every pass would cost time.
 """

@@ -1,4 +1,4 @@
-"""Models with recurrent layers on PyTorch: trees as paths (`../path_states.py`).
+"""Models with recurrent layers on PyTorch: trees as paths (`common/recurrent.py`).
 
 A pass is a batch, as transformers' model classes know it: a lane is one of its sequences. States go in and come out
 through the classes' own cache; keys and values stay with `tree_attention`, for which all lanes are one row of tokens.
@@ -20,7 +20,7 @@ from edgespec.loop.tree import IntArray
 
 from ..common.hf_vocab import first_line
 from ..common.interrupts import interruptible
-from ..common.path_states import Lane, PathStates, Rectangle
+from ..common.recurrent import Lane, Rectangle, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .logits import TorchLogits
 from .session import Owner, Placement, TorchSession
@@ -167,7 +167,7 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
     return cache, probe
 
 
-class PathOwner(Owner, Protocol):
+class RecurrentOwner(Owner, Protocol):
     """What sessions and passes need of the backend they belong to."""
 
     model: Any
@@ -178,13 +178,13 @@ class PathOwner(Owner, Protocol):
     interrupted: Event
 
 
-class TorchPathSession(TorchSession):
+class TorchRecurrentSession(TorchSession):
     """See `edgespec.loop.backend.Session`."""
 
-    def __init__(self, backend: PathOwner, cells: Any) -> None:
+    def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
         super().__init__(backend, cells)
         self._empty, self._layers = backend.cache.empty, backend.cache.with_cells
-        self.states = PathStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
+        self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
 
     @property
     def parents(self) -> list[int]:
@@ -228,8 +228,8 @@ class TorchPathSession(TorchSession):
         super().rewind(length)
         self.states.cut(length)
 
-    def fork(self) -> "TorchPathSession":
-        other = cast(TorchPathSession, super().fork())
+    def fork(self) -> "TorchRecurrentSession":
+        other = cast(TorchRecurrentSession, super().fork())
         other.states.copy_text(self.states)
         return other
 
@@ -244,11 +244,11 @@ class TorchPathSession(TorchSession):
         return [*super()._saved(length), *(tensor for state in self.states.text.kept.values() for tensor in state)]
 
 
-def forward(backend: PathOwner, batch: Sequence[Work]) -> list[Logits]:
+def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Logits]:
     """See `edgespec.loop.backend.Backend`; in inference mode."""
     limits = backend.capabilities
     check_batch(batch, limits)
-    sessions = [cast(TorchPathSession, work.session) for work in batch]
+    sessions = [cast(TorchRecurrentSession, work.session) for work in batch]
     placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
     with interruptible(sessions, backend.interrupted):
         for session in sessions:
@@ -256,9 +256,13 @@ def forward(backend: PathOwner, batch: Sequence[Work]) -> list[Logits]:
                 _, states = _compute(backend, [(session, rectangle, [])], [])
                 session.states.take(rectangle, states)
         lanes = [session.lanes(work) for session, work in zip(sessions, batch, strict=True)]
-        found, taken = dict[int, Logits](), list[tuple[TorchPathSession, Rectangle[State], list[State]]]()
+        found, taken = dict[int, Logits](), list[tuple[TorchRecurrentSession, Rectangle[State], list[State]]]()
         for group, width in groups(batch, lanes, limits):
-            parts, rows, counts = list[tuple[TorchPathSession, Rectangle[State], list[int]]](), list[int](), list[int]()
+            parts, rows, counts = (
+                list[tuple[TorchRecurrentSession, Rectangle[State], list[int]]](),
+                list[int](),
+                list[int](),
+            )
             for i in group:
                 first, before = sessions[i].nodes, width * sum(counts)
                 rectangle = Rectangle(lanes[i], width, first)
@@ -302,7 +306,9 @@ def groups(
 
 
 def _compute(
-    backend: PathOwner, parts: Sequence[tuple[TorchPathSession, Rectangle[State], list[int]]], rows: Sequence[int]
+    backend: RecurrentOwner,
+    parts: Sequence[tuple[TorchRecurrentSession, Rectangle[State], list[int]]],
+    rows: Sequence[int],
 ) -> tuple[Any, list[State]]:
     """One pass over rectangles of one width, each with the parents of all its session's nodes.
 

@@ -78,7 +78,7 @@ class Rectangle(Generic[State]):
         return seen
 
 
-class PathStates(Generic[State]):
+class RecurrentStates(Generic[State]):
     """The states of one session: of its text, and behind nodes where a path has ended."""
 
     def __init__(self, most_paths: int, streams: bool) -> None:
@@ -164,7 +164,7 @@ class PathStates(Generic[State]):
         self.text.cut(length)
         self._tips = {}
 
-    def copy_text(self, other: "PathStates[State]") -> None:
+    def copy_text(self, other: "RecurrentStates[State]") -> None:
         """Have another's text's states."""
         self.text = other.text.copy()
 

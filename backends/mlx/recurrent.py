@@ -1,4 +1,4 @@
-"""Models with recurrent layers on MLX: trees as paths (`../path_states.py`).
+"""Models with recurrent layers on MLX: trees as paths (`common/recurrent.py`).
 
 A pass is a batch, as mlx-lm's model classes know it: a lane is one of its sequences. Recurrent layers get a cache of
 mlx-lm's own, filled with a state for each lane. Layers with attention get `LaneCache`, where all lanes see the cells of
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from edgespec.loop.backend import Work
 from edgespec.loop.tree import IntArray
 
-from ..common.path_states import PathStates, Rectangle
+from ..common.recurrent import Rectangle, RecurrentStates
 from .session import MlxSession, Owner
 from .tree import TreeCache
 
@@ -104,7 +104,7 @@ def _for_all(buffer: Any, end: int, lanes: int) -> Any:
     return mx.broadcast_to(buffer[..., :end, :], (lanes, buffer.shape[1], end, buffer.shape[3]))
 
 
-class MlxPathSession(MlxSession):
+class MlxRecurrentSession(MlxSession):
     """See `edgespec.loop.backend.Session`."""
 
     caches: list[LaneCache]  # type: ignore[assignment]
@@ -118,7 +118,7 @@ class MlxPathSession(MlxSession):
         """
         super().__init__(backend, list(caches))
         limits = backend.capabilities
-        self.states = PathStates[State](limits.max_leaves, limits.streams)
+        self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
         self._kinds = kinds
         self._rectangle: Rectangle[State] | None = None  # of the pass under way
         self._arrays, self._given = list[ArraysCache](), list[Any]()  # its states, and all that the model gets
@@ -198,8 +198,8 @@ class MlxPathSession(MlxSession):
         self.states.cut(length)
         self._rectangle, self._arrays, self._given = None, [], []
 
-    def fork(self) -> "MlxPathSession":
-        other = cast(MlxPathSession, super().fork())
+    def fork(self) -> "MlxRecurrentSession":
+        other = cast(MlxRecurrentSession, super().fork())
         other.states.copy_text(self.states)
         return other
 
