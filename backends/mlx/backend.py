@@ -209,8 +209,7 @@ class MlxBackend:
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         # All works are checked before the first is taken in: a refused batch changes nothing.
-        for work, session in zip(batch, sessions, strict=True):
-            session.check(work)
+        positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
         with interruptible(sessions, self._interrupted):
             if self._interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
@@ -221,8 +220,8 @@ class MlxBackend:
                     session.take()
             rows = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
             mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
-        for work, session in zip(batch, sessions, strict=True):
-            session.add(work)
+        for session, work, places in zip(sessions, batch, positions, strict=True):
+            session.add(work, places)
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
 
     def interrupt(self) -> None:

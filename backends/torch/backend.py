@@ -169,7 +169,7 @@ class TorchBackend:
                 logits = run(self.model, tokens, positions, wanted, tree, self.device)
         found = list[Logits]()
         for session, work, placement in zip(sessions, batch, placements, strict=True):
-            session.keep(work, placement)
+            session.add(work, placement)
             found.append(TorchLogits(logits[: len(work.wanted)], work.wanted.tolist()))
             logits = logits[len(work.wanted) :]
         return found

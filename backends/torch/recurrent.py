@@ -16,14 +16,13 @@ import transformers
 from edgespec.errors import EdgespecError, Interrupted, ModelError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
-from edgespec.loop.tree import IntArray
 
 from ..common.hf_vocab import first_line
 from ..common.interrupts import interruptible
-from ..common.recurrent import Lane, Rectangle, RecurrentStates
+from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .logits import TorchLogits
-from .session import Owner, Placement, TorchSession
+from .session import TorchOwner, TorchSession
 
 State = list[Any]  # tensors [1, …], one for each that transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers, as transformers calls them
@@ -167,7 +166,7 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
     return cache, probe
 
 
-class RecurrentOwner(Owner, Protocol):
+class RecurrentOwner(TorchOwner, Protocol):
     """What sessions and passes need of the backend they belong to."""
 
     model: Any
@@ -178,8 +177,10 @@ class RecurrentOwner(Owner, Protocol):
     interrupted: Event
 
 
-class TorchRecurrentSession(TorchSession):
+class TorchRecurrentSession(RecurrentSession[State], TorchSession):
     """See `edgespec.loop.backend.Session`."""
+
+    _backend: RecurrentOwner
 
     def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
         super().__init__(backend, cells)
@@ -187,51 +188,9 @@ class TorchRecurrentSession(TorchSession):
         self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
 
     @property
-    def parents(self) -> list[int]:
-        """Of uncommitted nodes."""
-        return self._parents
-
-    @property
-    def nodes(self) -> int:
-        """How many there are."""
-        return len(self._parents)
-
-    @property
     def cells_of_layers(self) -> dict[int, Any]:
         """Those of each layer that has some."""
         return dict(zip(self._layers, self.cells, strict=True))
-
-    def place(self, work: Work) -> Placement:
-        placement = super().place(work)
-        self.states.check(self._parents + work.parents.tolist())
-        return placement
-
-    def lanes(self, work: Work) -> list[Lane[State]]:
-        """The sequences that evaluate a work, which was placed."""
-        tokens, parents = self._tokens + work.token_ids.tolist(), self._parents + work.parents.tolist()
-        return self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
-
-    @property
-    def unread_committed(self) -> int:
-        return self.states.unread_committed(len(self.token_ids))
-
-    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        return length if length == len(self.token_ids) else self.states.text.before(length)
-
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        length, prompt = len(self.token_ids), self._prompt.reading
-        none = super().commit(path)
-        self.states.commit(length, path, prompt)
-        return none  # nodes below have states that start from nodes which are text now
-
-    def rewind(self, length: int) -> None:
-        super().rewind(length)
-        self.states.cut(length)
-
-    def fork(self) -> "TorchRecurrentSession":
-        other = cast(TorchRecurrentSession, super().fork())
-        other.states.copy_text(self.states)
-        return other
 
     def _details(self) -> dict[str, Any]:
         return super()._details() | {"states": list(self.states.text.kept)}
@@ -276,7 +235,7 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
                 taken.append((session, rectangle, states[:count]))
                 states = states[count:]
     for session, work, placement in zip(sessions, batch, placements, strict=True):
-        session.keep(work, placement)
+        session.add(work, placement)
     for session, rectangle, behind in taken:
         session.states.take(rectangle, behind)
     return [found[i] for i in range(len(batch))]
