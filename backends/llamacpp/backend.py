@@ -15,16 +15,15 @@ from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import BatchInvariance
+from edgespec.loop.shapes import TILE, BatchInvariance
 from edgespec.machine.memory import left_of, parse_size
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import Plan
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer
 
-from . import recurrent as paths
 from .batch import Batch
-from .cells import IN_WINDOWS, TILE, Cells, Rows
+from .cells import IN_WINDOWS, Cells, Rows
 from .context import ContextSize, check_options, kept_of, make_context
 from .ggml.files import (
     engine_build,
@@ -57,8 +56,8 @@ from .memory.probe_model import REPACKED, load_specimen
 from .memory.skip_padding import Sparing, may_spare
 from .memory.threads import compute_cores, crowd, threads_for
 from .memory.tolerance import tolerance
-from .recurrent import PathSession, ids_of_session, is_recurrent, most_paths, why_not
-from .seq_ids import Ids
+from .recurrent import LlamaRecurrentSession, forward_recurrent, ids_of_session, is_recurrent, most_paths, why_not
+from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
 from .vocab import LlamaVocab, load_vocab
 
@@ -101,7 +100,7 @@ class LlamaBackend:
         self.copies = not window and "lenders" not in computing  # cells may be copied, for less than rows cost
         self._files: Sequence[str] = ()  # of the model
         self._before_pass: Callable[[int], None] = lambda rows: None  # told how many rows the next one has
-        self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
+        self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
@@ -121,17 +120,17 @@ class LlamaBackend:
         self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        kind = PathSession if self.capabilities.paths else LlamaSession
+        kind = LlamaRecurrentSession if self.capabilities.paths else LlamaSession
         session = kind(self, self._ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    def release(self, session: LlamaSession | PathSession) -> None:
+    def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
         """A session is empty, and was closed."""
         self._open.remove(session)
-        self._ids.close(session.ids)
+        self._ids.close(session.seq_ids)
 
     def lend(self, seq: int, session: LlamaSession) -> None:
         """A session gets a sequence id that was free when its nodes were placed."""
@@ -170,13 +169,13 @@ class LlamaBackend:
         """Whether its cells are all that is in the cache."""
         if self.cells.wasted:
             return False
-        return not any(other.held or other.has_nodes for other in self._open if other is not session)
+        return not any(other.cached or other.has_nodes for other in self._open if other is not session)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
             try:
-                return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
+                return forward_recurrent(self, batch, llama_cpp.llama_n_ubatch(self.context))
             finally:
                 self.stop.clear()
         check_batch(batch, self.capabilities)
