@@ -22,20 +22,22 @@ from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Request as Wanted
-from edgespec.server import texts
+from edgespec.server import wire
 from edgespec.server.access import Guard
-from edgespec.server.app import STATIC, make_app
-from edgespec.server.chat import ChatBody
+from edgespec.server.app import STATIC, error_body, make_app
+from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused
-from edgespec.server.texts import MOST_BODY, Service
+from edgespec.server.service import Service
+from edgespec.server.wire import MOST_BODY
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @contextmanager
-def served(slots=2, service=(), sampling=None, context=400, **guard):
+def served(slots=2, service=(), sampling=None, context=400, template=None, **guard):
     target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
+    target.vocab.chat_template = template or target.vocab.chat_template
     with Model(target, [SssdPlanner() for _ in range(slots)], budget=8, sampling=sampling) as model:
         app = make_app(Service(model, "tiny", **dict(service)), **guard)
         with TestClient(app, base_url="http://127.0.0.1:8080", raise_server_exceptions=False) as client:
@@ -425,7 +427,7 @@ class TestErrors:
         assert answer.status_code == 400, answer.text
 
     def test_a_body_that_does_not_come(self, monkeypatch):
-        monkeypatch.setattr(texts, "BODY_SECONDS", 0.05)
+        monkeypatch.setattr(wire, "BODY_SECONDS", 0.05)
 
         async def never():
             await asyncio.sleep(60)
@@ -433,7 +435,7 @@ class TestErrors:
         head = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": head}
         with pytest.raises(Refused, match="did not come") as raised:
-            asyncio.run(texts.read_body(Request(scope, never), ChatBody))
+            asyncio.run(wire.read_body(Request(scope, never), ChatBody))
         assert raised.value.status == 408
 
     def test_too_many_at_once(self):
@@ -667,5 +669,5 @@ def test_a_client_that_does_not_read_is_left():
         await asyncio.sleep(60)
 
     scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Guard(endless, slow_reader=0.05)(scope, None, stuck))
+    asyncio.run(Guard(endless, error_body, slow_reader=0.05)(scope, None, stuck))
     assert ended
