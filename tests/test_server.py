@@ -4,8 +4,10 @@ import asyncio
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Event, Semaphore
 from typing import ClassVar
 
 import pytest
@@ -27,6 +29,7 @@ from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, error_body, make_app
 from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused
+from edgespec.server.output_format import OutputFormat
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_BODY
 
@@ -248,7 +251,7 @@ class TestMessages:
 
     def test_stop_sequences_and_counts(self, client):
         text = client.post("/v1/messages", json=self.BODY | {"seed": 4}).json()["content"][0]["text"]
-        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["", text[5:7]]}).json()
+        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["@@", text[5:7]]}).json()
         assert answer["stop_reason"] == "stop_sequence"
         assert answer["stop_sequence"] == text[5:7]
         counted = client.post("/v1/messages/count_tokens", json=HELLO).json()["input_tokens"]
@@ -575,6 +578,37 @@ class TestPage:
         plain = client.post("/v1/chat/completions", json=body | {"edgespec": {"plain": True}}).json()
         assert plain["choices"] == usual["choices"]
         assert plain["edgespec"]["stats"][0]["drafted"] == 0 < usual["edgespec"]["stats"][0]["drafted"]
+
+
+SLOW = {"type": "json_schema", "json_schema": {"schema": TestSchemas.SCHEMA}}
+
+
+@pytest.mark.parametrize("slow", ["building", "compiling"])
+def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
+    """Nor do many: they wait for threads of their own."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    many, begun, go_on = 20, Semaphore(0), Event()
+    with served(slots=2) as client, ThreadPoolExecutor(many) as pool:
+        owner, name = (client.model, "compile") if slow == "compiling" else (OutputFormat, "grammar")
+        inner = getattr(owner, name)
+
+        def blocked(*given):
+            begun.release()
+            assert go_on.wait(60)
+            return inner(*given)
+
+        monkeypatch.setattr(owner, name, blocked)
+        body = HELLO | {"max_tokens": 5, "response_format": SLOW}
+        try:
+            waiting = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(many)]
+            assert begun.acquire(timeout=60)
+            assert client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 3}).status_code == 200
+            assert len(stream(client, "/v1/messages", HELLO | {"max_tokens": 3})) > 3
+            assert client.get("/health").json()["status"] == "ok"
+            assert not any(one.done() for one in waiting)
+        finally:
+            go_on.set()
+        assert {one.result().status_code for one in waiting} == {200}
 
 
 def test_models_and_metrics():

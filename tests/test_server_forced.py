@@ -25,6 +25,7 @@ from edgespec.server.markers import MARKER
 from edgespec.server.output_format import call_format_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages
+from edgespec.server.schema import resolve
 from edgespec.server.tool_calls import Call, Tool, Tools
 
 FUNCTION = {
@@ -187,6 +188,82 @@ def test_parameters_that_cannot_be_forced_are_refused():
 
 
 EMPTY = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+def schema_of(value, **definitions):
+    """What is understood of a parameter."""
+    return resolve({"properties": {"it": value}, "$defs": definitions}).properties["it"]
+
+
+NUMBER, TEXT = {"$ref": "#/$defs/n"}, {"$ref": "#/$defs/t"}
+DEFINITIONS = {"n": {"type": "integer"}, "t": {"type": ["string", "null"]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text", "values"),
+    [
+        ({}, True, {"5": "5", "null": "null"}),
+        (True, True, {'{"a": 1}': '{"a": 1}'}),
+        ({"description": "a zip"}, True, {"12345": "12345"}),
+        ({"type": "string"}, True, {'"a"': '"a"', "[1]": "[1]"}),
+        (TEXT, True, {"12345": "12345", '{"a": 1}': '{"a": 1}', "null": None}),
+        ({"anyOf": [NUMBER, TEXT]}, True, {"12345": 12345, "1.5": "1.5", '"a"': '"a"', "a": "a"}),
+        ({"anyOf": [NUMBER, {}]}, True, {"5": "5"}),
+        (NUMBER, False, {"5": 5, "five": "five"}),
+        ({"oneOf": [NUMBER, {"type": "null"}]}, False, {"5": 5, "null": None}),
+        ({"type": "object"}, False, {'{"a": [true]}': {"a": [True]}}),
+        ({"items": TEXT}, False, {'["a"]': ["a"]}),
+        ({"enum": ["1", 2, None]}, False, {"1": "1", "2": 2, "null": None, "3": 3}),
+        ({"const": "true"}, False, {"true": "true"}),
+    ],
+)
+def test_a_schema_is_understood_once(schema, is_text, values):
+    """What a grammar lets a model write in markup, and what a parser makes of it."""
+    found = schema_of(schema, **DEFINITIONS)
+    assert found.is_text == is_text
+    assert {text: found.value_of(text) for text in values} == values
+
+
+def test_references_are_followed():
+    found = resolve({"properties": {"a": {"$ref": "#/$defs/one"}, "b": {"$ref": "#/$defs/x~1y/0"}},
+                     "$defs": {"one": {"$ref": "#/$defs/x~1y/0"}, "x/y": [{"type": "null"}]}})  # fmt: skip
+    assert found.properties["a"] is found.properties["b"]
+    assert found.properties["a"].types == {"null"}
+    assert schema_of({"$ref": "https://example.org/schema"}).types is None
+    tree = resolve({"properties": {"child": {"$ref": "#"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}})
+    assert tree.properties["child"] is tree
+    assert tree.properties["child"].properties["child"] is tree
+
+
+@pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
+def test_a_grammar_has_one_rule_for_each_schema(seen):
+    """Each level of eight keys refers twice to the next: as texts within each other they would be gigabytes."""
+    levels = {
+        f"l{n}": {"type": "object", "properties": {f"k{i}": {"$ref": f"#/$defs/l{n + 1}"} for i in range(8)}}
+        for n in range(20)
+    }
+    levels["l20"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/l0"}}, "$defs": levels}
+    grammar = call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": parameters}])
+    assert len(grammar.text) < 50_000
+
+
+def test_a_schema_may_refer_to_itself():
+    form = form_named("<|tool_call>call:")
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "n": {"type": "integer"}}}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    vocab = Vocabulary("<|tool_call>", "<tool_call|>")
+    grammar = call_grammar(vocab, form, [{"name": "f", "parameters": parameters}])
+    assert fits(vocab, grammar, "<|tool_call>call:f{a:{next:{next:{n:1},n:2},n:3}}<tool_call|>")
+    assert not fits(vocab, grammar, "<|tool_call>call:f{a:{next:{next:{n:1},n:2},m:3}}<tool_call|>")
+
+
+def test_parameters_that_are_no_schema_do_not_stop_a_call_from_being_read():
+    tools = Tools([Tool({"name": "f", "parameters": {"properties": {"a": {"$ref": "#/none"}}}}), Tool(FUNCTION)])
+    assert set(tools.parameters) == {"look_up"}
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    parser = OutputParser(form_named("<function=<parameter="), parameters=tools.parameters)
+    assert pieces(parser, text) == [("f", {"a": "5"})]
 
 
 def test_braces_hold_any_value():

@@ -154,6 +154,24 @@ class TestDialects:
         call["function"]["arguments"] = "{broken"
         assert client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 2}).status_code == 200
 
+    def test_a_text_and_the_call_behind_it_are_one_turn(self, client):
+        call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+        chat = [*HELLO["messages"], {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+        items = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "time", "arguments": "{}"},
+        ]
+        shown = []
+        for path, body in [
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}),
+            ("/v1/responses", {"input": items, "max_output_tokens": 2}),
+        ]:
+            client.shown.clear()
+            assert client.post(path, json=body).status_code == 200
+            shown.append(client.shown[-1])
+        assert shown[0] == shown[1]
+
     def test_what_cannot_be_called(self, client):
         for more, says in [
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),
