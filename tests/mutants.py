@@ -774,7 +774,7 @@ MUTANTS = [
         "test_exact.py::test_blocks_of_a_prompt",
     ),
     mutant(
-        "exact-company-ignored",
+        "exact-other-rows-ignored",
         "exact.py",
         "if group.trees and group.company and",
         "if group.trees and",

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp import backend as backend_module
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import load_model
 from edgespec.backends.llamacpp.memory import gpu
 from edgespec.backends.llamacpp.memory import planning as memory

@@ -25,7 +25,8 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 import llama_cpp
 from conftest import Run
 from edgespec.backends.llamacpp import backend as llamacpp_backend
-from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES
@@ -781,7 +782,7 @@ ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
 from edgespec.backends.llamacpp import memory as llamacpp_memory
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import load
 from edgespec.loop.backend import prefill
 from edgespec.errors import UsageError
 from edgespec.machine.memory import parse_size

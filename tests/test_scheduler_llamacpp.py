@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import load
 
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.loading.exact import apply_row_class

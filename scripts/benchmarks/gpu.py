@@ -28,6 +28,7 @@ from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopi
 from edgespec.errors import UsageError
 from edgespec.loading.pair import close_all, open_backends
 from edgespec.loop.backend import Capabilities, Vocab, Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
@@ -316,10 +317,10 @@ def pair_speeds(
     if device != "cpu":
         options["gpu_memory"] = int(share * sizes[0]) + sizes[1] + ROOM_OF_PAIR
     entry = Entry(name="target", target=f"file:{target}", defaults=Defaults())
-    backends = open_backends(
-        entry, draft, None, context_length=2048, budget=max(budgets), backend="torch", device=device, exact="off",
-        **options,
+    asked = LoadOptions(
+        context_length=2048, budget=max(budgets), backend="torch", device=device, exact="off", **options
     )  # fmt: skip
+    backends = open_backends(entry, draft, None, asked)
     found = dict[str, float]()
     try:
         for name, budget in [("none", 1), *(("specexec", budget) for budget in budgets)]:

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.loading.exact import tokens
+from edgespec.loading.row_classes import tokens
 from edgespec.loop.backend import Backend, Session, Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import IntArray
