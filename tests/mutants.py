@@ -776,7 +776,7 @@ MUTANTS = [
     mutant(
         "exact-other-rows-ignored",
         "exact.py",
-        "if group.trees and group.company and",
+        "if group.trees and group.row_independent and",
         "if group.trees and",
         "test_exact.py::test_a_class_without_room_for_a_tree_is_none",
     ),
