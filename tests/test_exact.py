@@ -501,7 +501,7 @@ def test_what_was_written_is_read_again() -> None:
     assert session.token_ids == held
     assert stats.exact == "narrow"
     assert session.reusable_prefix(len(held)) == 3  # the prompt's last token was the first tree's root
-    assert session.fork().kept(len(held)) == 3
+    assert session.fork().reusable_prefix(len(held)) == 3
     prefill(backend, session, [*held, 9])
     assert session.token_ids == [*held, 9]
     assert session.reusable_prefix(len(held) + 1) == len(held) + 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import Closed, Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -21,7 +21,7 @@ from edgespec.weights.ring import Streamer
 
 from . import recurrent as paths
 from .batch import Batch
-from .cells import TILE, Cells, Rows
+from .cells import IN_WINDOWS, TILE, Cells, Rows
 from .ggml.files import engine_build, last_log, llama_cpp
 from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
@@ -55,7 +55,8 @@ class LlamaBackend:
         ids: int,
         computing: Mapping[str, str | int | None],
     ) -> None:
-        self.vocab: Vocab = LlamaVocab(model)
+        self._vocab = LlamaVocab(model)
+        self.vocab: Vocab = self._vocab
         self.capabilities = capabilities
         self.in_order = in_order
         self.notes: Sequence[str] = ()
@@ -69,12 +70,12 @@ class LlamaBackend:
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self.context = context
-        self.windows = llama_cpp.llama_model_n_swa(model) > 0
-        self.copies = not self.windows and "lenders" not in computing  # cells may be copied, for less than rows cost
+        window = llama_cpp.llama_model_n_swa(model)
+        self.copies = not window and "lenders" not in computing  # cells may be copied, for less than rows cost
         self.files: Sequence[str] = ()  # of the model
         self.row_hook: Callable[[int], None] = lambda rows: None  # called before each pass with its rows
-        self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else 1)
-        self.cells = Cells(context, ids)
+        self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
+        self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
         self._most_cells = 0  # that were in use at once since all were free
@@ -85,7 +86,12 @@ class LlamaBackend:
         if watch:
             watch.stop = self.stop
 
+    def _check_open(self) -> None:
+        if self.context is None:
+            raise Closed
+
     def open(self) -> Any:  # a session of either kind
+        self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         kind = PathSession if self.capabilities.paths else LlamaSession
@@ -136,6 +142,7 @@ class LlamaBackend:
         return not any(other.held or other.has_nodes for other in self._open if other is not session)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         if self.capabilities.paths:
             try:
                 return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
@@ -237,5 +244,5 @@ class LlamaBackend:
             llama_cpp.llama_free(self.context)
             if self._watch:
                 self._watch.close()
-            llama_cpp.llama_model_free(self.model)
+            self._vocab.close()  # and the model with it
             self.context = self.model = None

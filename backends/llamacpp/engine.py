@@ -184,6 +184,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         elif bitwise and may_spare(path):
             watch = Sparing()
         streams = bool(weights and weights.streamed)
+        size = size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and weights.slots_of_experts >= 0  # experts are read as they are chosen
@@ -226,7 +227,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         experts=watch.mixture.shape if watch and watch.mixture else None,
         paths=lanes > 0,
         gaps=lanes > 0,  # row classes are not looked for: a pass's rows depend on its paths as well
-        spare_leaves=None if lanes else size.ids - options.sessions,
+        spare_leaves=None if lanes else size.ids - size.own_ids * options.sessions,
         cells=size.tokens(model) if options.sessions > 1 and size.share < 1 and not lanes else None,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids

@@ -51,7 +51,7 @@ class Host:
         return self._model.capabilities
 
     def reusable_prefix(self, session: int, length: int, short: bool) -> int:
-        return int(self._sessions[session].kept(length, short=short))
+        return int(self._sessions[session].reusable_prefix(length, short=short))
 
     def commit(self, session: int, path: list[int], known: int) -> tuple[int, list[int], int]:
         before = self._sessions[session].token_ids[:known]
