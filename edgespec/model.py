@@ -25,10 +25,11 @@ from edgespec.loop.hint_texts import Family
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling
-from edgespec.models.registry import find_model, local_path
+from edgespec.models.registry import Entry, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
@@ -409,10 +410,7 @@ def load(
             target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
-        sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
-        model = Model(remote, [], budget=budget, sampling=sampling, targets=writer)
-        model._notes, model.system = notes, entry.defaults.system
-        return model
+        return _as_entry_says(Model(remote, [], budget=budget, targets=writer), entry)
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
@@ -427,21 +425,33 @@ def load(
             make_planner(planner, backends, datastore, pace, texts=parallel, ahead=ahead, **planner_options)
             for _ in range(parallel)
         ]
-        sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
-        model = Model(backends[0], planners, budget=budget, sampling=sampling, pace=pace)
+        model = _as_entry_says(Model(backends[0], planners, budget=budget, pace=pace), entry)
     except BaseException:
         close_all(backends)
         raise
-    if fixed and drafted and (trees := limits.exact) and budget >= trees.trees.most:
-        notes.append(
-            f"trees have at most {trees.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
-            f"({trees.name}); --exact wide or off allows more"
-        )
-    model._owned, model._notes, model.system = backends, notes, entry.defaults.system
+    model._owned = backends
+    if fixed and drafted:
+        model._notes += _note_on_budget(budget, limits.exact)
     if pace and planner != "none" and remember:
         sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
         model._at_close = recall_auto_state(pace, sources, backends[0], options)
     return model
+
+
+def _as_entry_says(model: Model, entry: Entry) -> Model:
+    """The model, with the sampling and the system message of its entry."""
+    model.sampling, model._notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
+    model.system = entry.defaults.system
+    return model
+
+
+def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
+    if exact is None or budget < exact.trees.most:
+        return []
+    return [
+        f"trees have at most {exact.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
+        f"({exact.name}); --exact wide or off allows more"
+    ]
 
 
 def _known(sampling: dict[str, Any]) -> dict[str, Any]:
