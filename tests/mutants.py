@@ -304,7 +304,8 @@ MUTANTS = [
         "session-fork-shorter",
         "llamacpp/session.py",
         "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)",
-        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached - 1)",
+        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp("
+        "self._memory, self.seq_ids[0], seq, 0, self.cached - 1)",
         f"{CONTRACT}[smollm2_tiny-forks_are_independent]",
     ),
     mutant(
@@ -774,9 +775,9 @@ MUTANTS = [
         "test_exact.py::test_blocks_of_a_prompt",
     ),
     mutant(
-        "exact-company-ignored",
+        "exact-other-rows-ignored",
         "exact.py",
-        "if group.trees and group.company and",
+        "if group.trees and group.row_independent and",
         "if group.trees and",
         "test_exact.py::test_a_class_without_room_for_a_tree_is_none",
     ),
