@@ -16,9 +16,9 @@ KEPT_SECONDS = 60.0  # for which a draft is held after it was last told of
 
 
 class Prepared:
-    """A job whose events are kept until somebody reads them."""
+    """A request whose events are kept until somebody reads them."""
 
-    def __init__(self, scheduler: Scheduler, request: Request, hold: int) -> None:
+    def __init__(self, scheduler: Scheduler, request: Request, idle_limit: int) -> None:
         """As for `Scheduler.submit`; only in the server's loop."""
         self.request = request
         self.stats = GenerationStats()
@@ -27,7 +27,7 @@ class Prepared:
         self._loop = asyncio.get_running_loop()
         self._kept = list[Event]()
         self._reader: Callable[[Event], None] = self._kept.append
-        self.job = scheduler.submit(request, self._emit, self.stats, hold)
+        self.handle = scheduler.submit(request, self._emit, self.stats, idle_limit)
         self._end: asyncio.TimerHandle | None = None
         self.keep()
 
@@ -35,7 +35,7 @@ class Prepared:
         """It was told of again."""
         if self._end:
             self._end.cancel()
-        self._end = self._loop.call_later(KEPT_SECONDS, self.job.cancel)
+        self._end = self._loop.call_later(KEPT_SECONDS, self.handle.cancel)
 
     def drop(self, wanted: Sequence[int] = ()) -> None:
         """Nobody will ask for it; the session keeps its text. `wanted`: tokens of the prompt that comes in its place.
@@ -44,7 +44,7 @@ class Prepared:
         """
         if self._end:
             self._end.cancel()
-        self.job.cancel(useful=self.begins(wanted))
+        self.handle.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt begins with this one, but for the last token."""
@@ -56,7 +56,7 @@ class Prepared:
 
     def adopt(self, reader: Callable[[Event], None]) -> bool:
         """From now on it is somebody's: told of what was written, and of what comes. False: it gave way, or failed."""
-        if not self._scheduler.go_on(self.job):
+        if not self._scheduler.promote(self.handle):
             return False
         if self._end:
             self._end.cancel()
@@ -72,16 +72,16 @@ class Drafts:
     def __init__(self) -> None:
         self._latest: OrderedDict[str, Prepared] = OrderedDict()
 
-    def prepare(self, scheduler: Scheduler, name: str, request: Request, hold: int) -> None:
+    def prepare(self, scheduler: Scheduler, name: str, request: Request, idle_limit: int) -> None:
         """Read a prompt, and begin its answer, in place of what the client typed before."""
         known = self._latest.get(name)
-        if known and known.request == request and not known.job.cancelled:
+        if known and known.request == request and not known.handle.cancelled:
             self._latest.move_to_end(name)
             known.keep()
             return
         if known:
             known.drop(request.prompt_ids)
-        self._latest[name] = Prepared(scheduler, request, hold)
+        self._latest[name] = Prepared(scheduler, request, idle_limit)
         self._latest.move_to_end(name)
         while len(self._latest) > MOST_DRAFTS:
             self._latest.popitem(last=False)[1].drop()

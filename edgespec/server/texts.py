@@ -22,7 +22,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
 from edgespec.model import Model
-from edgespec.scheduler.requests import Chunk, Ended, Event, Job, Request, Wrote
+from edgespec.scheduler.requests import Chunk, Ended, Event, Handle, Request, Wrote
 from edgespec.server.call_formats import Call, Thought
 from edgespec.server.channels import Reader
 from edgespec.server.drafts import Drafts
@@ -288,16 +288,16 @@ class Texts:
             Exception: what ended a text too early.
         """
         scheduler, queue = self._service.model.scheduler, asyncio.Queue[tuple[int, Event]]()
-        jobs = list[Job]()
+        handles = list[Handle]()
         try:
             for number, answer in enumerate(self.answers):
                 emit = _sender(asyncio.get_running_loop(), queue, number)
                 if prepared := self._service.drafts.take(answer.request, partial(_put, queue, number)):
                     answer.stats = prepared.stats
-                    jobs.append(prepared.job)
+                    handles.append(prepared.handle)
                 else:
-                    jobs.append(scheduler.submit(answer.request, emit, answer.stats))
-            left = len(jobs)
+                    handles.append(scheduler.submit(answer.request, emit, answer.stats))
+            left = len(handles)
             while left:
                 try:
                     number, event = await asyncio.wait_for(queue.get(), self._service.ping_seconds)
@@ -310,13 +310,13 @@ class Texts:
                 elif isinstance(event, Ended):
                     left -= 1
                     answer.end(event.rest)
-                    answer.stop_found = jobs[number].text.stop_found
+                    answer.stop_found = handles[number].text.stop_found
                     if event.error is not None:
                         raise event.error
                 yield number, event
         finally:
-            for job in jobs:
-                job.cancel()
+            for handle in handles:
+                handle.cancel()
 
     async def whole(self) -> None:
         """Wait for all of them."""
