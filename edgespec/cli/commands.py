@@ -195,10 +195,13 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-def _tau(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the planners' option out of `options`, if it is given."""
-    tau = options.pop("tau")
-    return {} if tau is None else {"tau": tau}
+def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the given options of planners out of `options`."""
+    names = ("depth", "beam", "tau", "min_probability")
+    chosen = {name: value for name in names if (value := options.pop(name)) is not None}
+    if options.pop("no_coupling"):
+        chosen["coupling"] = False
+    return chosen
 
 
 def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
@@ -213,9 +216,10 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
 
 
 def _load(model: str, options: dict[str, Any]) -> Model:
-    tau, context_length = _tau(options), options.pop("ctx")
+    extra, context_length = _planner_options(options), options.pop("ctx")
+    options["remember"] = not options.pop("no_memory_of_costs")
     with LoadingBar(model) as bar:
-        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **tau)
+        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
 
 
 @cli.command(
@@ -376,7 +380,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     from edgespec.measure.texts import read_prompts, run_bench, table
 
     sampling = _sampling(options)
-    chosen, questions = _tau(options), read_prompts(Path(prompts), options.pop("limit"))
+    chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     with LoadingBar(model) as bar:
         report = run_bench(
             model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
