@@ -247,8 +247,7 @@ class Scheduler:
             seconds = perf_counter() - started
             learn(batch, seconds, limits, self._times, self._chunks)
             self.counts.add_pass(seconds, [work for _, work in batch])
-            for number, (lane, _) in enumerate(batch):
-                lane.passed = self.counts.passes + number
+            self.pool.count_pass([lane for lane, _ in batch])
         for (lane, work), found in zip(batch, logits, strict=False):
             self._take(lane, work, found, single=len(batch) == 1)
 

@@ -45,7 +45,7 @@ class Lane:
     generation: Generation | None = None
     phase: Phase = Phase.SETTLED
     used: int = 0  # number of the request that it was last given to
-    passed: int = 0  # number of the last pass that it took part in
+    passed: int = 0  # grows with each pass that it takes part in
     retries: PromptRetries = field(default_factory=PromptRetries)
     source: "Lane | None" = None  # the session was forked from this one, and shares cells with it
     forked: int = 0  # tokens that it shares
@@ -126,7 +126,7 @@ class SessionPool:
         self.disk_cache: DiskCache | None = None
         self.lanes = [Lane(target.open(), planner) for planner in planners]
         self._target = target
-        self._requests = 0  # that got a session
+        self._requests = self._passes = 0  # counts, by which sessions are put in order
 
     @property
     def limits(self) -> Capabilities:
@@ -224,6 +224,12 @@ class SessionPool:
             lane.source = None
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
+
+    def count_pass(self, lanes: Sequence[Lane]) -> None:
+        """These took part in a pass, so that others come first in the next."""
+        for lane in lanes:
+            self._passes += 1
+            lane.passed = self._passes
 
     def release(self, lane: Lane) -> None:
         """The request has left. The session keeps its tokens."""
