@@ -496,8 +496,8 @@ MUTANTS = [
     mutant(
         "scheduler-half-a-commit-is-kept",
         "session_pool.py",
-        "self.phase = Phase.CHANGING\n        step =",
-        "step =",
+        "self.phase = Phase.CHANGING\n        chunks =",
+        "chunks =",
         "test_interrupted_step.py::test_an_interrupt_at_a_call_changes_no_tokens",
     ),
     mutant(

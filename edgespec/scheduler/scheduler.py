@@ -191,7 +191,9 @@ class Scheduler:
             self._finish(handle, Cancelled("cancelled"))
             self._queue.remove(handle)
         for lane in self.pool.busy:
-            if lane.handle and lane.handle.cancelled:
+            if lane.is_complete:  # and the step that ended it was interrupted
+                self._end(lane, None)
+            elif lane.handle and lane.handle.cancelled:
                 self._end(lane, Cancelled("cancelled"))
 
     def _admit(self) -> None:
@@ -296,12 +298,11 @@ class Scheduler:
             lane.take_prompt(work)
             return
         try:
-            chunks, finished = lane.take(logits, single=single)
+            self.counts.add_tokens(lane.take(logits, single=single))
         except Exception as error:  # of this request
             self._fail(lane, error)
             return
-        self.counts.add_tokens(chunks)
-        if finished:
+        if lane.is_complete:
             self._end(lane, None)
 
     def _foresee(self, lane: Lane) -> None:
@@ -333,6 +334,9 @@ class Scheduler:
             self._finish(handle, error)
 
     def _finish(self, handle: Handle, error: Exception | None) -> None:
+        if handle.ended:  # by a step that was interrupted
+            handle.end(None)
+            return
         if error is not None:
             with self._queue.changed:
                 if handle.is_idle_work:

@@ -86,15 +86,21 @@ class Lane:
         if self.handle:
             self.handle.tell(Reading(len(self.session.token_ids), len(self.handle.request.prompt_ids) - 1))
 
-    def take(self, logits: Logits, *, single: bool) -> tuple[list[Chunk], bool]:
-        """Commit and report the tokens that a pass gained: (new chunks, the request is complete)."""
+    @property
+    def is_complete(self) -> bool:
+        """All tokens of its request are reported."""
+        handle, generation = self.handle, self.generation
+        stopped = generation is not None and generation.finished
+        return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
+
+    def take(self, logits: Logits, *, single: bool) -> list[Chunk]:
+        """Commit and report the tokens that a pass gained; the new chunks."""
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        step = self.generation.take(logits, alone=single)
-        chunks = self.handle.write(step)
+        chunks = self.handle.write(self.generation.take(logits, alone=single))
         self.phase = Phase.PASSING
-        return chunks, bool(step.finished) or self.handle.text.stopped
+        return chunks
 
     def give_up(self) -> None:
         """The planned tree is not evaluated."""
