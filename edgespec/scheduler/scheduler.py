@@ -329,7 +329,7 @@ class Scheduler:
             self.pool.recover(self._queue.put_back)
         for lane in self.pool.busy:
             self._end(lane, error)
-        for handle in self._queue.to_end() + self._queue.in_order():
+        for handle in dict.fromkeys(self._queue.to_end() + self._queue.in_order()):
             self._queue.remove(handle)
             self._finish(handle, error)
 
