@@ -25,7 +25,7 @@ from edgespec.scheduler import drive
 from edgespec.scheduler.queue import Queue
 from edgespec.scheduler.requests import Ended, Handle, Request, Status, Wrote
 from edgespec.scheduler.scheduler import Scheduler
-from edgespec.scheduler.session_pool import SessionPool
+from edgespec.scheduler.session_pool import Lane, SessionPool
 
 SOURCES = Path(edgespec.__file__).parent
 INTERRUPTED = [str(SOURCES / room) for room in ("scheduler", "loop", "planners")]
@@ -98,7 +98,7 @@ BOUNDARIES = [
     (ReferenceSession, "commit"), (ReferenceSession, "rewind"), (ReferenceBackend, "forward"),
     (Generation, "begin"), (Generation, "take"), (Generation, "take_prompt"), (Generation, "planning"),
     (Handle, "begin"), (Handle, "write"), (Handle, "end"), (Handle, "restart"), (Queue, "remove"),
-    (SessionPool, "assign"), (SessionPool, "begin"), (SessionPool, "release"), (SessionPool, "renew"),
+    (Lane, "take"), (SessionPool, "assign"), (SessionPool, "begin"), (SessionPool, "release"), (SessionPool, "renew"),
     *((kind, "accept") for kind in PLANNERS.values()), *((kind, "begin") for kind in PLANNERS.values()),
 ]  # fmt: skip
 

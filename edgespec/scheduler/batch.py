@@ -24,7 +24,7 @@ Failed = list[tuple[Lane, Exception]]  # sequences whose trees could not be plan
 def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
     """Sequences to decode in the next pass, and one whose prompt is read.
 
-    Where prompts and trees cannot share a pass, they alternate. `read_last`: the last pass read a prompt.
+    If prompts and trees cannot share a pass, they alternate. `read_last`: the last pass read a prompt.
     """
     lanes = sorted(lanes, key=lambda lane: lane.used)
     reading, writing = [lane for lane in lanes if lane.unread], [lane for lane in lanes if not lane.unread]
@@ -127,7 +127,7 @@ def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes |
     nodes, trees = sum(len(work.token_ids) for _, work in batch), [work for _, work in batch if not work.prompt]
     has_prompt = len(trees) < len(batch)
     chunks.learn(nodes, seconds, prompt=has_prompt)
-    # Of a pass over one tree its planner learns. Where trees are evaluated path by path, rows tell no time.
+    # The planner learns of a pass over one tree. Rows predict no time if trees are evaluated path by path.
     if times and len(batch) > 1 and not (has_prompt or limits.paths):
         times.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 

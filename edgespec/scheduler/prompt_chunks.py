@@ -12,7 +12,6 @@ LONGEST_WAIT = 0.25  # seconds; or as long as two passes without a prompt, if th
 
 
 def can_share_passes(limits: Capabilities) -> bool:
-    """Chunks of prompts and draft trees may share a pass."""
     exact = limits.exact
     return exact is None or (exact.prompts == exact.trees and not exact.blocks)
 
@@ -26,7 +25,6 @@ class PromptChunks:
         self.read_last = False  # the last pass had a chunk of a prompt
 
     def learn(self, nodes: int, seconds: float, *, prompt: bool) -> None:
-        """Add a measured pass. `prompt`: it had a chunk."""
         self.read_last = prompt
         if prompt:
             self._times.add(nodes, seconds)

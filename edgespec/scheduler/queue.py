@@ -49,13 +49,11 @@ class Queue:
             handle.restart()
 
     def remove(self, handle: Handle) -> None:
-        """Take a request out, if it is there."""
         with self.changed:
             if handle in self._handles:
                 self._handles.remove(handle)
 
     def in_order(self) -> list[Handle]:
-        """Waiting requests, in the order of admission."""
         with self.changed:
             waiting = [handle for handle in self._handles if handle.status is Status.WAITING]
         return sorted(waiting, key=lambda handle: (handle.is_idle_work, self._order(handle)))
@@ -66,14 +64,12 @@ class Queue:
             return [one for one in self._handles if one.cancelled or one.status is Status.DONE]
 
     def close(self) -> None:
-        """Refuse what comes now."""
         with self.changed:
             self.closed = True
             self.changed.notify()
 
     @property
     def waiting(self) -> int:
-        """Requests, but for idle work and those that were cancelled."""
         with self.changed:
             return sum(not (one.is_idle_work or one.cancelled) for one in self._handles)
 

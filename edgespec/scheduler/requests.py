@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One token and the text that it completes; the last chunk may have text alone."""
+    """One token, and the characters that it completes."""
 
     text: str  # empty for half a character, and for what may become a stop string
     token_id: int | None  # None: text held back from earlier tokens, where the request ended for lack of room
@@ -130,12 +130,10 @@ class Handle:
 
     @property
     def is_prefetched(self) -> bool:
-        """As many tokens are decoded as idle prefetch may."""
         return self.idle_limit is not None and self.stats.tokens >= self.idle_limit
 
     @property
     def repeats(self) -> bool:
-        """Tokens that the reader knows are decoded again."""
         return self._repeated < len(self._told)
 
     def cancel(self, *, useful: bool = False) -> None:
@@ -149,13 +147,11 @@ class Handle:
                 self.when_cancelled()
 
     def promote(self) -> None:
-        """Somebody waits for it now."""
         self.idle_limit = None
         if self.status is Status.PREFETCHING:
             self.status = Status.READING
 
     def begin(self) -> None:
-        """It has a session."""
         self.status = Status.PREFETCHING if self.is_idle_work else Status.READING
 
     def restart(self) -> None:
@@ -228,7 +224,6 @@ class CurrentPass:
                 self._handles = []
 
     def close(self) -> None:
-        """Interrupt this pass, and every later one."""
         self._closed = True
         self.check()
 
@@ -253,14 +248,12 @@ class Counts:
     cached_tokens: int = 0
 
     def add_pass(self, seconds: float, works: Sequence[Work]) -> None:
-        """Count one pass."""
         self.passes += 1
         self.pass_seconds += seconds
         self.works += len(works)
         self.nodes += sum(len(work.token_ids) - 1 for work in works if not work.prompt)
 
     def add_tokens(self, chunks: Sequence[Chunk]) -> None:
-        """Count new tokens by their source."""
         for chunk in chunks:
             self.tokens[chunk.source.name.lower()] += 1
 

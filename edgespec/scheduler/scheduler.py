@@ -1,16 +1,15 @@
 """Many requests, one model: each pass of the target serves as many sequences as fit.
 
-The text of a request does not depend on the others in its pass: Gumbel noise belongs to the position, and passes are
-kept in row classes (`loading/exact.py`), or are equal but for rounding.
+Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes are kept in row
+classes (`loading/exact.py`), or are equal but for rounding.
 
 The caller that wants text makes the passes, so a program with one thread needs no other. As soon as two threads want
 passes at once, or after `start`, a worker thread makes them.
 
 A step may be interrupted anywhere, also by Ctrl-C in the thread of a caller. Each session has a `Phase` that says what
-may be undone in it, and the next step begins with `_recover`.
+may be undone in it, and the next step begins with `SessionPool.recover`.
 """
 
-import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,14 +28,13 @@ from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.queue import Order, Queue, first_come
 from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request
 from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
+from edgespec.scheduler.worker import Worker
 
 AHEAD = 0.5  # part of a pass's time that is spent on looking ahead, where a request wants it
 MOST_AHEAD = 128  # tokens
 
 
 class Scheduler:
-    """See the module."""
-
     def __init__(
         self,
         target: Backend,
@@ -59,12 +57,12 @@ class Scheduler:
         self.counts = Counts()
         self.pool = SessionPool(target, planners)
         self.turn = Lock()  # held by the thread that calls `step`
-        self.thread: Thread | None = None  # makes the passes; None: callers do (`drive.py`)
         self._budget = budget
         self._times = cost
         self._chunks = PromptChunks()
         self._queue = Queue(order)
         self._pass_now = CurrentPass(target.interrupt)
+        self._worker = Worker(self._queue, self.pool, self.turn, self.step, self._end_all)
 
     # For any thread.
 
@@ -90,8 +88,7 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        stats = stats if stats is not None else GenerationStats()
-        handle = Handle(request, emit, stats, self.target.vocab, idle_limit)
+        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self.target.vocab, idle_limit)
         handle.when_cancelled = self._on_cancel
         self._queue.put(handle)
         return handle
@@ -110,21 +107,14 @@ class Scheduler:
             self._queue.changed.notify()
 
     def start(self) -> None:
-        """Have a worker thread make the passes from now on."""
-        with self._queue.changed:
-            if self.thread is None and not self._queue.closed:
-                thread = Thread(target=self._run, name="edgespec passes", daemon=True)
-                thread.start()
-                self.thread = thread
-                atexit.register(self.close)  # no thread may be in an engine while the program ends
+        """Have a worker thread make the passes from now on. Raises RuntimeError if there is no thread to be had."""
+        self._worker.start(self.close)
 
     def close(self) -> None:
         """End all requests and the pass under way, and free sessions and planners. Safe to call twice."""
         self._queue.close()
         self._pass_now.close()
-        if self.thread:
-            self.thread.join()
-            atexit.unregister(self.close)
+        self._worker.join(self.close)
         with self.turn:
             self._end_all(Closed())
             self.pool.close()
@@ -135,16 +125,14 @@ class Scheduler:
         with self.turn:
             if self._queue.closed:
                 raise Closed
-            self._recover()
+            self.pool.recover(self._queue.put_back)
             yield self.pool
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        """As `SessionPool.save_latest`. Raises SessionFileError, Closed."""
         with self._between_steps() as pool:
             pool.save_latest(path, note)
 
     def load(self, path: str | Path) -> Any:
-        """As `SessionPool.load`. Raises SessionFileError, ContextFull, UsageError, Closed."""
         with self._between_steps() as pool:
             return pool.load(path)
 
@@ -154,6 +142,11 @@ class Scheduler:
             pool.forget_all()
 
     @property
+    def thread(self) -> Thread | None:
+        """Makes the passes; None: callers do (`drive.py`)."""
+        return self._worker.thread
+
+    @property
     def waiting(self) -> int:
         """Requests that have no session yet. Idle work and cancelled requests do not count."""
         return self._queue.waiting
@@ -161,36 +154,17 @@ class Scheduler:
     @property
     def active(self) -> int:
         """Requests whose prompts are read or whose tokens are decoded. Idle work does not count."""
-        return sum(lane.is_active for lane in self.pool.lanes)
+        return self.pool.active
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens in the target's cache."""
         return self.pool.tokens
 
     # For the thread that holds `turn`.
 
-    def _run(self) -> None:
-        changed = self._queue.changed
-        while True:
-            try:
-                while not (self._queue.closed or self.waiting or self.active):
-                    with self.turn:
-                        if not self.pool.save_one():
-                            break
-                with changed:
-                    changed.wait_for(lambda: self._queue.closed or len(self._queue) or self.pool.with_work)
-                    if self._queue.closed:
-                        return
-                with self.turn:
-                    self.step()
-            except Exception as error:  # of no single request
-                with self.turn:
-                    self._end_all(error)
-
     def step(self) -> None:
         """Make one pass, if there is anything to do."""
-        self._recover()
+        self.pool.recover(self._queue.put_back)
         self._end_cancelled()
         while self.pool.is_overfull:
             self._give_way(self.pool.busy, None)
@@ -207,37 +181,22 @@ class Scheduler:
         """End cancelled requests now, unless a step is being made, which does so."""
         if self.turn.acquire(blocking=False):
             try:
-                self._recover()
+                self.pool.recover(self._queue.put_back)
                 self._end_cancelled()
             finally:
                 self.turn.release()
-
-    def _recover(self) -> None:
-        """Mend what an exception left undone: a request either goes on with its right tokens or begins again."""
-        for lane in self.pool.unsettled:
-            handle = lane.handle
-            if lane.phase is Phase.PASSING and handle and not handle.ended:
-                try:
-                    lane.drop_pass()
-                except Exception as error:  # of its planner
-                    self._fail(lane, error)
-                continue
-            if handle and handle.ended:
-                handle.end(None)
-            elif handle:
-                self._queue.put_back(handle)
-            self.pool.renew(lane)
 
     def _end_cancelled(self) -> None:
         for handle in self._queue.to_end():
             self._finish(handle, Cancelled("cancelled"))
             self._queue.remove(handle)
         for lane in self.pool.busy:
-            if lane.handle and lane.handle.cancelled:
+            if lane.is_complete:  # and the step that ended it was interrupted
+                self._end(lane, None)
+            elif lane.handle and lane.handle.cancelled:
                 self._end(lane, Cancelled("cancelled"))
 
     def _admit(self) -> None:
-        """Give the first waiting request that need not wait longer a session."""
         waiting = self._queue.in_order()
         if waiting and not self.pool.idle:
             self._end_idle_work()
@@ -290,8 +249,7 @@ class Scheduler:
             seconds = perf_counter() - started
             learn(batch, seconds, limits, self._times, self._chunks)
             self.counts.add_pass(seconds, [work for _, work in batch])
-            for number, (lane, _) in enumerate(batch):
-                lane.passed = self.counts.passes + number
+            self.pool.count_pass([lane for lane, _ in batch])
         for (lane, work), found in zip(batch, logits, strict=False):
             self._take(lane, work, found, single=len(batch) == 1)
 
@@ -308,8 +266,7 @@ class Scheduler:
             for lane, _ in batch:
                 self._fail(lane, error)
         for lane, _ in batch:
-            if lane.generation:
-                lane.generation.give_up()
+            lane.give_up()
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
@@ -337,17 +294,15 @@ class Scheduler:
             self.pool.release(lane)
 
     def _take(self, lane: Lane, work: Work, logits: Logits, *, single: bool) -> None:
-        """Commit what a pass gained for one sequence, and report it."""
         if work.prompt:
             lane.take_prompt(work)
             return
         try:
-            chunks, finished = lane.take(logits, single=single)
+            self.counts.add_tokens(lane.take(logits, single=single))
         except Exception as error:  # of this request
             self._fail(lane, error)
             return
-        self.counts.add_tokens(chunks)
-        if finished:
+        if lane.is_complete:
             self._end(lane, None)
 
     def _foresee(self, lane: Lane) -> None:
@@ -371,14 +326,17 @@ class Scheduler:
 
     def _end_all(self, error: Exception) -> None:
         with suppress(Exception):
-            self._recover()
+            self.pool.recover(self._queue.put_back)
         for lane in self.pool.busy:
             self._end(lane, error)
-        for handle in self._queue.to_end() + self._queue.in_order():
+        for handle in dict.fromkeys(self._queue.to_end() + self._queue.in_order()):
             self._queue.remove(handle)
             self._finish(handle, error)
 
     def _finish(self, handle: Handle, error: Exception | None) -> None:
+        if handle.ended:  # by a step that was interrupted
+            handle.end(None)
+            return
         if error is not None:
             with self._queue.changed:
                 if handle.is_idle_work:

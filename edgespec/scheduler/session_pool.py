@@ -1,11 +1,10 @@
 """Sessions of the target with their planners: which one a request gets, and what leaves when there is no room.
 
-An idle session keeps its tokens, and a prompt that begins with the same ones starts from there. Where all sessions take
-cells from one pool, the least recently used idle ones are emptied for new requests; with a `DiskCache` they are saved
-first.
+An idle session keeps its tokens, and a prompt that begins with the same ones starts from there. If all sessions take
+cells from one pool, new requests empty the least recently used idle ones. A `DiskCache` saves those first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,7 +28,7 @@ PROMPT_RETRIES = 3
 
 
 class Phase(Enum):
-    """What an exception in a step may leave undone in a session and its planner."""
+    """The part of a session and its planner that an exception in a step may leave undone."""
 
     SETTLED = "settled"  # nothing
     PASSING = "passing"  # nodes and drafts of a pass; the tokens are right
@@ -46,7 +45,7 @@ class Lane:
     generation: Generation | None = None
     phase: Phase = Phase.SETTLED
     used: int = 0  # number of the request that it was last given to
-    passed: int = 0  # number of the last pass that it took part in
+    passed: int = 0  # grows with each pass that it takes part in
     retries: PromptRetries = field(default_factory=PromptRetries)
     source: "Lane | None" = None  # the session was forked from this one, and shares cells with it
     forked: int = 0  # tokens that it shares
@@ -54,22 +53,18 @@ class Lane:
 
     @property
     def draft(self) -> Session | None:
-        """The draft's session, if a draft proposes tokens."""
         return self.planner.draft_session if isinstance(self.planner, Drafts) else None
 
     @property
     def unread(self) -> int:
-        """Prompt tokens that the target has yet to read."""
         return self.generation.unread if self.generation else 0
 
     @property
     def is_active(self) -> bool:
-        """Somebody waits for its request."""
         return self.handle is not None and self.handle.status in (Status.READING, Status.WRITING)
 
     @property
     def has_work(self) -> bool:
-        """Something of its request can be computed now."""
         handle = self.handle
         return handle is not None and (handle.cancelled or self.unread > 0 or not handle.is_prefetched)
 
@@ -81,7 +76,6 @@ class Lane:
         return len(tokens) - shared + shared % TILE
 
     def take_prompt(self, work: Work) -> None:
-        """Commit a chunk of the prompt, and report it."""
         assert self.generation
         self.phase = Phase.CHANGING
         self.generation.take_prompt(work)
@@ -89,19 +83,29 @@ class Lane:
         self.report_read()
 
     def report_read(self) -> None:
-        """Report how much of the prompt is read."""
         if self.handle:
             self.handle.tell(Reading(len(self.session.token_ids), len(self.handle.request.prompt_ids) - 1))
 
-    def take(self, logits: Logits, *, single: bool) -> tuple[list[Chunk], bool]:
-        """Commit and report the tokens that a pass gained: (new chunks, the request is complete)."""
+    @property
+    def is_complete(self) -> bool:
+        """All tokens of its request are reported."""
+        handle, generation = self.handle, self.generation
+        stopped = generation is not None and generation.finished
+        return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
+
+    def take(self, logits: Logits, *, single: bool) -> list[Chunk]:
+        """Commit and report the tokens that a pass gained; the new chunks."""
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        step = self.generation.take(logits, alone=single)
-        chunks = self.handle.write(step)
+        chunks = self.handle.write(self.generation.take(logits, alone=single))
         self.phase = Phase.PASSING
-        return chunks, bool(step.finished) or self.handle.text.stopped
+        return chunks
+
+    def give_up(self) -> None:
+        """The planned tree is not evaluated."""
+        if self.generation:
+            self.generation.give_up()
 
     def foresee(self, seconds: float, most: int) -> None:
         """Look ahead if the request wants it, for `seconds` and at most `most` tokens, and report them."""
@@ -128,21 +132,22 @@ class SessionPool:
         self.disk_cache: DiskCache | None = None
         self.lanes = [Lane(target.open(), planner) for planner in planners]
         self._target = target
-        self._requests = 0  # that got a session
+        self._requests = self._passes = 0  # counts, by which sessions are put in order
 
     @property
     def limits(self) -> Capabilities:
-        """Of the target."""
         return self._target.capabilities
 
     @property
+    def active(self) -> int:
+        return sum(lane.is_active for lane in self.lanes)
+
+    @property
     def busy(self) -> list[Lane]:
-        """Sessions that serve a request."""
         return [lane for lane in self.lanes if lane.handle]
 
     @property
     def idle(self) -> list[Lane]:
-        """Sessions that serve no request, and keep their tokens."""
         return [lane for lane in self.lanes if lane.handle is None]
 
     @property
@@ -153,7 +158,6 @@ class SessionPool:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the target's cache."""
         return sum(len(lane.session.token_ids) for lane in self.lanes)
 
     # Requests come and go.
@@ -207,7 +211,7 @@ class SessionPool:
     def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
         """Have the session start from the best there is: its own tokens, another session's, or the disk cache's.
 
-        What it loses by that is saved first.
+        Tokens that it loses by that are saved first.
         """
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt[:-1])
@@ -227,26 +231,40 @@ class SessionPool:
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
 
+    def count_pass(self, lanes: Sequence[Lane]) -> None:
+        """These took part in a pass, so that others come first in the next."""
+        for lane in lanes:
+            self._passes += 1
+            lane.passed = self._passes
+
     def release(self, lane: Lane) -> None:
         """The request has left. The session keeps its tokens."""
-        if lane.generation:
-            with suppress(Exception):  # the planner may be what has failed
-                lane.generation.give_up()
+        with suppress(Exception):  # the planner may be what has failed
+            lane.give_up()
         lane.handle = lane.generation = None
         if lane.phase is Phase.PASSING:
             lane.phase = Phase.SETTLED
 
-    # What an exception left undone.
+    # After an exception.
 
     def mark(self, phase: Phase) -> None:
-        """Of all sessions that serve a request."""
         for lane in self.busy:
             lane.phase = phase
 
-    @property
-    def unsettled(self) -> list[Lane]:
-        """Sessions that a step left undone."""
-        return [lane for lane in self.lanes if lane.phase is not Phase.SETTLED]
+    def recover(self, restart: Callable[[Handle], None]) -> None:
+        """Mend what an exception left undone: a request goes on with its right tokens, or `restart` is called."""
+        for lane in self.lanes:
+            handle = lane.handle
+            if lane.phase is Phase.PASSING and handle and not handle.ended:
+                with suppress(Exception):  # what its planner raises, it will raise again after a restart
+                    lane.drop_pass()
+            if lane.phase is Phase.SETTLED:
+                continue
+            if handle and handle.ended:
+                handle.end(None)  # its reader may not know
+            elif handle:
+                restart(handle)
+            self.renew(lane)
 
     def renew(self, lane: Lane) -> None:
         """Replace the session by an empty one, and reset its planner. The request, if any, is forgotten."""
@@ -260,7 +278,7 @@ class SessionPool:
             lane.planner.begin([0])
             lane.phase = Phase.SETTLED
 
-    # What leaves when there is no room.
+    # When there is no room.
 
     @property
     def is_overfull(self) -> bool:

@@ -44,9 +44,7 @@ class Service:
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
         self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
-        self.take_over: Callable[[Request, Listener], Handle | None] = (
-            _nobody  # the handle that has begun a request already
-        )
+        self.take_over: Callable[[Request, Listener], Handle | None] = _nobody  # of what has begun a request already
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
 
     @cached_property
@@ -148,7 +146,7 @@ class Service:
             raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
 
     def submit(self, request: Request, listener: Listener) -> Handle:
-        """Begin a request, or take over the handle that has begun it. `listener` is called in the server's loop."""
+        """Begin a request, or take over the one that has begun it. `listener` is called in the server's loop."""
         return self.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
 
 

@@ -37,7 +37,7 @@ class DraftBody(ChatBody):
 
 
 class Prepared:
-    """A handle whose events are kept until somebody listens. In the server's loop alone."""
+    """A request whose events are kept until somebody listens. In the server's loop alone."""
 
     def __init__(self, service: Service, request: Request, tokens: int) -> None:
         """`tokens`: of the answer that are written ahead."""
@@ -92,7 +92,7 @@ class TypingAhead:
         service.take_over = self.take_over
 
     def take_over(self, request: Request, listener: Listener) -> Handle | None:
-        """The handle that has begun this very request, if it is still there.
+        """The handle of what has begun this very request, if it is still there.
 
         Prompts that this request begins with, but for the last token, were on the way to it: they are dropped.
         """
