@@ -208,7 +208,7 @@ class Lossy(Recording):
         found = super().forward(batch)
         if len(self.passes) > 12:
             for logits in found:
-                logits._rows = {node: -row for node, row in logits._rows.items()}
+                logits.rows = {node: -row for node, row in logits.rows.items()}
         return found
 
 
