@@ -23,13 +23,15 @@ from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import UsageError
 from edgespec.loading.exact import apply_row_class, probe_before_load
 from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
+from edgespec.planners.candidates import auto_planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -134,7 +136,7 @@ def write(target, planner, prompt, sampling, count, budget=62):
 
 def auto(draft):
     pace = new_auto_state(streams=True)
-    return AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+    return auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
 
 
 PLANNERS = {
@@ -457,9 +459,10 @@ def test_company_changes_nothing(weights, asked):
             return generation
 
         def step(running):
-            logits = target.forward([generation.work(generation.plan()) for generation in running])
-            for generation, rows in zip(running, logits, strict=True):
-                generation.take(rows)
+            passes = [generation.cut(run_one(generation.propose())) for generation in running]
+            logits = target.forward([one.work for one in passes])
+            for generation, one, rows in zip(running, passes, logits, strict=True):
+                generation.accept(one, rows)
 
         alone = []
         for i in range(6):

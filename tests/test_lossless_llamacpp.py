@@ -29,7 +29,8 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.ahead import AheadPlanner
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
+from edgespec.planners.candidates import auto_planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -199,7 +200,7 @@ def test_what_pays(target, draft, sampling, streams):
     """What is guessed follows from how long passes take here, the text does not."""
     pace = new_auto_state(streams)
     check_lossless(
-        target, AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
+        target, auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
     )
 
 

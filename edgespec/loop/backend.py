@@ -35,9 +35,11 @@ class Capabilities:
     one_thread: bool = False  # passes are made in one thread only
     cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
 
-    def leaves(self, texts: int) -> int:
-        """Most leaves of a session where so many have trees at once."""
-        return self.max_leaves if self.spare_leaves is None else min(self.max_leaves, 1 + self.spare_leaves // texts)
+    def leaves(self, sequences: int) -> int:
+        """Most leaves of a session where `sequences` have trees at once."""
+        if self.spare_leaves is None:
+            return self.max_leaves
+        return min(self.max_leaves, 1 + self.spare_leaves // sequences)
 
 
 class Vocab(Protocol):
@@ -88,10 +90,10 @@ class Session(Protocol):
         """
 
     def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        """Make these nodes, a chain that starts under the last committed token, text, and drop all other nodes.
+        """Commit these nodes, a chain that starts under the last committed token, and drop all other nodes.
 
-        With `below`, which `planners/ahead.py` alone uses, nodes under the last of these stay if they can: they are
-        renumbered, and their old numbers returned.
+        `below` is an optional feature, by which a draft's search goes on across steps: nodes under the last of these
+        stay, are renumbered, and their old numbers are returned. An engine without it drops them, and returns none.
         """
 
     def rewind(self, length: int) -> None:

@@ -1,12 +1,51 @@
-"""Putting a pass together: how a prompt is cut into passes, what fits, and what a session need not read again."""
+"""Putting a pass together: which part of a prompt, which nodes of a tree, and what a session need not read again."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
+from edgespec.loop.planner import Proposal
 from edgespec.loop.shapes import RowClass
+from edgespec.loop.tree import DraftTree, FloatArray, ranked
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """One sequence's proposal before it is cut: other sequences may want rows of the same pass."""
+
+    tree: DraftTree
+    nodes: NDArray[np.intp]  # [m] that it may keep, best first, the root left out
+    started: float  # `perf_counter()` when proposing began
+    draft_seconds: float  # of its draft passes
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """Of `nodes`: shape [m], falling."""
+        return self.tree.log_probs[self.nodes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One sequence's part of a forward, from when it is put together until its logits are accepted."""
+
+    work: Work
+    began: float  # `perf_counter()` when it was put together
+    waited: float  # the target's `wait_seconds` then
+    tree: DraftTree | None = None  # to be verified; None: a part of the prompt
+    started: float = 0.0  # as in `Proposed`
+    draft_seconds: float = 0.0  # as in `Proposed`
+    plain: bool = False  # plain decoding would make the same pass
+
+
+def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:
+    """The nodes that pay and fit: at most `budget`, best first, the root left out."""
+    if proposal.nodes is not None:
+        return proposal.nodes[:budget]
+    return ranked(proposal.tree.parents, proposal.tree.log_probs, budget, max_leaves)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.text import render_chat
-from edgespec.loop.tree import Source
+from edgespec.loop.tree import Source, only
 from edgespec.loop.verify import walk
 from edgespec.planners.sssd import Matches, SssdPlanner, features, split
 
@@ -113,12 +115,13 @@ def replay(
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
         started = perf_counter()
-        tree = planner.plan(context, budget)
+        proposal = run_one(planner.propose(context, budget))
+        tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))
         plan_seconds.append(perf_counter() - started)
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]
         started = perf_counter()
-        planner.accept(output, 0.0)
+        planner.observe(output, 0.0)
         accept_seconds.append(perf_counter() - started)
         token_ids.extend(output)
         lengths.append(len(output))
@@ -139,7 +142,7 @@ def observe(planner: SssdPlanner, prompt_ids: Sequence[int], output_ids: Sequenc
         future = output_ids[start : start + planner.depth]
         for group in planner.matches(len(future)):
             yield from _along(group, future)
-        planner.accept(output_ids[start : start + stride], 0.0)
+        planner.observe(output_ids[start : start + stride], 0.0)
 
 
 def _along(group: Matches, future: Sequence[int]) -> Iterable[Step]:

@@ -1,4 +1,4 @@
-"""A draft model at work: keeps its cache in step with the text, and guesses children of nodes."""
+"""A draft model at work: its cache follows the sequence, and its logits give children of nodes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from edgespec.loop.tree import DraftTree
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
-COMPANY = 16  # passes that tell how many texts share one
+BATCHES = 16  # passes over which the mean batch fades
 
 
 class Drafter:
@@ -27,8 +27,8 @@ class Drafter:
         self.seconds, self.passes = 0.0, 0
         self.last = 0.0  # seconds of the last pass
         self.evaluated = 0  # uncommitted nodes in the session
-        self.company = 1.0  # texts that have shared its passes, a mean that fades
-        self._texts = 1  # … and the last one
+        self.mean_batch = 1.0  # sequences that shared a pass; earlier passes fade
+        self._last_batch = 1  # sequences that shared the last one
         self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
 
@@ -46,14 +46,14 @@ class Drafter:
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
-        """How many of the text's tokens the draft has not read."""
+        """How many of the sequence's tokens the draft has not read."""
         return len(token_ids) - len(self.session.token_ids)
 
     @property
     def cost(self) -> Curve | None:
         """Of its passes, at the length of its text, as shared as the last one was; None: none was made yet."""
         cost = self.pass_cost.at(len(self.session.token_ids))
-        return cost.shared(self._texts) if cost else None
+        return cost.shared(self._last_batch) if cost else None
 
     def room(self, context: Context) -> int:
         """How deep a tree may be: the text's end and the draft's own context limit it."""
@@ -98,8 +98,8 @@ class Drafter:
         return passed.logits, nodes
 
     def _took(self, work: Work, passed: Passed) -> None:
-        self.last, self.passes, self._texts = passed.seconds, self.passes + 1, passed.texts
-        self.company += (passed.texts - self.company) / COMPANY
+        self.last, self.passes, self._last_batch = passed.seconds, self.passes + 1, passed.sequences
+        self.mean_batch += (passed.sequences - self.mean_batch) / BATCHES
         self.seconds += passed.seconds * len(work.token_ids) / passed.nodes
         self.pass_cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
 
@@ -122,8 +122,8 @@ class Drafter:
         self.session.close()
 
 
-class Guess:
-    """How draft logits become guesses in one round: log q of the children of any node.
+class ChildScores:
+    """Log q of the children of any node, by the draft's logits; made for one step.
 
     Coupled:    q = softmax((z + T * gumbel(seed, position)) / tau), the target's own noise
     Uncoupled:  q = softmax(z / T), or softmax(z / tau) when T = 0
@@ -157,7 +157,7 @@ class Guess:
 
 
 def _offset(context: Context) -> Float32Array:
-    """What bias and additive penalties do to any logits in this round, shape [target's V]."""
+    """What bias and additive penalties add to any logits in this step, shape [target's V]."""
     sampling = context.sampling
     additive = SamplingParams(
         presence_penalty=sampling.presence_penalty,
@@ -169,11 +169,11 @@ def _offset(context: Context) -> Float32Array:
 
 
 def agreed(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, int]:
-    """In how many of the tokens the draft's best guess was the target's, and for how many it was asked.
+    """(tokens for which the draft's best child was the target's, tokens for which the tree has a child).
 
     Args:
-        tree: the draft's, before it was cut.
-        tokens: what the target wrote.
+        tree: the draft's, before it was cut to what pays.
+        tokens: that the target sampled.
     """
     at, hits, asked = 0, 0, 0
     for token in tokens:

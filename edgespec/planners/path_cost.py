@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.tree import DraftTree, FloatArray, best_nodes, choose, depths, is_leaf, path_to
+from edgespec.loop.tree import DraftTree, FloatArray, depths, is_leaf, path_to, ranked
 from edgespec.planners.cost import best_size
 
 MOST_PATHS = 8  # of a pass
@@ -157,13 +157,10 @@ def rows_of(parents: ArrayLike, head: int) -> int:
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
-def rows_added(tree: DraftTree, head: int) -> FloatArray:
-    """Rows that each node of a tree but the root adds to a pass over better ones, as paths with such a head. [n - 1]"""
-    order = np.argsort(-tree.log_probs[1:], kind="stable")
-    paths, depth = _growth(tree, order + 1)
-    added = np.empty(len(order))
-    added[order] = np.diff(paths * (head + 1 + depth), prepend=head + 1)
-    return added
+def rows_added(tree: DraftTree, nodes: NDArray[np.intp], head: int) -> FloatArray:
+    """Rows that each of these nodes, best first, adds to a pass over those before it, as paths with such a head. [m]"""
+    paths, depth = _growth(tree, nodes)
+    return np.diff(paths * (head + 1 + depth), prepend=head + 1)
 
 
 def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, NDArray[np.integer]]:
@@ -175,31 +172,39 @@ def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, ND
 
 
 def best_part(
-    tree: DraftTree, spent: float, cost: Curve, *, max_leaves: int, head: int | None = None, trust: float = 1.0
-) -> tuple[DraftTree, float]:
-    """The part of a tree that makes the best round, and the round's tokens per second.
+    tree: DraftTree,
+    spent: float,
+    cost: Curve,
+    *,
+    budget: int,
+    max_leaves: int,
+    head: int | None = None,
+    trust: float = 1.0,
+) -> tuple[NDArray[np.intp], float]:
+    """The nodes that make the best step, best first, and the step's predicted tokens per second.
 
     Args:
         tree: any.
         spent: seconds of drafting.
-        cost: of the target's passes.
-        max_leaves: most leaves of a tree.
+        cost: the target's pass times.
+        budget: most nodes besides the root.
+        max_leaves: most leaves.
         head: of trees as paths, committed tokens that each path begins with; None: nodes are computed once.
-        trust: how many guesses prove right for each that the tree's probabilities promise.
+        trust: accepted draft tokens for each that the tree's probabilities promise.
     """
     if head is None:
-        size, rate = best_size(tree.log_probs[1:], spent, cost, trust)
-        return best_nodes(tree, size, max_leaves), rate
-    best, most, chosen = 1 / (spent + float(cost.seconds(head + 1))), 1, 0
+        nodes = ranked(tree.parents, tree.log_probs, budget, max_leaves)
+        size, rate = best_size(tree.log_probs[nodes], spent, cost, trust)
+        return nodes[:size], rate
+    best, chosen = 1 / (spent + float(cost.seconds(head + 1))), np.zeros(0, np.intp)
     for leaves in range(1, min(max_leaves, int(np.count_nonzero(is_leaf(tree.parents)))) + 1):
-        keep = np.flatnonzero(choose(tree.parents, tree.log_probs, len(tree), leaves))[1:]
-        nodes = keep[np.argsort(-tree.log_probs[keep], kind="stable")]
+        nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         if len(nodes) == 0:
             break
         paths, depth = _growth(tree, nodes)
         tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
-        # What such a round writes is owed, and read again by the next one.
+        # What such a step commits is unread, and read again by the next one.
         rates = tokens / (spent + cost.seconds(paths * (head + 1 + depth) + tokens))
         if rates.max() > best:
-            best, most, chosen = float(rates.max()), leaves, int(np.argmax(rates)) + 1
-    return best_nodes(tree, chosen, most), best
+            best, chosen = float(rates.max()), nodes[: int(np.argmax(rates)) + 1]
+    return chosen, best

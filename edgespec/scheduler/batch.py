@@ -5,12 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from time import perf_counter
 
-from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.backend import Capabilities
 from edgespec.loop.draft_passes import run_shared
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import most_nodes
-from edgespec.loop.tree import DraftTree, best_nodes
+from edgespec.loop.passes import Pass, Proposed, most_nodes
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import TILE, PromptPieces
@@ -18,7 +17,7 @@ from edgespec.scheduler.session_pool import Slot
 
 TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
 
-Batch = list[tuple[Slot, Work]]
+Batch = list[tuple[Slot, Pass]]
 Failed = list[tuple[Slot, Exception]]  # slots whose trees could not be planned
 
 
@@ -74,42 +73,44 @@ def plan_trees(
     for slot in slots if len(slots) > 1 else ():
         if slot.generation and slot not in group:
             slot.generation.give_up()
-    trees, failed, spent = list[DraftTree](), list[tuple[Slot, Exception]](), perf_counter()
+    found, failed, spent = list[Proposed](), list[tuple[Slot, Exception]](), perf_counter()
     alone = alone and len(group) == 1
     fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
-    most, texts = None if alone else fair, len(group)
-    found = run_shared([slot.generation.planning(most, texts) for slot in group if slot.generation])
-    for slot, tree in zip(group.copy(), found, strict=True):
-        if isinstance(tree, Exception):
+    most, count = None if alone else fair, len(group)
+    proposals = run_shared([slot.generation.propose(most, count) for slot in group if slot.generation])
+    for slot, one in zip(group.copy(), proposals, strict=True):
+        if isinstance(one, Exception):
             group.remove(slot)
-            failed.append((slot, tree))
+            failed.append((slot, one))
         else:
-            trees.append(tree)
+            found.append(one)
     spent = perf_counter() - spent
+    sizes: list[int | None] = [None] * len(group)
     if len(group) > 1:
         length = fmean(len(slot.session.token_ids) for slot in group)
         curve = cost.at(round(length)) if cost else None
         added = roots = None
         if limits.paths:
             heads = [slot.session.unread_committed for slot in group]
-            added, roots = [rows_added(*one) for one in zip(trees, heads, strict=True)], len(heads) + sum(heads)
-        sizes = split([tree.log_probs[1:] for tree in trees], room, spent, curve, added, roots)
-        leaves = limits.leaves(len(group))
-        trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
-    batch = [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
-    return batch, failed
+            roots = len(heads) + sum(heads)
+            added = [rows_added(one.tree, one.nodes, head) for one, head in zip(found, heads, strict=True)]
+        sizes = [*split([one.log_probs for one in found], room, spent, curve, added, roots)]
+    cuts = zip(group, found, sizes, strict=True)
+    return [(slot, slot.generation.cut(one, size)) for slot, one, size in cuts if slot.generation], failed
 
 
-def beside(batch: Batch) -> AbstractContextManager[None]:
-    """Within it the target makes this pass: the draft of a text that has it for itself may go on."""
-    slot, work = batch[0]
-    return slot.generation.beside() if slot.generation and len(batch) == 1 and not work.prompt else nullcontext()
+def while_target_runs(batch: Batch) -> AbstractContextManager[None]:
+    """Within it the target makes this pass: the draft of a sequence that has it for itself may go on."""
+    slot, pass_ = batch[0]
+    if slot.generation and len(batch) == 1 and pass_.tree:
+        return slot.generation.while_target_runs(pass_)
+    return nullcontext()
 
 
-def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Work:
+def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Pass:
     """The next part of a prompt, in the room that the trees leave; with `pieces`, so small that they wait a moment."""
     start, session = reading.reads_on_at(), reading.session
-    taken = sum(len(work.token_ids) + work.session.unread_committed for _, work in batch)
+    taken = sum(len(pass_.work.token_ids) + pass_.work.session.unread_committed for _, pass_ in batch)
     room = limits.max_nodes - taken
     if limits.exact:
         room = min(room, limits.exact.prompts.most - taken - session.unread_committed)
@@ -119,4 +120,4 @@ def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: P
         end -= end % TILE
     if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
         end = whole  # a pass over what is left would be padded
-    return reading.prompt_work(end - start)
+    return reading.prompt_pass(end - start)

@@ -7,9 +7,9 @@ from threading import Lock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
-from edgespec.loop.generate import LogProbs, Round
+from edgespec.loop.generate import LogProbs, Step
 from edgespec.loop.grammar import Compiled
-from edgespec.loop.hint_texts import Family
+from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
@@ -27,7 +27,7 @@ class Request:
     log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
     plain: bool = False  # guess nothing: plain decoding
     grammar: Compiled | None = None  # what the text must look like
-    family: Family | None = None  # texts that may foretell this one
+    hint_texts: HintTexts | None = None  # texts to copy draft tokens from
     foresee: bool = False  # tell what the draft thinks will follow
     shown: frozenset[int] = frozenset()  # control tokens whose names are part of the text
 
@@ -55,7 +55,7 @@ class Wrote:
     """A pass has written these tokens."""
 
     chunks: list[Chunk]
-    round: Round
+    step: Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +175,16 @@ class Counts:
         self.nodes += nodes
 
 
-def chunks_of(round_: Round, text: TextStream, stats: GenerationStats) -> list[Chunk]:
-    """A round's tokens as text, up to a stop string."""
+def chunks_of(step: Step, text: TextStream, stats: GenerationStats) -> list[Chunk]:
+    """A step's tokens as text, up to a stop string."""
     chunks = list[Chunk]()
-    for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
+    for i, (token, source) in enumerate(zip(step.tokens, step.sources, strict=True)):
         piece = text.push(token)
-        if text.stopped or (round_.finished and i + 1 == len(round_.tokens)):
+        if text.stopped or (step.finished and i + 1 == len(step.tokens)):
             piece += text.finish()
-        chunks.append(Chunk(piece, token, source, round_.log_probs[i] if round_.log_probs else None))
+        chunks.append(Chunk(piece, token, source, step.log_probs[i] if step.log_probs else None))
         if text.stopped:
             stats.finish_reason = "stop"
-            stats.drop(round_.sources[i + 1 :])
+            stats.drop(step.sources[i + 1 :])
             break
     return chunks

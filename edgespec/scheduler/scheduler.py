@@ -26,14 +26,14 @@ from typing import Any
 
 import edgespec.scheduler.session_pool as slots
 from edgespec.errors import ContextFull, Interrupted
-from edgespec.loop.backend import Backend, Logits, Work
+from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import check_room, common_prefix, may_read_anew
+from edgespec.loop.passes import Pass, check_room, common_prefix, may_read_anew
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
-from edgespec.scheduler.batch import Batch, beside, plan, prompts_ride_along
+from edgespec.scheduler.batch import Batch, plan, prompts_ride_along, while_target_runs
 from edgespec.scheduler.disk_cache import Shelf
 from edgespec.scheduler.prompt_chunks import PromptPieces
 from edgespec.scheduler.queue import Order, asked, by_turn, held, wanted
@@ -293,7 +293,7 @@ class Scheduler:
                 self.target, slot.session, slot.planner, prompt, request.sampling,
                 max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
                 log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-                family=request.family,
+                hint_texts=request.hint_texts,
             )  # fmt: skip
             slot.generation.begin()
             slot.forked = min(slot.forked, len(slot.session.token_ids))
@@ -315,11 +315,11 @@ class Scheduler:
             logits = self._forward(batch) if batch else []
             if logits:  # else it was refused, or ended before its time
                 self._learn(batch, perf_counter() - started)
-            for (slot, work), found in zip(batch, logits, strict=False):
-                if work.prompt:
-                    self._was_read(slot, work)
+            for (slot, pass_), found in zip(batch, logits, strict=False):
+                if pass_.work.prompt:
+                    self._was_read(slot, pass_)
                 else:
-                    self._took(slot, found, alone=len(batch) == 1)
+                    self._took(slot, pass_, found, alone=len(batch) == 1)
         except BaseException:  # Ctrl-C in a thread that makes its own passes: nodes must not stay
             for slot in self._slots:
                 slot.session.rewind(len(slot.session.token_ids))
@@ -328,8 +328,8 @@ class Scheduler:
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
         try:
-            with self._passing.of([slot.job for slot, _ in batch if slot.job]), beside(batch):
-                return self.target.forward([work for _, work in batch])
+            with self._passing.of([slot.job for slot, _ in batch if slot.job]), while_target_runs(batch):
+                return self.target.forward([pass_.work for _, pass_ in batch])
         except ContextFull as error:
             self._make_room(batch, error)
         except Interrupted:
@@ -344,9 +344,9 @@ class Scheduler:
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
         """The cache is full, or has to be put in order."""
-        *_, (slot, work) = batch
+        *_, (slot, pass_) = batch
         limits = self.target.capabilities
-        prompt = slot.job.request.prompt_ids if slot.job and work.prompt else []
+        prompt = slot.job.request.prompt_ids if slot.job and pass_.work.prompt else []
         if prompt and slot.again < MOST_AGAIN and may_read_anew(limits, slot.session, prompt):
             slots.empty(slot, self._slots)
             slot.again += 1
@@ -372,7 +372,8 @@ class Scheduler:
             self._waiting.insert(0, job)
 
     def _learn(self, batch: Batch, seconds: float) -> None:
-        nodes, trees = sum(len(work.token_ids) for _, work in batch), [work for _, work in batch if not work.prompt]
+        works = [pass_.work for _, pass_ in batch]
+        nodes, trees = sum(len(work.token_ids) for work in works), [work for work in works if not work.prompt]
         self.counts.add_pass(seconds, len(batch), sum(len(work.token_ids) - 1 for work in trees))
         self._read_last = len(trees) < len(batch)
         for number, (slot, _) in enumerate(batch):
@@ -384,27 +385,27 @@ class Scheduler:
         if self._cost and len(batch) > 1 and not self.target.capabilities.paths:
             self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 
-    def _was_read(self, slot: Slot, work: Work) -> None:
+    def _was_read(self, slot: Slot, pass_: Pass) -> None:
         assert slot.generation
         assert slot.job
-        slot.generation.take_prompt(work)
+        slot.generation.accept_prompt(pass_)
         self._tell(slot.job, Reading(len(slot.session.token_ids), len(slot.job.request.prompt_ids) - 1))
 
-    def _took(self, slot: Slot, logits: Logits, alone: bool) -> None:
+    def _took(self, slot: Slot, pass_: Pass, logits: Logits, alone: bool) -> None:
         """Keep what the target says of a tree, and tell the reader."""
         job = slot.job
         assert slot.generation
         assert job
         try:
-            round_ = slot.generation.take(logits, alone=alone)
-            chunks = chunks_of(round_, job.text, job.stats)
+            step = slot.generation.accept(pass_, logits, alone=alone)
+            chunks = chunks_of(step, job.text, job.stats)
         except Exception as error:  # this text's alone
             self._fail(slot, error)
             return
         for chunk in chunks:
             self.counts.tokens[chunk.source.name.lower()] += 1
-        self._tell(job, Wrote(chunks, round_))
-        if round_.finished or job.text.stopped:
+        self._tell(job, Wrote(chunks, step))
+        if step.finished or job.text.stopped:
             self._end(slot, None)
 
     def _end(self, slot: Slot, error: Exception | None) -> None:

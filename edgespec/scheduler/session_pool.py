@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.loop.backend import Capabilities, Session
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import common_prefix, start_of
-from edgespec.loop.planner import Drafts, Planner
+from edgespec.loop.planner import Planner
 from edgespec.loop.session_files import beside, has, load_beside
 from edgespec.scheduler.disk_cache import Shelf
 from edgespec.scheduler.prompt_chunks import TILE
@@ -41,7 +41,7 @@ class Slot:
     @property
     def draft(self) -> Session | None:
         """The draft's session, if a draft guesses."""
-        return self.planner.draft_session if isinstance(self.planner, Drafts) else None
+        return self.planner.draft_session
 
 
 def most_shared(slots: Sequence[Slot], prompt: Sequence[int]) -> int:

@@ -415,7 +415,7 @@ async def _stream(
 
 def traced(event: Wrote, answer: Answer, vocab: Vocab) -> dict[str, Any]:
     """What a pass has guessed and kept, for who wants to see it: the page."""
-    tree, round_, stats = event.round.tree, event.round, answer.stats
+    tree, round_, stats = event.step.tree, event.step, answer.stats
     return {
         "tokens": [{"text": part.text, "source": part.source.name.lower()} for part in event.chunks],
         "pass": {

@@ -188,9 +188,9 @@ async def requests_for(
         check_room(service.model.target, len(ids))
         most = min(max_tokens or limit, limit - len(ids))
         seeds = [(sampling.seed + i) % 2**64 for i in range(choices)]
-        family = service.model.family(ids, "", choices)
+        family = service.model.hint_texts(ids, "", choices)
         if prediction:  # it may be long: beside the loop
-            family = await asyncio.to_thread(service.model.family, ids, prediction, choices)
+            family = await asyncio.to_thread(service.model.hint_texts, ids, prediction, choices)
         found += [
             Request(
                 list(ids), replace(sampling, seed=seed), most, tuple(stops), log_probs, plain, grammar, family,
@@ -356,7 +356,7 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def predicted(answers: Sequence[Answer]) -> dict[str, int]:
     """How much of the prediction was right, as OpenAI counts it; of all guesses, where none was sent."""
-    if sent := sum(answer.request.family.prediction for answer in answers if answer.request.family):
+    if sent := sum(answer.request.hint_texts.prediction for answer in answers if answer.request.hint_texts):
         accepted = sum(answer.stats.tokens_by_source["prediction"] for answer in answers)
         rejected = max(0, sent - accepted)
     else:

@@ -22,11 +22,11 @@ from edgespec.loop.backend import Backend, Logits, Vocab
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray, Noise, SamplingParams, Scores
-from edgespec.loop.tree import choose
+from edgespec.loop.tree import ranked
 from edgespec.measure.replay import MAX_LEAVES, Recording, read_recordings
 from edgespec.planners.ahead import AheadSearch
 from edgespec.planners.cost import best_size, worth_reading
-from edgespec.planners.drafting import Drafter, Guess
+from edgespec.planners.drafting import ChildScores, Drafter
 from edgespec.planners.search import COMMITTED, MOST_DEPTH, Search
 from edgespec.planners.specexec import SpecExecPlanner
 
@@ -104,7 +104,7 @@ class _Log:
     """A search as it goes on."""
 
     search: Search
-    guess: Guess
+    scores: ChildScores
     told: list[tuple[IdArray, Scores]]  # children of every node read, and their log q
     passes: Nodes
     reads: list[int]  # nodes, in the order of reading
@@ -132,7 +132,7 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
     search = log.search
     search.most_depth = min(how.depth, drafter.room(context))
     _search_on(drafter, log, how, search.most_depth)
-    log.sent, log.searched = choose(search.parents, search.log_probs, _size(log, how), MAX_LEAVES), len(log.passes)
+    log.sent, log.searched = _best(search, _size(log, how), MAX_LEAVES), len(log.passes)
     log.usual = search.cutoff(how.budget)
     path = _walk(search, log.sent, future)
     if len(path) < len(future):  # the text goes on, and so does the search
@@ -150,7 +150,7 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
     early = takewhile(lambda node: 0 <= reads[node] < log.searched, search.follow(future[: len(path)]))
     drafter.commit(search.place[list(early)].tolist())
     sent = np.pad(log.sent, (0, len(reads) - len(log.sent)))
-    kept = choose(search.parents, search.log_probs, how.keep, len(reads)) | sent | (reads >= 0)
+    kept = _best(search, how.keep, len(reads)) | sent | (reads >= 0)
     numbers = np.cumsum(kept) - 1
     log_probs = [round(value, 6) for value in search.log_probs[kept].tolist()]
     return Searched(
@@ -160,11 +160,18 @@ def search_round(drafter: Drafter, recording: Recording, start: int, how: How, u
     )  # fmt: skip
 
 
+def _best(search: Search, size: int, max_leaves: int) -> NDArray[np.bool_]:
+    """Which nodes are the root or among the best `size`: shape [n]."""
+    kept = np.zeros(len(search.parents), np.bool_)
+    kept[0] = kept[ranked(search.parents, search.log_probs, size, max_leaves)] = True
+    return kept
+
+
 def _begin(drafter: Drafter, context: Context, how: How, usual: float) -> _Log:
     """Read the root."""
     search = AheadSearch(context.token_ids[-1], how.budget)
     search.usual, search.known = usual, how.keep
-    log = _Log(search, Guess(context, None, True), [], [], [], [], {}, np.zeros(0, np.bool_))
+    log = _Log(search, ChildScores(context, None, True), [], [], [], [], {}, np.zeros(0, np.bool_))
     lacking, before = max(1, drafter.behind(context.token_ids)), drafter.seconds
     logits, root = drafter.read(context.token_ids)
     _add(log, logits, np.array([0]), [root], [COMMITTED], (lacking, drafter.seconds - before))
@@ -176,7 +183,7 @@ def _add(
 ) -> None:
     """A pass is over: nodes of the search that are `nodes` in its logits, and stay at `places`."""
     search = log.search
-    children = log.guess.children(
+    children = log.scores.children(
         logits, nodes, search.depth[batch].tolist(), min(SpecExecPlanner.children, search.most_known)
     )
     search.add_children(batch, places, *children)
