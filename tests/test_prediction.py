@@ -38,11 +38,11 @@ def test_a_family_knows_the_prediction_and_the_siblings_but_not_oneself():
     family = HintTexts(prompt, [1, 2, 3])
     first, second = family.join(), family.join()
     family.extend(first, [7, 8])
-    (_, predicted), (_, sibling) = family.beside(second)
-    assert [source for source, _ in family.beside(second)] == [Source.PREDICTION, Source.INPUT]
+    (_, predicted), (_, sibling) = family.hints(second)
+    assert [source for source, _ in family.hints(second)] == [Source.PREDICTION, Source.INPUT]
     assert predicted.text[:-1] == [*prompt[-LONGEST_INPUT:], 1, 2, 3]
     assert sibling.text[:-1] == [*prompt[-LONGEST_INPUT:], 7, 8]
-    assert [index.text[-2] for _, index in family.beside(first)] == [3, prompt[-1]]
+    assert [index.text[-2] for _, index in family.hints(first)] == [3, prompt[-1]]
     length, places = predicted.matches_of(prompt[-LONGEST_INPUT:], 5)[0]
     assert (length, [predicted.text[place] for place in places]) == (LONGEST_INPUT, [1])  # the answer's beginning
 

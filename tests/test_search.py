@@ -153,7 +153,7 @@ def test_little_room_in_the_drafts_cache():
     other, went_on = perturbed(MODEL, 0.6, 1), 0
     plain, _ = write(NonePlanner(), SAMPLINGS[1])
     for limits in ({"max_nodes": 14}, {"max_leaves": 3}, {"max_leaves": 4, "spare_leaves": 3}):
-        text, stats = write(Resting(draft(other, **limits), depth=8, texts=2), SAMPLINGS[1])
+        text, stats = write(Resting(draft(other, **limits), depth=8, sequences=2), SAMPLINGS[1])
         assert text == plain
         went_on += stats.draft_went_on
     assert went_on > 0
@@ -163,7 +163,7 @@ def test_a_text_that_waits_leaves_its_leaves_to_others():
     """One is only prepared, and knows guesses; another writes alone, and needs all that the draft's cache has."""
     limits = {"max_leaves": 9, "spare_leaves": 8}
     guesser = draft(perturbed(MODEL, 0.6, 1), sessions=2, **limits)
-    made = [Resting(guesser, depth=6, tau=3.0, texts=1) for _ in range(2)]
+    made = [Resting(guesser, depth=6, tau=3.0, sequences=1) for _ in range(2)]
     scheduler, found = Scheduler(draft(sessions=2), made, budget=40), list[int]()
     prepared = scheduler.submit(Request([1, 2, 3], SAMPLINGS[2], 60), lambda event: None, hold=8)
     for _ in range(60):
