@@ -1,6 +1,6 @@
 """Run language models too big for your machine, with exactly the text they would write alone."""
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import Closed, EdgespecError
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Chunk",
+    "Closed",
     "EdgespecError",
     "GenerationResult",
     "GenerationStats",

@@ -44,6 +44,13 @@ class Interrupted(EdgespecError):
     """A pass was ended before its time: see `Backend.interrupt`."""
 
 
+class Closed(EdgespecError):
+    """The model was closed."""
+
+    def __init__(self, message: str = "the model was closed") -> None:
+        super().__init__(message)
+
+
 class RegistryError(EdgespecError):
     """models.yaml is missing, broken, or does not have the name asked for."""
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from warnings import warn
 
 import edgespec.scheduler.drive as asking
-from edgespec.errors import UsageError
+from edgespec.errors import Closed, UsageError
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
 from edgespec.loading.targets import check_targets, open_targets
@@ -63,6 +63,7 @@ class GenerationResult:
 class Model:
     """A loaded target with its planners. Keeps the last texts' caches, so a longer prompt costs only its new part.
 
+    After `close` every other method raises `Closed`.
     Safe to call from several threads and asyncio tasks: `scheduler.py` has their texts share passes.
     """
 
@@ -95,9 +96,15 @@ class Model:
         cost = pace.target if pace else None
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
         self._owned: list[Backend] = []
+        self._closed = False
         self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
         self._notes: list[str] = []
+
+    def _check_open(self) -> None:
+        """Raises Closed. What an engine has freed may not be asked: that would end the process."""
+        if self._closed:
+            raise Closed
 
     @property
     def notes(self) -> Sequence[str]:
@@ -132,6 +139,7 @@ class Model:
         Raises:
             UsageError: empty prompt, or a value out of range.
             ContextFull: the prompt does not fit into the context.
+            Closed: the model was closed.
         """
         request = self.request(
             prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
@@ -193,6 +201,7 @@ class Model:
         **sampling: Any,
     ) -> Request:
         """What `stream` asks the scheduler for; arguments and errors as there."""
+        self._check_open()
         params = replace(self.sampling, **_known(sampling))
         if max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1")
@@ -210,6 +219,7 @@ class Model:
 
     def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
         """Texts from which the sequences of one prompt may copy draft tokens; None: there are none."""
+        self._check_open()
         if not prediction and sequences == 1:
             return None
         most = self.target.capabilities.context_length  # no text is longer: the rest would foretell nothing
@@ -223,6 +233,7 @@ class Model:
             UsageError: it is wrong, or asks for what cannot be done.
             MissingPackage: llguidance is not installed.
         """
+        self._check_open()
         if self._compiler is None:
             self._compiler = Compiler(self.target.vocab)
         return self._compiler.compiled(grammar)
@@ -249,6 +260,7 @@ class Model:
         Raises:
             UsageError, ContextFull: as for `stream`.
         """
+        self._check_open()
         if k < 1:
             raise UsageError(f"k is {k}, but must be at least 1")
         first = self.request(prompt, **options)
@@ -277,6 +289,7 @@ class Model:
         Raises:
             UsageError: the prompt is empty, or the model has no chat template.
         """
+        self._check_open()
         if isinstance(prompt, str):
             token_ids = self.target.vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
         else:
@@ -287,12 +300,14 @@ class Model:
 
     def close(self) -> None:
         """Free sessions and models, and remember what passes cost. Safe to call twice."""
+        self._closed = True
         self._at_close()
         self._at_close = lambda: None
         self.scheduler.close()
         close_all(self._owned)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

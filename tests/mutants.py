@@ -303,8 +303,8 @@ MUTANTS = [
     mutant(
         "session-fork-shorter",
         "llamacpp/session.py",
-        "self.ids[0], other.ids[0], 0, self.held)",
-        "self.ids[0], other.ids[0], 0, self.held - 1)",
+        "other.ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)",
+        "other.ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held - 1)",
         f"{CONTRACT}[smollm2_tiny-forks_are_independent]",
     ),
     mutant(

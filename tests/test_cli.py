@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from conftest import Run
 
+import edgespec
+from edgespec.errors import UsageError
 from edgespec.machine import measurements as remembered
 from edgespec.measure.doctor import learned_line
+from edgespec.planners.choice import check_planner
 
 EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
 
@@ -110,6 +113,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--planner", "magic"], 2, "there is no planner 'magic'"),
         (["x.gguf", "hi", "--planner", "specexec"], 2, "needs a draft model"),
         (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
+        (["x.gguf", "hi", "--planner", "sssd", "--tau", "1"], 2, "has no option 'tau'"),
         (["x.gguf", "hi", "--draft", "y.gguf", "--tau", "nan"], 2, "tau is nan"),
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
@@ -146,6 +150,15 @@ def test_a_server_takes_the_old_option_for_the_order_with_a_note(run: Run) -> No
     assert err.startswith("note: --first-come goes with the next version; requests are always served as they came\n")
     assert "no such file" in err
     assert "--first-come" not in run("serve", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [("depth", 0, "depth is 0"), ("min_probability", 2, "min_probability is 2"), ("beam", 4, "has no option 'beam'")],
+)
+def test_options_of_planners_are_checked(option: str, value: int, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_planner("sssd", False, False, {option: value})
 
 
 def test_not_a_gguf(run: Run, tmp_path: Path) -> None:
@@ -329,7 +342,8 @@ def test_costs_are_kept_from_run_to_run_unless_told_otherwise(
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     asked = ["run", str(smollm2_tiny), "one two one two one", "--raw", "-n", "6", "--ctx", "64"]
-    texts = [run(*asked, "--no-memory-of-costs")[1]]
+    with edgespec.load(str(smollm2_tiny), context_length=64, remember=False) as model:
+        texts = [model.generate(asked[2], max_tokens=6, seed=1, temperature=0.0).text + "\n"]
     assert remembered.everything() == []
     for runs in (0, 1):
         texts.append(run(*asked)[1])

@@ -7,6 +7,7 @@ import pytest
 
 from edgespec.loading import draft_or_memory as crowding
 from edgespec.loading.pair import close_all, open_backends
+from edgespec.loading.timed_pass import Pass
 from edgespec.models.registry import Entry, find_model
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -41,7 +42,7 @@ def opened(model: Path, **options: Any) -> tuple[int, str]:
 def passes(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     """What passes take: of the target with the draft, of the draft, of the target alone."""
     found = iter(seconds)
-    monkeypatch.setattr(crowding, "time_pass", lambda backend: next(found))
+    monkeypatch.setattr(crowding, "time_pass", lambda backend, nodes: Pass(nodes, next(found), 0.0))
 
 
 def test_the_slower_way_is_not_taken(
@@ -83,5 +84,5 @@ def test_who_asks_for_the_draft_gets_it(crowded: list[str | None], smollm2_tiny:
 
 def test_passes_are_timed(smollm2_tiny: Path) -> None:
     backends = open_backends(find_model(str(smollm2_tiny)), None, None, context_length=256, budget=4)
-    assert crowding.time_pass(backends[0]) > 0
+    assert crowding.foretold(*2 * backends) > 0
     close_all(backends)

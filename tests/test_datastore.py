@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.errors import DatastoreError
+from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.hint_texts import END
-from edgespec.planners.datastore import HEADER_SIZE, build, open_datastore, read_texts
+from edgespec.planners.datastore import HEADER_SIZE, START, build, open_datastore, read_texts
 
 
 class LetterVocab:
@@ -147,7 +148,8 @@ def test_missing_file(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, DatastoreError])
 @pytest.mark.parametrize("phase", ["tokenising", "sorting", "writing"])
 def test_an_interrupted_build_leaves_what_was_there(tmp_path, phase, error):
-    (tmp_path / "x").write_bytes(b"old")
+    build(tmp_path / "x", ["old"], LetterVocab())
+    old = (tmp_path / "x").read_bytes()
 
     def stop(now, done, total):
         if now == phase:
@@ -155,7 +157,61 @@ def test_an_interrupted_build_leaves_what_was_there(tmp_path, phase, error):
 
     with pytest.raises(error):
         build(tmp_path / "x", ["abc"], LetterVocab(), stop)
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", b"old")]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", old)]
+
+
+def test_only_a_datastore_is_replaced(tmp_path):
+    for name, content in [("note.md", b"# Tides"), ("empty", b""), ("other.json", b'{"magic": "other"}')]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{name}: exists and is not an edgespec datastore"):
+            build(tmp_path / name, ["abc"], LetterVocab())
+        assert (tmp_path / name).read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    for name in (".", "pipe"):
+        with pytest.raises(UsageError, match="exists and is not"):
+            build(tmp_path / name, ["abc"], LetterVocab())
+    (tmp_path / "x").write_bytes(START + b', "version": 99}')  # one that this program cannot read
+    build(tmp_path / "x", ["abc"], LetterVocab())
+    assert len(open_datastore(tmp_path / "x", LetterVocab())) == 4
+
+
+def test_the_command_replaces_no_file_that_a_user_may_miss(run, tmp_path):
+    from gguf_files import small_llama
+
+    model = small_llama(tmp_path / "tiny.gguf", layers=1)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    first, second, store = notes / "a.md", notes / "b.md", tmp_path / "x.store"
+    for file in (first, second):
+        file.write_text(f"what {file.name} says")
+    (notes / "linked.md").symlink_to(second)
+    os.link(first, tmp_path / "hard.md")
+
+    def command(*names):
+        return run("datastore", "build", *map(str, names), "--model", str(model))
+
+    assert command(store, notes)[0] == 0  # a new one
+    assert command(store, first)[0] == 0  # another datastore is replaced
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    (tmp_path / "linked.store").symlink_to(store)
+    shutil.copy(store, notes / "inside.store")
+    before[notes / "inside.store"] = store.read_bytes()
+    for out, sources, says in [
+        (first, [second], "exists and is not an edgespec datastore"),  # the name of the datastore is forgotten
+        (first, [first], "is also read"),
+        (first, [notes], "is also read"),
+        (tmp_path / "hard.md", [first], "is also read"),
+        (second, [notes / "linked.md"], "is also read"),
+        (tmp_path / "linked.store", [first, store], "is also read"),
+        (notes / "inside.store", [notes], "is also read"),
+        (notes, [first], "exists and is not"),
+    ]:
+        code, printed, err = command(out, *sources)
+        assert (code, printed, err.count("\n")) == (2, "", 1), err
+        assert says in err
+        assert str(out) in err
+        assert {file: file.read_bytes() for file in before} == before
+        assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.parametrize("texts", [[], ["123"]])

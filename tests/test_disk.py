@@ -1,8 +1,6 @@
 """How a disk is read: found by trying, remembered for the disk, and used by whoever streams."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +27,6 @@ from edgespec.weights.ring import Streamer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="os.preadv is not there")
 MIB = 1 << 20
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-disk"
 
 
 @pytest.fixture
@@ -56,13 +53,11 @@ class Disk:
 def test_the_quickest_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Disk({(8, 16 * MIB): [3e9, 3e9, 2.9e9, 3.2e9]})
     monkeypatch.setattr(disk, "disk_bandwidth", fake)
-    told: list[Reading] = []
-    found = find_reading("file", 5.0, told.append)
+    found = find_reading("file", 5.0)
     assert found[0] == Reading(8, 16 * MIB, 3e9)  # the median of the last three
     assert {(one.threads, one.size) for one in found} == {(n, size) for n in THREADS for size in SIZES}
     assert len(found) == len(THREADS) * len(SIZES)
     assert sum(seconds for _, _, seconds, _ in fake.reads) == pytest.approx(5.0, rel=0.2)
-    assert len(told) == len(fake.reads)
     places = [at for _, _, _, at in fake.reads]
     assert len(set(places)) == len(places)
     assert all(0 <= at < 1 for at in places)
@@ -186,37 +181,3 @@ def test_another_disk_of_the_same_name(memory: Path, monkeypatch: pytest.MonkeyP
 def test_no_speed_is_not_remembered(memory: Path) -> None:
     assert not remember_reading(str(memory), Reading(speed=0.0))
     assert remembered.forget() == 0
-
-
-@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
-def test_the_script(arguments: list[str], memory: Path) -> None:
-    folder = memory / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"x" * 3 * MIB)
-    command = [sys.executable, SCRIPT, str(folder), "--seconds", "0.2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert lines[0].split() == ["GB/s", "1", "MiB", "4", "MiB", "16", "MiB"]
-    assert [line.split()[0] for line in lines[1:5]] == ["2", "4", "8", "16"]
-    assert lines[5].startswith("best: ")
-    assert lines[6].startswith("not remembered" if arguments else "remembered for ")
-    assert (recall_reading(str(folder)) == USUAL) == bool(arguments)
-
-
-def test_the_script_where_nothing_can_be_kept(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = memory / "file"
-    file.write_bytes(b"x" * MIB)
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.setenv(name, str(file))
-    done = subprocess.run([sys.executable, SCRIPT, str(file), "--seconds", "0.1"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].startswith("not remembered: ")
-    assert done.stdout.splitlines()[-1].endswith(" cannot be written")
-
-
-def test_the_script_without_a_file(memory: Path) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, str(memory / "no-model")], capture_output=True, text=True)
-    assert done.returncode in (1, 2)
-    assert done.stderr.count("\n") == 1
-    assert "no-model" in done.stderr

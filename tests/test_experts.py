@@ -10,7 +10,6 @@ from edgespec.weights.experts import (
     ExpertLayer,
     Residents,
     find_experts,
-    hit_share,
     memory_of,
     most_slots,
     overflows,
@@ -112,12 +111,6 @@ def test_every_wanted_expert_has_a_slot_of_its_own(
         assert [memory[slot] for slot in found] == wanted
         residents.leave_overflow()
         memory = {slot: expert for slot, expert in memory.items() if slot < residents.slots}
-
-
-def test_shares_of_hits() -> None:
-    often = [[0, 1], [0, 2], [0, 3], [0, 1]] * 10
-    assert hit_share(often, 4, 4, 0.9) == 1 - 4 / 80
-    assert hit_share(often, 4, 2, 1.0) > hit_share(often, 4, 1, 1.0)
 
 
 def test_experts_are_found() -> None:

@@ -24,7 +24,6 @@ from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory import skip_padding as llamacpp_sparing
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
-from benchmarks.routing import record
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
@@ -32,7 +31,6 @@ from edgespec.loop.generate import generate_tokens
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -343,32 +341,6 @@ def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]
     monkeypatch.setattr(ggml_tensor, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": fields}))
     assert not any(map(is_known, nodes))
-
-
-def test_routing_is_recorded(from_disk):
-    with Model(from_disk("qwen3 moe", 3), NonePlanner()) as model:
-        plain = model.generate(TEXT, max_tokens=12).token_ids
-        routing = record(model, [TEXT[:40], TEXT], 12, lambda: None)
-        assert model.generate(TEXT, max_tokens=12).token_ids == plain
-    assert (routing.experts, routing.used) == (EXPERTS, 3)
-    assert all(len(passes) == len(routing.layers[0]) > 12 for passes in routing.layers)
-    assert all(len(chosen) == 3 for passes in routing.layers for chosen in passes)
-    assert routing.foretold > 0
-    assert 0 < routing.precision <= 1
-    shares = [routing.shares(slots)["mixed"] for slots in (3, 5, EXPERTS)]
-    assert shares == sorted(shares)
-    assert shares[-1] > 0.5
-
-
-@pytest.mark.parametrize(("kind", "of"), [(0, np.float32), (1, np.float16), (30, np.uint16), (8, None)])
-def test_numbers_of_a_tensor(kind: int, of: Any) -> None:
-    """As routers of all float types have them; those of quantised ones are not known."""
-    wanted = np.array([[1, -2, 0.5], [3, 0, -0.25]], np.float32)
-    data = (wanted.view(np.uint32) >> 16).astype(np.uint16) if of is np.uint16 else wanted.astype(of or np.int8)
-    tensor = GgmlTensor(type=kind, ne=(3, 2, 1, 1), data=data.ctypes.data)
-    tensor.nb[1] = 3 * data.itemsize
-    found = ggml_tensor.rows_of(ctypes.addressof(tensor))
-    assert found is None if of is None else np.array_equal(found, wanted)
 
 
 def test_passes_do_not_grow(from_disk):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec.scheduler.drive as asking
-from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.pass_times import Curve
@@ -34,7 +34,7 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.prompt_chunks import TILE, PromptPieces
-from edgespec.scheduler.requests import Cancelled, Closed, Ended, Reading, Request, Wrote
+from edgespec.scheduler.requests import Cancelled, Ended, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 CONTEXT = 300

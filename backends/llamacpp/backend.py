@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import Closed, Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -24,7 +24,7 @@ from edgespec.weights.ring import Streamer
 
 from . import recurrent as paths
 from .batch import Batch
-from .cells import TILE, Cells, Rows
+from .cells import IN_WINDOWS, TILE, Cells, Rows
 from .context import ContextSize, check_options, kept_of, make_context
 from .ggml.files import (
     engine_build,
@@ -97,12 +97,12 @@ class LlamaBackend:
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self.context = context
-        self.windows = llama_cpp.llama_model_n_swa(model) > 0
-        self.copies = not self.windows and "lenders" not in computing  # cells may be copied, for less than rows cost
+        window = llama_cpp.llama_model_n_swa(model)
+        self.copies = not window and "lenders" not in computing  # cells may be copied, for less than rows cost
         self._files: Sequence[str] = ()  # of the model
         self._before_pass: Callable[[int], None] = lambda rows: None  # told how many rows the next one has
-        self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else 1)
-        self.cells = Cells(context, ids)
+        self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
+        self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
         self._most_cells = 0  # that were in use at once since all were free
@@ -113,7 +113,12 @@ class LlamaBackend:
         if watch:
             watch.stop = self.stop
 
+    def _check_open(self) -> None:
+        if self.context is None:
+            raise Closed
+
     def open(self) -> Any:  # a session of either kind
+        self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         kind = PathSession if self.capabilities.paths else LlamaSession
@@ -168,6 +173,7 @@ class LlamaBackend:
         return not any(other.held or other.has_nodes for other in self._open if other is not session)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         if self.capabilities.paths:
             try:
                 return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
@@ -269,7 +275,7 @@ class LlamaBackend:
             llama_cpp.llama_free(self.context)
             if self._watch:
                 self._watch.close()
-            llama_cpp.llama_model_free(self.model)
+            self.vocab.close()  # and the model with it
             self.context = self.model = None
 
 
@@ -396,6 +402,7 @@ def load(
         elif bitwise and may_spare(path):
             watch = Sparing()
         streams = bool(plan and plan.streamed)
+        size = size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = n_threads
         chosen = plan is not None and plan.slots_of_experts >= 0  # experts are read as they are chosen
@@ -439,7 +446,7 @@ def load(
         experts=watch.mixture.shape if watch and watch.mixture else None,
         paths=lanes > 0,
         gaps=lanes > 0,  # classes of shapes are not looked for: a pass's shape is its paths' as well
-        spare_leaves=None if lanes else size.ids - sessions,
+        spare_leaves=None if lanes else size.ids - size.own_ids * sessions,
         cells=size.tokens(model) if sessions > 1 and share < 1 and not lanes else None,
     )
     ids = ids_of_session(lanes) * sessions if lanes else size.ids

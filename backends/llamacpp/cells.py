@@ -20,6 +20,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from edgespec.errors import ContextFull, ModelError
@@ -31,6 +32,8 @@ from .ggml.signals import Signals
 
 TILE = 64  # GGML_FA_TILE_KV in ggml-cpu/common.h
 EXTRA_IDS = 2  # of sequences: one for waste, one for padding
+# With a sliding window llama.cpp takes cells of one sequence alone that have left it as free. So all have two.
+IN_WINDOWS = 2
 MUCH_WASTE = 1024  # cells; attention looks at each of them
 
 
@@ -75,6 +78,9 @@ class Holder(Protocol):
     @property
     def first_id(self) -> int: ...
 
+    @property
+    def own_ids(self) -> Sequence[int]: ...
+
     def moved(self, end: int, aligned: bool) -> None:
         """Its text now has cells up to `end`, which only its own id carries."""
 
@@ -88,17 +94,19 @@ class Holder(Protocol):
 class Cells:
     """See the module."""
 
-    def __init__(self, context: Any, ids: int) -> None:
+    def __init__(self, context: Any, ids: int, window: int = 0) -> None:
         """
         Args:
             context: llama.cpp's.
-            ids: sequence ids of sessions; the two behind them are used here.
+            ids: sequence ids of sessions; those behind them are used here.
+            window: how far some layers look back; 0: all look at everything.
         """
         self.end = 0
         self.wasted = False  # some of the cells in use are waste
         self.uncertain = False  # a pass failed: `end` may be wrong
         self.padding_id = ids
-        self._waste_id = ids + 1
+        self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
+        self.window = window
         self._marks = 0  # given so far
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
@@ -112,7 +120,8 @@ class Cells:
     def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
         """What these sequences have at positions from `start` on is about to be dropped, but not to be free."""
         for seq in ids:
-            llama_cpp.llama_memory_seq_cp(self._memory, seq, self._waste_id, start, stop)
+            for waste in self._waste_ids:
+                llama_cpp.llama_memory_seq_cp(self._memory, seq, waste, start, stop)
         self.wasted = True
 
     def drop_padding(self, between: int) -> None:
@@ -143,10 +152,10 @@ class Cells:
     def _copied(self, source: Holder, start: int, stop: int) -> Iterator[None]:
         """A text's cells at these positions stand at the end once more, in the padding's sequence, for a moment."""
         with Signals().held():
-            data = self._save(source, start, stop)
-            if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
-                self.uncertain = True
-                raise ModelError("llama.cpp could not copy a part of a text in its cache")
+            for data in self.parts(source, start, stop):  # one: no layer has a window
+                if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
+                    self.uncertain = True
+                    raise ModelError("llama.cpp could not copy a part of a text in its cache")
             self.end += stop - start
             yield
             self.drop_padding(0)
@@ -175,37 +184,49 @@ class Cells:
             self._put_in_order([session for session in holders if session.held])
 
     def _put_in_order(self, texts: list[Holder]) -> None:
-        saved = [(*found, self._save(found[0], found[2], found[0].held)) for found in with_sources(texts)]
+        saved = [(*found, list(self.parts(found[0], found[2], found[0].held))) for found in with_sources(texts)]
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
-        for session, source, shared, data in saved:
-            own, seq = session.first_id, self.padding_id if shared else session.first_id
-            if data and llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
+        for session, source, shared, parts in saved:
+            own = session.own_ids
+            if shared:
+                for seq in own:
+                    llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
+            if not all(self.put(data, own) for data in parts):
                 for other in texts:  # also those that are back: they may be what is in the way
                     other.lost()
                 self.uncertain = True
                 raise ModelError("llama.cpp could not put a text back into its cache")
-            if shared:
-                llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, own, 0, shared)
-                llama_cpp.llama_memory_seq_cp(self._memory, seq, own, shared, -1)
-                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-            # Cells of one sequence alone that have left a sliding window count as free.
-            self.waste([own], 0)
+            self.waste(own[:1], 0)
             aligned = self.end % TILE == 0 and (not shared or source.aligned)
             self.end += session.held - shared
             session.moved(self.end, aligned)
 
-    def _save(self, session: Holder, start: int, stop: int) -> Any:
-        """A text's cells at these positions; None: there are none."""
-        if start == stop:
-            return None
-        seq = self.padding_id  # free between passes
+    def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
+        """A text's cells at these positions, as llama.cpp writes them.
+
+        It leaves out what has left a sliding window by the end of a sequence, though a text that is rewound looks at
+        it again. So each part ends before the window, counted from its beginning, does.
+        """
+        step, seq = self.window or max(1, stop), self.padding_id  # an id that is free between passes
+        edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
+        for first, last in pairwise(edges):
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, first, last)
+            data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
+            llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            yield data
+
+    def put(self, data: Any, ids: Sequence[int]) -> bool:
+        """Fill the next cells with one of the `parts`, for the ids of a text; whether that worked."""
+        seq = self.padding_id
+        if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
+            return False
+        for own in ids:
+            llama_cpp.llama_memory_seq_cp(self._memory, seq, own, -1, -1)
         llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-        llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, start, stop)
-        data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
-        llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)
-        llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-        return data
+        return True
 
 
 def with_sources(texts: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:

@@ -1,12 +1,12 @@
 """How large a context is asked for, and what llama.cpp is told of that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.planners.path_cost import MOST_OWED
 
-from .cells import EXTRA_IDS, TILE
+from .cells import EXTRA_IDS, IN_WINDOWS, TILE
 from .ggml.files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
 from .recurrent import ids_of_session, is_recurrent, most_paths
 
@@ -35,6 +35,7 @@ class ContextSize:
     chunk: int  # prompt tokens per pass
     kv_type: str | None = None  # of keys and values, or K/V, each one of KV_TYPES; None: f16, for float32 weights f32
     share: float = 1.0  # of a context: what each session but one adds to the cells that all share
+    own_ids: int = 1  # of sequences, that each session has
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -47,12 +48,28 @@ class ContextSize:
 
     @property
     def max_leaves(self) -> int:
-        return min(max(self.budget, 32), LLAMA_MAX_SEQ - EXTRA_IDS - self.sessions + 1)
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ - self.extra_ids - self.own_ids * (self.sessions - 1))
 
     @property
     def ids(self) -> int:
         """Of sequences: one for each session, and those that all of them share."""
-        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - EXTRA_IDS)
+        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - self.extra_ids)
+
+    @property
+    def extra_ids(self) -> int:
+        """Of sequences that `Cells` uses."""
+        return EXTRA_IDS + self.own_ids - 1
+
+    def of(self, model: Any) -> "ContextSize":
+        """The same for this model. Raises UsageError: it has not so many sequence ids."""
+        if not llama_cpp.llama_model_n_swa(model) or is_recurrent(model):
+            return self
+        most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
+        if self.sessions > most:
+            raise UsageError(
+                f"{self.sessions} texts at once are too many: a layer has a sliding window, so take {most}"
+            )
+        return replace(self, own_ids=IN_WINDOWS)
 
     def length(self, model: Any) -> int:
         """Most tokens of one text."""
@@ -74,7 +91,7 @@ class ContextSize:
         rows = self.max_nodes + tiles
         params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
-        params.n_seq_max = self.ids + EXTRA_IDS
+        params.n_seq_max = self.ids + self.extra_ids
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         if lanes := most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions

@@ -57,7 +57,13 @@ def is_recurrent(model: Any) -> bool:
 def why_not(model: Any) -> str:
     """Why a model with recurrent layers cannot be run; empty if it can."""
     name = metadata(model, "general.architecture").decode()
-    return f"llama.cpp keeps the states of {name} where they cannot be copied" if name in OTHER_MEMORY else ""
+    if name in OTHER_MEMORY:
+        return f"llama.cpp keeps the states of {name} where they cannot be copied"
+    if llama_cpp.llama_model_n_swa(model):  # and texts are rewound to where it began
+        return (
+            "some layers are recurrent and others have a sliding window, of which llama.cpp keeps only the last cells"
+        )
+    return ""
 
 
 def most_paths(model: Any, budget: int, sessions: int) -> int:

@@ -1,6 +1,7 @@
 """Sequence ids: each session has some of its own, all others are lent for the leaves of trees.
 
-llama.cpp has 256. A session has one of its own, or all that it uses where layers are recurrent (`paths.py`). Lent ids
+llama.cpp has 256. A session has one of its own, two where some layers have a sliding window (`cells.py`), or all that
+it uses where layers are recurrent (`paths.py`). Lent ids
 carry the text of the session that has them, and stay with it until another wants more than are free: tagging a text's
 cells anew in every pass would cost time.
 """
@@ -57,7 +58,7 @@ class Ids:
 
     def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
         """Ids that a session may use for leaves, those that it has first, but for those that are taken."""
-        others = (other.ids[1:] for other in sessions if other is not session)
+        others = (other.ids[self._share :] for other in sessions if other is not session)
         return (seq for seq in chain(session.ids, self._free, *others) if seq not in taken)
 
     def lend(self, seq: int, session: Borrower, sessions: Sequence[Borrower], memory: Any) -> None:

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.errors import ContextFull
+from edgespec.errors import ContextFull, SessionFileError
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Loaded, read, write
+from edgespec.loop.session_files import Loaded, Saved, read, write
 from edgespec.loop.shapes import PromptRead
 from edgespec.loop.tree import IntArray, nodes_below, parents_among
 
 from .cells import TILE, Cells
-from .ggml.files import llama_cpp
-from .ggml.state_files import load_sequence, save_sequence
+from .ggml.files import last_log, llama_cpp
+from .ggml.state_files import load_parts, load_sequence, save_parts, save_sequence
 
 
 class Owner(Loaded, Protocol):
@@ -35,7 +35,6 @@ class Owner(Loaded, Protocol):
 
     memory: Any  # llama.cpp's cache; None once it is freed
     context: Any  # llama.cpp's
-    windows: bool  # attention looks back so far only, in some layers
     copies: bool  # cells may be copied
     in_order: bool  # keep cells in the order of the text
     cells: Cells
@@ -94,6 +93,7 @@ class LlamaSession:
         self._backend = backend
         self._memory = backend.memory
         self.ids = ids  # sequence ids that carry the committed text: its own, and those lent to it
+        self._own = len(ids)
         self.held = 0  # how many committed tokens have a cell
         self.marks: list[int] = []  # of these cells: equal where a fork shares one
         self._prompt = PromptRead()
@@ -332,9 +332,9 @@ class LlamaSession:
         return -end % TILE
 
     def moved(self, end: int, aligned: bool) -> None:
-        """Its text now has cells up to `end`, which only its own id carries."""
-        self._backend.give_back(self.ids[1:])
-        del self.ids[1:]
+        """Its text now has cells up to `end`, which only its own ids carry."""
+        self._backend.give_back(self.ids[self._own :])
+        del self.ids[self._own :]
         self._edge, self.aligned = end, aligned
         if self._in_tiles and not self.aligned:
             self._prompt.tokens = 0
@@ -347,7 +347,8 @@ class LlamaSession:
 
     def fork(self) -> "LlamaSession":
         other = self._backend.open()
-        llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], other.ids[0], 0, self.held)
+        for seq in other.ids:
+            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)
         other.token_ids, other.held, other.marks = self.token_ids.copy(), self.held, self.marks.copy()
         other._prompt = replace(self._prompt)
         other._edge, other.aligned = self._edge, self.aligned
@@ -363,6 +364,11 @@ class LlamaSession:
         return self.ids[0]
 
     @property
+    def own_ids(self) -> Sequence[int]:
+        """The ids that always carry the committed text."""
+        return self.ids[: self._own]
+
+    @property
     def has_nodes(self) -> bool:
         """Whether nodes are uncommitted."""
         return bool(self._tokens)
@@ -373,39 +379,54 @@ class LlamaSession:
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        seq = self._backend.cells.padding_id  # free between passes; it carries the text without nodes
-        llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)
+        cells, held = self._backend.cells, {"held": self.held}
+        if cells.window:
+            held["parts"] = cells.window
 
         def put(new: Path) -> None:
-            save_sequence(self._backend.context, new, seq, self.token_ids[: self.held])
+            if cells.window:
+                save_parts(new, cells.parts(self, 0, self.held))
+                return
+            seq = cells.padding_id  # free between passes; it carries the text without nodes
+            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)
+            try:
+                save_sequence(self._backend.context, new, seq, self.token_ids[: self.held])
+            finally:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
 
-        try:
-            write(path, self._backend, self.token_ids, self._prompt.as_dict() | {"held": self.held}, put, note)
-        finally:
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        write(path, self._backend, self.token_ids, self._prompt.as_dict() | held, put, note)
 
     def load(self, path: str | Path) -> Any:
         saved, cells = read(path, self._backend), self._backend.cells
         held = saved.details["held"]
+        if saved.details.get("parts", 0) != cells.window:  # without, what had left the window is not in the file
+            raise SessionFileError(f"{path}: was saved by another version of this program")
         self.rewind(0)
         if self._backend.in_order:
             self._backend.make_room(held + 2 * TILE)
         gap = -cells.end % TILE
         if self._in_tiles and 0 < gap <= held:  # no cell in front of the text may be free: its first tokens fill them
-            load_sequence(self._backend.context, path, self.ids[0], saved.token_ids[:held])
-            llama_cpp.llama_memory_seq_rm(self._memory, self.ids[0], gap, -1)
-            cells.waste(self.ids[:1], 0)
-            llama_cpp.llama_memory_seq_rm(self._memory, self.ids[0], -1, -1)
+            self._read(path, saved)
+            cells.waste(self.ids[:1], 0, gap)
+            for seq in self.ids:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             cells.end += gap
-        load_sequence(self._backend.context, path, self.ids[0], saved.token_ids[:held])
-        if self._backend.windows:  # cells of one sequence alone that have left a sliding window count as free
-            cells.waste(self.ids[:1], 0)
+        self._read(path, saved)
         self.token_ids, self.held = saved.token_ids, held
         self._prompt = PromptRead.of(saved.details)
         self.marks, aligned = list(cells.new_marks(held)), cells.end % TILE == 0
         cells.end += held
         self.moved(cells.end, aligned)
         return saved.note
+
+    def _read(self, path: str | Path, saved: Saved) -> None:
+        """Have the next cells be what was saved. Raises SessionFileError: none are."""
+        if not self._backend.cells.window:
+            load_sequence(self._backend.context, path, self.ids[0], saved.token_ids[: saved.details["held"]])
+        elif not all(self._backend.cells.put(part, self.own_ids) for part in load_parts(path, saved.size)):
+            for seq in self.ids:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            raise SessionFileError(f"{path}: llama.cpp cannot read the session: {last_log()}")
 
     def close(self) -> None:
         if self.ids and self._backend.memory is not None:

@@ -5,16 +5,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from edgespec.cli.completion import complete_model
+from edgespec.cli.options import MODELS_OPTION
+from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.models import hub
 from edgespec.models.registry import Entry, all_models, find_model
-
-MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 
 
 @click.command(
@@ -136,23 +135,12 @@ def fetch_all(listings: dict[str, hub.Listing], err: bool = False) -> None:
         listings: by source.
         err: say so on standard error.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-    with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
-    ) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total, completed=done)
-            bar.update(tasks[what], completed=done)
-
+    with Bars(DownloadColumn(), TransferSpeedColumn()) as bars:
         for listing in listings.values():
             try:
-                path = hub.fetch(listing, show, lambda text: click.echo(text, err=True))
+                path = hub.fetch(listing, bars.update, lambda text: click.echo(text, err=True))
             except KeyboardInterrupt:
                 click.echo("stopped; what is there is kept, and the same command goes on from there", err=True)
                 raise

@@ -14,19 +14,25 @@ from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
-    EXACT_HELP,
-    KV_TYPE_HELP,
+    BUDGET_OPTION,
+    CONTEXT_OPTION,
+    DRAFT_OPTION,
+    EXACT_OPTION,
+    KV_TYPE_OPTION,
     LENDER_OPTION,
-    MEMORY_HELP,
+    MEMORY_OPTION,
     MODEL_OPTIONS,
+    MODELS_OPTION,
     NO_MEMORY_OPTION,
+    PLANNER_OPTION,
     SAMPLING_OPTIONS,
     TARGETS_OPTIONS,
+    YES_OPTION,
     outdated,
 )
 from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
-from edgespec.cli.terminal import LoadingBar, read_grammar, write_answer
+from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import choose_backend, load_options, load_vocab
 from edgespec.loop.text import user_messages
@@ -34,7 +40,7 @@ from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
 from edgespec.model import GenerationResult, Model, load
 from edgespec.models.registry import find_model, is_folder, local_path
-from edgespec.planners.choice import PLANNERS, USE_DRAFT
+from edgespec.planners.choice import USE_DRAFT
 
 
 def main(command: click.Command | None = None) -> None:
@@ -75,7 +81,7 @@ Examples:
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.argument("prompt", required=False)
-@click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
+@PLANNER_OPTION
 @MODEL_OPTIONS
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
@@ -88,7 +94,7 @@ Examples:
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--resume", metavar="FILE", help="Start from the text in FILE, if it exists, and keep it there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
-@click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
+@YES_OPTION
 @click.option(
     "--show-drafts",
     is_flag=True,
@@ -189,8 +195,8 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-def planner_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the planners' own options out of `options`."""
+def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the given options of planners out of `options`."""
     names = ("depth", "beam", "tau", "min_probability")
     chosen = {name: value for name in names if (value := options.pop(name)) is not None}
     if options.pop("no_coupling"):
@@ -210,9 +216,8 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
 
 
 def _load(model: str, options: dict[str, Any]) -> Model:
-    extra = planner_options(options)
+    extra, context_length = _planner_options(options), options.pop("ctx")
     options["remember"] = not options.pop("no_memory_of_costs")
-    context_length = options.pop("ctx")
     with LoadingBar(model) as bar:
         return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
 
@@ -245,8 +250,8 @@ Examples:
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="A line for each request, without its text.")
-@click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
-@click.option("--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]")
+@YES_OPTION
+@PLANNER_OPTION
 @MODEL_OPTIONS
 @NO_MEMORY_OPTION
 def serve(
@@ -280,22 +285,15 @@ Examples:
   edgespec doctor big-folder --backend mlx"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
-@click.option(
-    "--draft",
-    metavar="MODEL",
-    shell_complete=complete_model,
-    help="Draft model that guesses; a name, path or source like MODEL.",
-)
+@DRAFT_OPTION
 @click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
-@click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
-@click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
-@click.option("--exact", metavar="NAME", help=EXACT_HELP)
+@MEMORY_OPTION
+@KV_TYPE_OPTION
+@EXACT_OPTION
 @LENDER_OPTION
-@click.option(
-    "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
-)
-@click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
-@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+@BUDGET_OPTION
+@CONTEXT_OPTION
+@MODELS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--forget-costs",
@@ -382,7 +380,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     from edgespec.measure.texts import read_prompts, run_bench, table
 
     sampling = _sampling(options)
-    chosen, questions = planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
+    chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     with LoadingBar(model) as bar:
         report = run_bench(
             model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
@@ -413,25 +411,19 @@ Example:
     shell_complete=complete_model,
     help="The model whose tokenizer is used.",
 )
-@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+@MODELS_OPTION
 def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
-    """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT."""
-    from rich.console import Console
-    from rich.progress import Progress
+    """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT.
 
-    from edgespec.planners.datastore import build, read_texts
+    Of files that exist, only a datastore is replaced.
+    """
+    from edgespec.planners.datastore import build, check_out, read_texts
 
+    check_out(out, texts)
     source = find_model(model, models_file).target
     vocab = load_vocab(choose_backend(is_folder(source)), local_path(source, weights=False))
     skipped = list[Path]()
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        tasks = {}
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bar.add_task(phase, total=None)
-            bar.update(tasks[phase], completed=done, total=total or None)
-
-        header = build(out, read_texts(texts, skipped.append), vocab, show)
+    with Bars() as bars:
+        header = build(out, read_texts(texts, skipped.append), vocab, bars.update)
     left_out = f", {len(skipped)} files that are no text left out" if skipped else ""
     click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents{left_out}")

@@ -8,6 +8,7 @@ import click
 from edgespec.cli.completion import complete_model
 from edgespec.errors import UsageError
 from edgespec.machine.measurements import OFF
+from edgespec.planners.choice import PLANNERS
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -57,29 +58,42 @@ GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: wh
 KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: f16]"
 EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
+DRAFT_OPTION = click.option(
+    "--draft",
+    metavar="MODEL",
+    shell_complete=complete_model,
+    help="Draft model that guesses; a name, path or source like MODEL.",
+)
+BUDGET_OPTION = click.option(
+    "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
+)
+CONTEXT_OPTION = click.option(
+    "--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
+)
+MEMORY_OPTION = click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
+KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
+EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
+MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+PLANNER_OPTION = click.option(
+    "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]"
+)
+YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
 MODEL_OPTIONS = _options(
-    click.option(
-        "--draft",
-        metavar="MODEL",
-        shell_complete=complete_model,
-        help="Draft model that guesses; a name, path or source like MODEL.",
-    ),
+    DRAFT_OPTION,
     click.option("--datastore", metavar="FILE", help="Datastore to copy guesses from (auto, sssd)."),
-    click.option(
-        "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
-    ),
-    click.option("--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"),
+    BUDGET_OPTION,
+    CONTEXT_OPTION,
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
-    click.option("--memory", metavar="SIZE", help=MEMORY_HELP),
+    MEMORY_OPTION,
     LENDER_OPTION,
-    click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP),
-    click.option("--exact", metavar="NAME", help=EXACT_HELP),
+    KV_TYPE_OPTION,
+    EXACT_OPTION,
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
     click.option("--gpu-memory", metavar="SIZE", help=GPU_MEMORY_HELP),
-    click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one."),
+    MODELS_OPTION,
     _planners_own("--depth", "depth=…", type=int),
     _planners_own("--beam", "beam=…", type=int),
     click.option(

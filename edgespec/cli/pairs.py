@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from edgespec.cli.completion import complete_model
+from edgespec.cli.options import MODELS_OPTION
+from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 
@@ -32,7 +34,7 @@ Examples:
 @click.option("--ctx", type=int, default=2048, show_default=True, help="Context in tokens.")
 @click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
 @click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
-@click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+@MODELS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pair(
     target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int, ctx: int,
@@ -78,7 +80,7 @@ def pair(
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
         sys.exit(1)
-    with _Bar() as bar:
+    with Bars(transient=True) as bar:
         if quick and draft:
             found = agreement(entry, draft, **options, say=bar.say)
             bar.stop()
@@ -155,36 +157,3 @@ def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) 
     )  # else auto, with the draft
     defaults |= {"budget": measured["budget"]} if measured["budget"] else {}
     return {"name": name, **absolute, "defaults": defaults, "measured": [measured]}
-
-
-class _Bar:
-    """Progress on standard error, where somebody looks."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-        self._tasks: dict[str, Any] = {}
-
-    def update(self, what: str, done: int, total: int) -> None:
-        """So far."""
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total)
-        self._bar.update(self._tasks[what], completed=done, total=total)
-
-    def say(self, text: str) -> None:
-        """What is done now."""
-        if text not in self._tasks:
-            self._tasks[text] = self._bar.add_task(text, total=None)
-
-    def stop(self) -> None:
-        """Take it away."""
-        self._bar.stop()
-
-    def __enter__(self) -> "_Bar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()

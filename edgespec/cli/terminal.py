@@ -62,19 +62,68 @@ def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | No
     return json_schema(text) if schema_file else lark(text)
 
 
+class Bars:
+    """Progress bars on standard error, one for each thing that is done; none where nobody looks."""
+
+    def __init__(self, *more: Any, transient: bool = False) -> None:
+        """
+        Args:
+            more: columns behind the usual ones.
+            transient: the bars go away at the end.
+        """
+        from rich.console import Console
+        from rich.progress import Progress
+
+        columns, hidden = (*Progress.get_default_columns(), *more), not sys.stderr.isatty()
+        self._bars = Progress(*columns, console=Console(stderr=True), disable=hidden, transient=transient)
+        self._tasks: dict[str, Any] = {}
+
+    def update(self, what: str, done: int, total: int | None) -> None:
+        """How far something is; without a total its end is not known."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total or None, completed=done)
+        self._bars.update(self._tasks[what], completed=done, total=total or None)
+
+    def advance(self, what: str, total: int, steps: int = 1) -> None:
+        """So many steps more of something are done."""
+        if what not in self._tasks:
+            self.update(what, 0, total)
+        self._bars.advance(self._tasks[what], steps)
+
+    def say(self, what: str) -> None:
+        """What is done now, and for how long nobody knows."""
+        if what not in self._tasks:
+            self.update(what, 0, None)
+
+    def stop(self) -> None:
+        """Nothing more is shown."""
+        self._bars.stop()
+
+    def start(self) -> "Bars":
+        """Show what comes."""
+        self._bars.start()
+        return self
+
+    def __enter__(self) -> "Bars":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
 class PrefillBar:
     """A progress bar on standard error while a long prompt is read; nothing where nobody looks."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
+        self._bar: Bars | None = None
 
     def update(self, done: int, total: int) -> None:
         """So many of the prompt's tokens are read."""
         if not sys.stderr.isatty() or total < 256:
             return
         if self._bar is None:
-            self._bar = _start_bar("reading the prompt", total)
-        self._bar.update(self._bar.task_ids[0], completed=done)
+            self._bar = Bars(transient=True).start()
+        self._bar.update("reading the prompt", done, total)
 
     def stop(self) -> None:
         """Take the bar away."""
@@ -113,8 +162,8 @@ class LoadingBar:
 
             self._shown.stop()
             columns = DownloadColumn(binary_units=True), TransferSpeedColumn()
-            self._shown, self._counts = _start_bar(f"reading {self._model}", total, *columns), True
-        self._shown.update(self._shown.task_ids[0], completed=done)
+            self._shown, self._counts = Bars(*columns, transient=True).start(), True
+        self._shown.update(f"reading {self._model}", done, total)
 
     def say(self, what: str) -> None:
         """What is done now, and takes some seconds."""
@@ -145,15 +194,3 @@ class LoadingBar:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _start_bar(text: str, total: int, *columns: Any) -> Any:
-    """A bar of one task, with these columns instead of the time left; it goes away when it is stopped."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    shown = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *(columns or (TimeRemainingColumn(),))
-    bar = Progress(*shown, console=Console(stderr=True), transient=True)
-    bar.add_task(text, total=total)
-    bar.start()
-    return bar

@@ -7,13 +7,11 @@ remembered. Elsewhere a draft can only gain: it is not asked where it does not p
 from collections.abc import Callable
 from itertools import accumulate, repeat
 from operator import mul
-from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from edgespec.loading.pair import close_all, crowding, open_backends
-from edgespec.loop.backend import Backend, Work
+from edgespec.loading.timed_pass import time_pass
+from edgespec.loop.backend import Backend
 from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.models.registry import Entry, find_model, local_path
@@ -69,7 +67,7 @@ def open_pair(
     close_all(both)
     alone = opened(None)
     try:
-        plain = plain or 1 / time_pass(alone[0])
+        plain = plain or 1 / time_pass(alone[0], 1).seconds
         if known is None and remember:
             keep(about, [drafted, plain])
     except BaseException:
@@ -88,18 +86,6 @@ def open_pair(
 
 def foretold(target: Backend, draft: Backend) -> float:
     """Tokens per second with the draft, at best."""
-    seconds, step = time_pass(target), time_pass(draft)
+    seconds, step = (time_pass(backend, 1).seconds for backend in (target, draft))
     tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # of a pass with 0, 1, 2 … guesses
     return max(count / (seconds + depth * step) for depth, count in enumerate(tokens))
-
-
-def time_pass(backend: Backend) -> float:
-    """Seconds of a pass over one node: the quicker of two after one that does not count."""
-    session, found, node = backend.open(), list[float](), np.zeros(1, np.int32)
-    for _ in range(3):
-        started = perf_counter()
-        backend.forward([Work(session, node, node - 1, node)])
-        found.append(perf_counter() - started)
-        session.rewind(0)
-    session.close()
-    return min(found[1:])

@@ -1,7 +1,6 @@
 """How a disk is read fastest: how many reads at once, of how many bytes. Found once, and remembered for that disk."""
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import median
@@ -30,9 +29,7 @@ class Reading:
 USUAL = Reading()
 
 
-def find_reading(
-    path: str, seconds: float = SECONDS, say: Callable[[Reading], None] = lambda found: None
-) -> list[Reading]:
+def find_reading(path: str, seconds: float = SECONDS) -> list[Reading]:
     """Try ways to read a file past the page cache, the best first.
 
     All of them once; then, by turns, the quickest again, and the usual one, since disks are now faster, now slower.
@@ -40,7 +37,6 @@ def find_reading(
     Args:
         path: of the file; the larger the better.
         seconds: for all of it.
-        say: told every measurement.
 
     Raises:
         ModelError: the file cannot be read.
@@ -51,9 +47,7 @@ def find_reading(
 
     def tried(way: Reading, number: int) -> Reading:
         at = number / slices  # not the same bytes again, which a disk may have kept
-        speed = disk_bandwidth(path, seconds / slices, way.threads, way.size, at)
-        say(found := Reading(way.threads, way.size, speed))
-        return found
+        return Reading(way.threads, way.size, disk_bandwidth(path, seconds / slices, way.threads, way.size, at))
 
     once = sorted((tried(way, number) for number, way in enumerate(ways)), key=lambda one: -one.speed)
     again = list(dict.fromkeys((one.threads, one.size) for one in [*once[:FINALISTS], USUAL]))

@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from math import log2
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.loading.exact import apply_row_class, check_choice, line, probe_before_load, tokens
+from edgespec.loading.exact import apply_row_class, check_choice, line, probe_before_load
 from edgespec.loading.pair import RESIDENT, check_engine_options, choose_budget, choose_context
-from edgespec.loop.backend import Backend, Work
+from edgespec.loading.timed_pass import Pass, time_pass
+from edgespec.loop.backend import Backend
 from edgespec.loop.engines import choose_backend, installed_backends, load_backend, load_options
-from edgespec.loop.passes import most_nodes, prefill
+from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
 from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, parse_size
@@ -30,28 +30,8 @@ from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
 # Tokens per pass to expect in a chat of trees with 8 and with 64 nodes, from this project's own measurements (README).
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
-TEXT_OF_MIXTURES = 24  # tokens before the passes
 SIZES_OF_MIXTURES = (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A pass of a model."""
-
-    nodes: int
-    seconds: float
-    waited: float  # of that, for the disk
-    experts: float = 0.0  # different ones that it used of a layer, if they are read as they are chosen
-    hits: float = 0.0  # the share of them that was in memory
-    read: int = 0  # bytes of the others
-
-    @property
-    def limit(self) -> str:
-        """What makes it take so long."""
-        if self.waited > 0.25 * self.seconds:
-            return "disk"
-        return "memory" if self.nodes == 1 else "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +66,6 @@ class Tried:
     passes: tuple[Pass, ...] = ()
     draft_seconds: float = 0.0
     agree: str = ""
-
-
-def time_pass(backend: Backend, nodes: int) -> Pass:
-    """The quicker of two passes over a chain of `nodes` random tokens, after one that is not counted."""
-    session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
-    mixture = getattr(backend, "mixture", None)
-    start = TEXT_OF_MIXTURES if mixture else 0  # behind nothing all tokens choose much the same experts
-    prefill(backend, session, tokens(backend, start, seed=9))
-    found = []
-    for seed in range(3):
-        path = np.array(tokens(backend, nodes, seed), np.int32)
-        before = mixture.counted if mixture else (0, 0, 0)
-        waited, started = backend.wait_seconds, perf_counter()
-        backend.forward([Work(session, path, chain - 1, chain)])
-        made = Pass(nodes, perf_counter() - started, backend.wait_seconds - waited)
-        if mixture:
-            wanted, hits, read = (now - then for now, then in zip(mixture.counted, before, strict=True))
-            made = replace(made, experts=wanted / len(mixture.memory.layers), hits=hits / max(1, wanted), read=read)
-        found.append(made)
-        session.rewind(start)
-    session.close()
-    return min(found[1:], key=lambda one: one.seconds)
 
 
 def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:

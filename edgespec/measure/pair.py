@@ -15,9 +15,9 @@ import numpy as np
 
 from edgespec.errors import EdgespecError
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
+from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.passes import most_nodes
-from edgespec.measure.doctor import time_pass
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
 from edgespec.models.convert.calibration import calibration_text
@@ -70,10 +70,9 @@ class Measured:
         best = max(self.rows, key=lambda row: row.tokens_per_second)
         return best if best.tokens_per_second >= WORTH * self.plain.tokens_per_second else self.plain
 
-    @property
-    def best_draft(self) -> Row | None:
-        """The best of the rows that use the draft."""
-        rows = [row for row in self.rows if row.planner == "specexec"]
+    def best_of(self, planner: str) -> Row | None:
+        """The fastest row of a planner."""
+        rows = [row for row in self.rows if row.planner == planner]
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
 

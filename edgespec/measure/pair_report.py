@@ -17,7 +17,7 @@ from edgespec import __version__
 from edgespec.errors import EdgespecError, RegistryError, UsageError
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
-from edgespec.measure.pictures import check_picture
+from edgespec.measure.pictures import check_picture, save_picture
 from edgespec.models.registry import OWN, read_models
 
 
@@ -50,7 +50,7 @@ def recommendation(found: Measured) -> str:
         return f"recommended: no draft, plain decoding{told}"
     use = f"{best.tokens_per_second:.2f} tokens/s, {_times(best, plain)} plain decoding"
     if best.planner == "sssd":
-        drafted = found.best_draft
+        drafted = found.best_of("specexec")
         told = f"; with the draft {_times(drafted, plain)}" if drafted else ""
         return f"recommended: no draft, --planner sssd --budget {best.budget}: {use}{told}"
     return f"recommended: this draft, --planner specexec --budget {best.budget}: {use}"
@@ -84,10 +84,7 @@ def picture(found: Measured, out: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
-    try:
-        figure.savefig(out, dpi=110)
-    except (OSError, ValueError) as error:
-        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    save_picture(figure, out)
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:
@@ -173,23 +170,13 @@ def ranking(all_found: Sequence[tuple[str, Measured]]) -> str:
     view = Table(title="drafts, each with its best budget", title_justify="left")
     for heading in ("draft", "budget", "tokens per pass", "tokens/s", "x plain"):
         view.add_column(heading, justify="left" if heading == "draft" else "right")
-    rows = [(name, found.best_draft, found.plain) for name, found in all_found]
-    rows += [("none (sssd)", _best_copies(found), found.plain) for _, found in all_found[:1]]
+    rows = [(name, found.best_of("specexec"), found.plain) for name, found in all_found]
+    rows += [("none (sssd)", found.best_of("sssd"), found.plain) for _, found in all_found[:1]]
     for name, row, plain in sorted(rows, key=lambda one: -(one[1].tokens_per_second if one[1] else 0)):
         if row:
             speed = row.tokens_per_second
-            view.add_row(
-                name,
-                str(row.budget),
-                f"{row.tokens_per_pass:.2f}",
-                f"{speed:.2f}",
-                f"{speed / plain.tokens_per_second:.2f}",
-            )
+            share = f"{speed / plain.tokens_per_second:.2f}"
+            view.add_row(name, str(row.budget), f"{row.tokens_per_pass:.2f}", f"{speed:.2f}", share)
     text = StringIO()
     Console(file=text, width=130).print(view)
     return text.getvalue().rstrip()
-
-
-def _best_copies(found: Measured) -> Row | None:
-    rows = [row for row in found.rows if row.planner == "sssd"]
-    return max(rows, key=lambda row: row.tokens_per_second, default=None)

@@ -1,13 +1,14 @@
-"""Whether a picture can be drawn: asked before what takes minutes to measure."""
+"""Pictures by matplotlib, which may be missing."""
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from edgespec.errors import MissingPackage, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, UsageError
 
 
 def check_picture(path: str | Path) -> None:
-    """See that a picture can be drawn into a file.
+    """See that a picture can be drawn into a file; call it before minutes are spent on figures.
 
     Raises:
         MissingPackage: matplotlib is not installed.
@@ -17,3 +18,11 @@ def check_picture(path: str | Path) -> None:
         raise MissingPackage("matplotlib", "bench", "the picture")
     if not (folder := Path(path).absolute().parent).is_dir():
         raise UsageError(f"the picture cannot be written to {path}: there is no folder {folder}")
+
+
+def save_picture(figure: Any, path: str | Path) -> None:
+    """Write a figure. Raises EdgespecError."""
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise EdgespecError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error

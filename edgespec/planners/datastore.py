@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import DatastoreError
+from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.backend import Vocab
 from edgespec.loop.hint_texts import END
 from edgespec.loop.tree import IntArray
 
 MAGIC = "edgespec datastore"
+START = json.dumps({"magic": MAGIC})[:-1].encode()  # of every datastore, whatever its version
 VERSION = 1
 HEADER_SIZE = 1024
 SNIFF = 8192  # bytes of a file in which a zero byte shows that it is not text
@@ -163,6 +164,33 @@ def _read_header(path: str | Path, data: bytes) -> Header:
     return Header(**fields)
 
 
+def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
+    """Refuse to replace a file that somebody may miss: any but a datastore, and any that is read from.
+
+    Args:
+        out: where a datastore is to be built; it need not exist.
+        sources: files and folders that it is to be built of.
+
+    Raises:
+        UsageError: `out` is such a file.
+    """
+    out = Path(out)
+    try:
+        if not out.exists():
+            return
+        for source in map(Path, sources):
+            files = _files_below(source) if source.is_dir() else [source] if source.exists() else []
+            if any(out.samefile(file) for file in files):
+                raise UsageError(f"{out}: is also read ({source}), so it is not replaced: name the datastore first")
+        if out.is_file():  # reading a pipe would wait for ever
+            with out.open("rb") as file:
+                if file.read(len(START)) == START:
+                    return
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be read, so it is not replaced: {error.strerror or error}") from error
+    raise UsageError(f"{out}: exists and is not an edgespec datastore, so it is not replaced: name the datastore first")
+
+
 def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progress | None = None) -> Header:
     """Make a datastore of `texts`, one document each.
 
@@ -170,16 +198,18 @@ def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progres
     Takes about 45 bytes of memory per token.
 
     Args:
-        out: where; an existing file is replaced.
+        out: where; an existing datastore is replaced.
         texts: the documents.
         vocab: the tokenizer of the models it will be used with.
         progress: called with (phase, done, total) for the phases "tokenising" (documents; total 0 if `texts` has
             no length), "sorting" and "writing" (tokens).
 
     Raises:
+        UsageError: there is a file that is not a datastore.
         DatastoreError: there is no text, or the file cannot be written.
     """
     out = Path(out)
+    check_out(out)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     report = progress or (lambda phase, done, total: None)
     try:

@@ -81,10 +81,6 @@ class Cancelled(EdgespecError):
     """Nobody wants the text any more."""
 
 
-class Closed(EdgespecError):
-    """The model was closed."""
-
-
 class Job:
     """A request on its way."""
 

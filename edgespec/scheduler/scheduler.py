@@ -16,8 +16,8 @@ passes at once, or `start` is called, a thread of its own makes them all.
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from threading import Condition, Lock, Thread
@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import edgespec.scheduler.session_pool as slots
-from edgespec.errors import ContextFull, Interrupted
+from edgespec.errors import Closed, ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
@@ -39,7 +39,6 @@ from edgespec.scheduler.prompt_chunks import PromptPieces
 from edgespec.scheduler.queue import Order, asked, by_turn, held, wanted
 from edgespec.scheduler.requests import (
     Cancelled,
-    Closed,
     Counts,
     Ended,
     Event,
@@ -126,7 +125,7 @@ class Scheduler:
         job.hold = hold
         with self._wake:
             if self._closing:
-                raise Closed("the model was closed")
+                raise Closed()
             self._inbox.append(job)
             self._wake.notify()
         return job
@@ -162,7 +161,7 @@ class Scheduler:
             self.thread.join()
             atexit.unregister(self.close)
         with self.turn:
-            self._end_all(Closed("the model was closed"))
+            self._end_all(Closed())
             while self.shelf and slots.save_one(self._slots, self.shelf):
                 pass
             for slot in self._slots:
@@ -170,19 +169,27 @@ class Scheduler:
                 slot.session.close()
             self._slots.clear()
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Within, no pass is made and the sessions stay open. Raises Closed."""
         with self.turn:
+            if self._closing:
+                raise Closed
+            yield
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError, Closed."""
+        with self._open():
             slots.save_latest(self._slots, path, note)
 
     def load(self, path: str | Path) -> Any:
-        """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull."""
-        with self.turn:
+        """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull, Closed."""
+        with self._open():
             return slots.load(self._slots, path)
 
     def forget(self) -> None:
-        """Idle sessions and drafts drop their texts, so that the next prompts are read from their beginning."""
-        with self.turn:
+        """Idle sessions and drafts drop their texts: the next prompts are read from their beginning. Raises Closed."""
+        with self._open():
             for slot in self._slots:
                 if slot.job is None:
                     slots.empty(slot, self._slots)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.errors import ContextFull, EdgespecError, UsageError
-from edgespec.scheduler.requests import Closed
+from edgespec.errors import Closed, ContextFull, EdgespecError, UsageError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # Anthropic's names

@@ -176,13 +176,3 @@ class Residents:
     def held(self) -> list[int]:
         """Experts in the pool."""
         return [int(expert) for expert in self._held if expert >= 0]
-
-
-def hit_share(passes: Iterable[Sequence[int]], count: int, slots: int, fading: float) -> float:
-    """Hits of all wanted experts, if a layer had wanted these, pass after pass, starting with an empty pool."""
-    residents, wanted, read = Residents(count, slots, fading), 0, 0
-    for experts in passes:
-        wanted += len(experts)
-        read += len(residents.place(experts))
-        residents.leave_overflow()
-    return 1 - read / wanted if wanted else 0.0

@@ -1,23 +1,24 @@
 """GGUFs of any shape with made-up weights: to measure how a model of that size runs, without having one."""
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import EdgespecError, MissingPackage, UsageError
-from edgespec.models.convert.folder_from_gguf import read_gguf
+from edgespec.errors import MissingPackage, UsageError
+from edgespec.models.convert.folder_from_gguf import check_space, read_gguf
+from edgespec.models.convert.gguf_write import appearing, check_out
 
+Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
 BLOCK, BLOCK_BYTES = 256, 144  # weights and bytes of a block of Q4_K
 NOISE = 65521  # random blocks that are used again and again; a prime, so that hardly two rows are alike
 UNUSED = 5  # llama_token_type in llama.h
 Q4_K_S = 14  # llama_ftype in llama.h
 CONTEXT = 8192
-HEADROOM = 1 << 28  # bytes of the disk that are left alone
 STATE, STATE_HEAD, WINDOW = 128, 64, 4  # of a recurrent layer: numbers of a state, of a head, tokens of a convolution
 SLOW = -0.5  # how fast states fade
 
@@ -53,6 +54,21 @@ class Shape:
             raise UsageError("keys of all heads must be a multiple of 32 wide: llama.cpp's caches have such blocks")
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor to write."""
+
+    name: str
+    type: Any  # gguf.GGMLQuantizationType
+    shape: tuple[int, ...]  # the last in bytes
+    make: Callable[[], Bytes]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return int(np.prod(self.shape))
+
+
 def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[int, int], None]) -> int:
     """Write a GGUF of this shape: matrices in Q4_K, norms of ones. It appears only when it is complete.
 
@@ -72,13 +88,9 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
         EdgespecError: the disk has not so much room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
+    gguf = import_gguf()
     shape.check()
-    if out.exists():
-        raise UsageError(f"{out} exists already")
+    check_out(out)
     metadata = {key: value for key, value in read_gguf(tokenizer).metadata.items() if key.startswith("tokenizer.")}
     tokens = metadata["tokenizer.ggml.tokens"]
     vocab = max(shape.vocab, len(tokens))
@@ -88,37 +100,62 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
     if scores := metadata.get("tokenizer.ggml.scores"):
         metadata["tokenizer.ggml.scores"] = scores + [0.0] * (vocab - len(tokens))
 
-    tensors = list(_tensors(shape, vocab))
-    total = sum(_size(sizes) for _, sizes in tensors)
-    part = out.with_name(out.name + ".part")
-    try:
-        free = shutil.disk_usage(out.parent).free
-        if total + HEADROOM > free:
-            raise EdgespecError(f"{out}: takes {total / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free")
-        writer = gguf.GGUFWriter(part, "granitehybrid" if shape.hybrid else "llama")
-        _write_metadata(writer, shape, metadata)
-        for name, sizes in tensors:
-            kind = gguf.GGMLQuantizationType.Q4_K if _in_blocks(sizes) else gguf.GGMLQuantizationType.F32
-            writer.add_tensor_info(name, sizes, np.dtype(np.float32), _size(sizes), raw_dtype=kind)
-        writer.write_header_to_file(part)
+    kinds_of = {True: gguf.GGMLQuantizationType.Q4_K, False: gguf.GGMLQuantizationType.F32}
+    blocks = cache(_blocks)
+    planned = [
+        Planned(name, kinds_of[_in_blocks(sizes)], _in_bytes(sizes), partial(_weights, name, sizes, blocks))
+        for name, sizes in _tensors(shape, vocab)
+    ]
+    architecture = "granitehybrid" if shape.hybrid else "llama"
+    return write_planned(out, architecture, planned, lambda writer: _write_metadata(writer, shape, metadata), progress)
+
+
+def write_planned(
+    out: Path, architecture: str, planned: Sequence[Planned], values: Callable[[Any], None],
+    progress: Callable[[int, int], None],
+) -> int:  # fmt: skip
+    """Write a GGUF of these tensors; it appears only when it is complete.
+
+    Args:
+        out: must not exist yet.
+        architecture: as the header names it.
+        planned: its tensors.
+        values: adds all else of the header to a `gguf.GGUFWriter`.
+        progress: called with (bytes written, bytes in all) of the weights.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        EdgespecError: the disk has not so much room, or cannot be written.
+    """
+    import gguf
+
+    done, total = 0, sum(one.size for one in planned)
+    check_space(out, total)
+    with appearing(out) as beside:
+        writer = gguf.GGUFWriter(beside, architecture)
+        values(writer)
+        for one in planned:
+            writer.add_tensor_info(one.name, one.shape, np.dtype(np.uint8), one.size, raw_dtype=one.type)
+        writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        done, blocks = 0, {sizes[1]: _blocks(sizes[1]) for _, sizes in tensors if _in_blocks(sizes)}
-        for name, sizes in tensors:
-            if _in_blocks(sizes):
-                count = sizes[0] * sizes[1] // BLOCK
-                writer.write_tensor_data(np.resize(blocks[sizes[1]], (count, BLOCK_BYTES)))
-            else:
-                writer.write_tensor_data(np.full(sizes, SLOW if name.endswith("ssm_a") else 1, np.float32))
-            done += _size(sizes)
+        for one in planned:
+            writer.write_tensor_data(one.make())
+            done += one.size
             progress(done, total)
         writer.close()
-        part.rename(out)
-    except OSError as error:
-        raise EdgespecError(f"{out}: cannot be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return out.stat().st_size
+
+
+def import_gguf() -> Any:
+    """The package that writes GGUFs. Raises MissingPackage."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
+    return gguf
 
 
 def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> None:
@@ -187,12 +224,19 @@ def _in_blocks(sizes: tuple[int, ...]) -> bool:
     return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % BLOCK == 0
 
 
-def _size(sizes: tuple[int, ...]) -> int:
-    count = int(np.prod(sizes))
-    return count // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * count
+def _in_bytes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The same with the bytes of a row in the place of its numbers."""
+    return (*sizes[:-1], sizes[-1] // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * sizes[-1])
 
 
-def _blocks(columns: int) -> NDArray[np.uint8]:
+def _weights(name: str, sizes: tuple[int, ...], blocks: Callable[[int], Bytes]) -> Bytes:
+    """A tensor's bytes: random blocks, or a constant."""
+    if _in_blocks(sizes):
+        return np.resize(blocks(sizes[1]), (sizes[0] * sizes[1] // BLOCK, BLOCK_BYTES))
+    return np.full(sizes, SLOW if name.endswith("ssm_a") else 1, np.float32).view(np.uint8)
+
+
+def _blocks(columns: int) -> Bytes:
     """Random blocks of Q4_K for rows of so many weights, NOISE x BLOCK_BYTES.
 
     A block (block_q4_K in ggml-common.h): d and dmin in float16, eight scales and eight minima of 6 bits, and 256

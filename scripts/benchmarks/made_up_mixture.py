@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edgespec.errors import MissingPackage, ModelError, UsageError
+from benchmarks.made_up import Bytes, Planned, import_gguf, write_planned
+from edgespec.errors import ModelError, UsageError
 from edgespec.models.convert.folder_from_gguf import read_gguf
-from edgespec.models.convert.gguf_write import appearing, check_out, check_space
+from edgespec.models.convert.gguf_write import check_out
 
-Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
 SCALES = {  # where float16 scales lie in a block (ggml-common.h), by type
     "F32": (), "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2),
     "Q5_K": (0, 2), "Q6_K": (208,),
@@ -50,20 +49,6 @@ class Experts:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A tensor to write."""
-
-    name: str
-    type: Any  # gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # the last in bytes
-    make: Callable[[], Bytes]
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape))
-
-
 def write_mixture(
     source: Path, out: Path, experts: Experts, progress: Callable[[int, int], None], *, seed: int = 7
 ) -> int:
@@ -85,10 +70,7 @@ def write_mixture(
         EdgespecError: the disk has not so much room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
+    import_gguf()
     experts.check()
     check_out(out)
     found = read_gguf(source)
@@ -101,31 +83,18 @@ def write_mixture(
     if not any("_exps." in one.name for one in planned):
         raise ModelError(f"{source}: has no feed forward that could be cut")
     inner = next(one.shape[1] for one in planned if "ffn_up_exps" in one.name)
-    total = sum(one.size for one in planned)
-    check_space(out, total)
-    with appearing(out) as beside:
-        writer = gguf.GGUFWriter(beside, "llama")
-        _write_values(writer, found.fields, values, own | {"feed_forward_length": inner})
-        for one in planned:
-            writer.add_tensor_info(one.name, one.shape, np.dtype(np.uint8), one.size, raw_dtype=one.type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        done = 0
-        for one in planned:
-            writer.write_tensor_data(one.make())
-            done += one.size
-            progress(done, total)
-        writer.close()
-    return out.stat().st_size
+    own |= {"feed_forward_length": inner}
+    return write_planned(
+        out, "llama", planned, lambda writer: _write_values(writer, found.fields, values, own), progress
+    )
 
 
 def _plan(
     source: Path, tensors: Any, values: dict[str, Any], experts: Experts, routers: np.random.Generator
-) -> list[_Planned]:
+) -> list[Planned]:
     import gguf
 
-    kind, planned = values["general.architecture"], list[_Planned]()
+    kind, planned = values["general.architecture"], list[Planned]()
     heads = {part: _heads(source, values, part) for part in ("attn_q", "attn_k")}
     units = {  # weights of a block of what comes down, which is cut along its rows
         tensor.name.split(".")[1]: gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
@@ -138,7 +107,7 @@ def _plan(
         if part not in PARTS:
             turned = heads.get(part, 0) if kind == "qwen2" else 0
             shape = data.shape if tensor.data.ndim > 1 else data.shape[1:]
-            planned.append(_Planned(tensor.name, tensor.tensor_type, shape, partial(_turn, tensor, turned, shape)))
+            planned.append(Planned(tensor.name, tensor.tensor_type, shape, partial(_turn, tensor, turned, shape)))
             continue
         if part == "ffn_up" and experts.parts > 1 and tensor.tensor_type.name not in SCALES:
             raise ModelError(f"{source}: {tensor.name} is {tensor.tensor_type.name}, but must be {' or '.join(SCALES)}")
@@ -151,13 +120,13 @@ def _plan(
         each = (len(data), width // block * size) if part == "ffn_down" else (width, data.shape[1])
         name = tensor.name.replace(part, f"{part}_exps")
         planned.append(
-            _Planned(name, tensor.tensor_type, (experts.count, *each), partial(_copies, tensor, part, each, experts))
+            Planned(name, tensor.tensor_type, (experts.count, *each), partial(_copies, tensor, part, each, experts))
         )
         if part == "ffn_gate":
             rows = routers.normal(size=(experts.count // experts.parts, int(tensor.shape[0]))).astype(np.float32)
             router = np.tile(rows, (experts.parts, 1)).view(np.uint8)
             name, floats = tensor.name.replace(part, "ffn_gate_inp"), gguf.GGMLQuantizationType.F32
-            planned.append(_Planned(name, floats, router.shape, partial(np.copy, router)))
+            planned.append(Planned(name, floats, router.shape, partial(np.copy, router)))
     return planned
 
 

@@ -154,7 +154,7 @@ def text_speeds(
     room: int,
     prompts: Sequence[str],
     *,
-    planners: dict[str, dict[str, Any]],
+    variants: Sequence[str],
     budget: int | None,
     max_tokens: int,
     plain_tokens: int,
@@ -170,7 +170,7 @@ def text_speeds(
         draft: another, resident; "" = none.
         room: bytes for the target's weights; what the process, its caches and the draft need is added.
         prompts: questions.
-        planners: variant, as for `side_by_side.parse_variant` -> options.
+        variants: as for `side_by_side.parse_variant`.
         budget: most guessed tokens per pass; None: as many as pay.
         max_tokens: per prompt.
         plain_tokens: per prompt without drafts, whose speed hardly depends on the length; 0: that is left out.
@@ -194,9 +194,8 @@ def text_speeds(
         if page_cache:
             plain_tasks[BY_PAGE_CACHE] = plain_tasks["streamed, none"]
         tasks = plain_tasks if plain_tokens else {}
-        for variant, given in planners.items():
-            name, settings = parse_variant(variant)
-            options = settings | given
+        for variant in variants:
+            name, options = parse_variant(variant)
             tasks[f"streamed, {variant}"] = Task(
                 target, draft if name in USE_DRAFT else "", memory=limit, max_tokens=max_tokens,
                 planner=name, ahead=options.pop("ahead", None), planner_options=options, **shared,

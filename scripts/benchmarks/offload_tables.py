@@ -1,4 +1,4 @@
-"""The reports of `offload.py` for a person: tables, and a picture."""
+"""The reports of `offload.py` for a person: tables."""
 
 from collections.abc import Sequence
 from io import StringIO
@@ -10,7 +10,6 @@ from rich.table import Table
 
 from benchmarks.offload_folders import lines, title
 from edgespec.machine.memory import format_size
-from edgespec.measure.pictures import check_picture
 
 
 def pass_table(report: dict[str, Any]) -> str:
@@ -93,30 +92,3 @@ def _text(view: Table) -> str:
     text = StringIO()
     Console(file=text, width=160).print(view)
     return text.getvalue().rstrip()
-
-
-def draw(report: dict[str, Any], path: str) -> None:
-    """A picture: seconds per pass against nodes, a curve for each limit and way. Raises as `check_picture`."""
-    check_picture(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    curves = [("in memory", report["in_memory"]["passes"], "-")]
-    for entry in report["limits"]:
-        room = format_size(entry["room"])
-        curves += [(f"streamed, {room}", entry["streamed"]["passes"], "-")]
-        curves += [(f"mapped, {room}", entry["mapped"]["passes"], "--")]
-    for name, passes, style in curves:
-        axes.plot([int(n) for n in passes], [row["seconds"] for row in passes.values()], style, marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("nodes in a pass")
-    axes.set_ylabel("seconds")
-    axes.set_title(f"{Path(report['target']).name}, {format_size(report['size'])}")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

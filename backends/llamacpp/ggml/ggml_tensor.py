@@ -1,10 +1,8 @@
 """ggml's tensors, as their addresses come from llama.cpp's evaluation callback."""
 
 import ctypes
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .files import ggml_base
 
@@ -58,19 +56,3 @@ def skip_rows(node: int, numbers: int, rows: int) -> None:
     GgmlTensor.from_address(numbers).ne[1] = rows
     found = GgmlTensor.from_address(node)
     ctypes.memset(found.data + rows * found.nb[2], 0, (found.ne[2] - rows) * found.nb[2])
-
-
-FLOATS: dict[int, Any] = {0: np.float32, 1: np.float16, 30: np.uint16}  # ggml_type in ggml.h: F32, F16, BF16
-
-
-def rows_of(address: int) -> NDArray[np.float32] | None:
-    """A copy of a tensor's numbers, [rows, columns]; None: it is of a quantised type, or does not lie row by row."""
-    tensor = GgmlTensor.from_address(address)
-    kind, columns = FLOATS.get(tensor.type), tensor.ne[0]
-    if kind is None or tensor.nb[1] != columns * np.dtype(kind).itemsize:
-        return None
-    size = int(np.prod(list(tensor.ne))) * np.dtype(kind).itemsize
-    values = np.frombuffer((ctypes.c_char * size).from_address(tensor.data), kind)
-    wide = (values.astype(np.uint32) << 16).view(np.float32) if kind is np.uint16 else values
-    found: NDArray[np.float32] = wide.astype(np.float32).reshape(-1, columns)
-    return found

@@ -2,13 +2,16 @@
 
 import ctypes
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import SessionFileError
 
 from .files import last_log, llama_cpp
+
+LENGTH = struct.Struct("<Q")  # of a part, before it
 
 
 def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:
@@ -28,3 +31,22 @@ def load_sequence(context: Any, path: str | Path, seq: int, text: Sequence[int])
     if list(found)[: len(text)] != list(text):
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), seq, -1, -1)
         raise SessionFileError(f"{path}: the session was replaced while it was read")
+
+
+def save_parts(path: Path, parts: Iterable[Any]) -> None:
+    """Write what llama.cpp gave of parts of a sequence. Raises OSError."""
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(LENGTH.pack(len(part)))
+            file.write(part)
+
+
+def load_parts(path: str | Path, size: int) -> Iterator[Any]:
+    """These parts, which have so many bytes of the file with their lengths. Raises SessionFileError."""
+    try:
+        with Path(path).open("rb") as file:
+            while file.tell() < size:
+                (length,) = LENGTH.unpack(file.read(LENGTH.size))
+                yield (ctypes.c_uint8 * length).from_buffer_copy(file.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise SessionFileError(f"{path}: the session was replaced while it was read") from error

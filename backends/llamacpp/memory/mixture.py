@@ -16,7 +16,7 @@ The nodes of a layer, by their names in llama-graph.cpp:
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,6 @@ from .planning import all_tensors, find_layers
 
 NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
 ADD_ROWS = b"ADD_ID"  # adds a row of a small matrix by the expert's number
-
-
-ROUTER = b"ffn_moe_logits-"  # and the layer: how experts score
-# Number of the layer, the chosen experts [rows, used] without padding, address of the states [rows, width] of all rows.
-Heard = Callable[[int, NDArray[np.int32], int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +96,6 @@ class Mixture:
         self.memory = memory
         self.about = about
         self.shape = memory.layers[0].count, used
-        self.routers: dict[int, int] = {}  # number of a layer -> address of its router's weights
-        self.heard: Heard | None = None  # told what is chosen in passes that are not over prompts
         self._layers: list[Layer] = []
         self._copies: list[Any] = []  # of small matrices, with a row for each slot; layers share them
         self._users: dict[bytes, tuple[int, int]] = {}  # node -> number of the layer, of the weight that it needs
@@ -138,8 +131,6 @@ class Mixture:
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}  # address of the chosen experts' numbers -> number of the layer
         for i, node in enumerate(nodes):
-            if node.name.startswith(ROUTER) and int(node.name[len(ROUTER) :]) in numbers:
-                self.routers[numbers[int(node.name[len(ROUTER) :])]] = node.sources[0]
             if node.op == b"MUL_MAT_ID" and node.names[0] in places:
                 if node.name in self._users:
                     return f"two nodes are called {node.name.decode()}"
@@ -237,11 +228,8 @@ class Mixture:
         """The router has chosen."""
         self._forget_slots()
         self._chosen = -1
-        _, states, numbers = GgmlTensor.from_address(tensor).src[:3]
+        numbers = GgmlTensor.from_address(tensor).src[2]
         chosen = self._chosen_by_row(numbers)
-        if self.heard and not self._prompt:
-            padding = self._padding if len(chosen) == self._rows else 0
-            self.heard(number, chosen[: len(chosen) - padding], states)
         experts: list[int] = np.unique(chosen).tolist()
         if not experts:
             return

@@ -91,7 +91,7 @@ def convert(
         tokenizer = build_tokenizer(gguf.metadata, vocab)
     tokens = _token_ids(gguf.metadata, vocab.eog_ids)
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
-    _check_space(out, int(total) * (2 if bits or to_mlx else 1))
+    check_space(out, int(total) * (2 if bits or to_mlx else 1))
 
     with _appearing(out) as folder:
         _write_json(folder / "config.json", config | tokens | {"torch_dtype": dtype})
@@ -182,7 +182,8 @@ def _check(out: Path, dtype: str, bits: int | None) -> None:
             raise MissingPackage("mlx-lm", "mlx", "quantising for mlx-lm") from error
 
 
-def _check_space(out: Path, needed: int) -> None:
+def check_space(out: Path, needed: int) -> None:
+    """Raises EdgespecError with both sizes."""
     free = shutil.disk_usage(out.absolute().parent).free
     if needed > free:
         raise EdgespecError(f"{out}: needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")

@@ -21,7 +21,7 @@ from typing import Any
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.models.convert.calibration import calibration_text
-from edgespec.models.convert.folder_from_gguf import Progress
+from edgespec.models.convert.folder_from_gguf import Progress, check_space
 from edgespec.models.gguf_header import own_header, part_names
 from edgespec.models.gguf_model import check_magic
 
@@ -226,13 +226,6 @@ def check_out(out: Path) -> None:
         raise UsageError(f"{out}: exists already; name a file that does not")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out.absolute().parent}: there is no such folder")
-
-
-def check_space(out: Path, needed: int) -> None:
-    """Raises EdgespecError with both sizes."""
-    free = shutil.disk_usage(out.absolute().parent).free
-    if needed > free:
-        raise EdgespecError(f"{out}: needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
 
 
 @contextmanager

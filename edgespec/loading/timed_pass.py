@@ -1,0 +1,53 @@
+"""Seconds of single passes, measured on random tokens."""
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.loading.exact import tokens
+from edgespec.loop.backend import Backend, Work
+from edgespec.loop.passes import prefill
+
+TEXT_OF_MIXTURES = 24  # tokens before the passes
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of a model."""
+
+    nodes: int
+    seconds: float
+    waited: float  # of that, for the disk
+    experts: float = 0.0  # different ones that it used of a layer, if they are read as they are chosen
+    hits: float = 0.0  # the share of them that was in memory
+    read: int = 0  # bytes of the others
+
+    @property
+    def limit(self) -> str:
+        """What makes it take so long."""
+        if self.waited > 0.25 * self.seconds:
+            return "disk"
+        return "memory" if self.nodes == 1 else "compute"
+
+
+def time_pass(backend: Backend, nodes: int) -> Pass:
+    """The quicker of two passes over a chain of `nodes` random tokens, after one that is not counted."""
+    session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
+    mixture = getattr(backend, "mixture", None)
+    start = TEXT_OF_MIXTURES if mixture else 0  # behind nothing all tokens choose much the same experts
+    prefill(backend, session, tokens(backend, start, seed=9))
+    found = []
+    for seed in range(3):
+        path = np.array(tokens(backend, nodes, seed), np.int32)
+        before = mixture.counted if mixture else (0, 0, 0)
+        waited, started = backend.wait_seconds, perf_counter()
+        backend.forward([Work(session, path, chain - 1, chain)])
+        made = Pass(nodes, perf_counter() - started, backend.wait_seconds - waited)
+        if mixture:
+            wanted, hits, read = (now - then for now, then in zip(mixture.counted, before, strict=True))
+            made = replace(made, experts=wanted / len(mixture.memory.layers), hits=hits / max(1, wanted), read=read)
+        found.append(made)
+        session.rewind(start)
+    session.close()
+    return min(found[1:], key=lambda one: one.seconds)

@@ -1,0 +1,188 @@
+"""Models some of whose layers look back over a sliding window: what has left it is looked at again after a rewind."""
+
+import numpy as np
+import pytest
+from window_files import ARCHITECTURES, WINDOW, write_windowed
+
+import edgespec
+from edgespec.errors import ModelError, SessionFileError, UsageError
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
+
+llamacpp = pytest.importorskip("edgespec.backends.llamacpp.backend")
+ENOUGH = {"gpt-oss": 0.15}  # rounding alone, where other parts of a text are read at once: weights have 8 bits
+FLOATS = 2e-3  # where keys are missing, logits differ by more than these
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def path(request, tmp_path_factory):
+    return str(write_windowed(tmp_path_factory.mktemp("windows") / "tiny.gguf", request.param))
+
+
+def logits_of(backend, session, token):
+    one = np.zeros(1, np.int32)
+    found = backend.forward([Work(session, one + token, one - 1, one)])[0].row(0).copy()
+    session.rewind(len(session.token_ids))
+    return found
+
+
+def letters(rng, count):
+    return rng.integers(3, 250, count).tolist()
+
+
+class Against:
+    """Compares a session with one that has read its text anew, in a cache of its own."""
+
+    def __init__(self, path, enough):
+        self._enough = enough
+        self._backend = llamacpp.load(path, context_length=1024, threads=1)
+
+    def check(self, backend, session, text):
+        assert session.token_ids == text
+        if len(text) > 1:
+            fresh = self._backend.open()
+            prefill(self._backend, fresh, text)
+            assert np.abs(logits_of(backend, session, 7) - logits_of(self._backend, fresh, 7)).max() < self._enough
+            fresh.close()
+
+    def close(self):
+        self._backend.close()
+
+
+@pytest.fixture
+def against(path, request):
+    found = Against(path, ENOUGH.get(request.node.callspec.params["path"], FLOATS))
+    yield found
+    found.close()
+
+
+def test_a_text_that_was_saved_or_put_in_order_can_be_rewound(path, against, tmp_path):
+    backend, text = (
+        llamacpp.load(path, context_length=1024, sessions=3, threads=1),
+        letters(np.random.default_rng(0), 320),
+    )
+    session = backend.open()
+    prefill(backend, session, text)
+    session.save(tmp_path / "a.session")
+    for length in (320, 319, 318, 300, 200, 140, WINDOW + 1, 5):
+        session.load(tmp_path / "a.session")
+        session.rewind(session.reusable_prefix(length))
+        against.check(backend, session, text[:length])
+    for length in (300, 141, 20):
+        session.load(tmp_path / "a.session")
+        other = session.fork()
+        other.rewind(150)
+        backend.cells.put_in_order([session, other])
+        against.check(backend, other, text[:150])
+        session.rewind(length)
+        against.check(backend, session, text[:length])
+        other.rewind(100)
+        against.check(backend, other, text[:100])
+        other.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_sessions_do_their_logits_are_those_of_a_fresh_one(path, against, tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    backend = llamacpp.load(path, context_length=700, sessions=3, threads=1, share=0.5)
+    sessions, texts, files = [backend.open(), backend.open()], [[], []], {}
+    for step in range(60):
+        at = int(rng.integers(len(sessions)))
+        session, text = sessions[at], texts[at]
+        match rng.choice(["read", "read", "rewind", "save", "load", "order", "fork", "close", "tree"]):
+            case "read" if len(text) < 400:
+                text = texts[at] = text + letters(rng, int(rng.integers(1, 120)))
+                prefill(backend, session, text)
+            case "rewind" if text:
+                length = session.reusable_prefix(int(rng.integers(len(text) + 1)))
+                texts[at] = text[:length]
+                session.rewind(length)
+            case "save" if len(text) > 1:
+                session.save(tmp_path / f"{step}")
+                files[step] = text
+            case "load" if files:
+                number = int(rng.choice(list(files)))
+                session.load(tmp_path / f"{number}")
+                texts[at] = files[number]
+            case "order":
+                backend.cells.put_in_order(sessions)
+            case "fork" if len(sessions) < 3:
+                sessions.append(session.fork())
+                texts.append(text)
+            case "close" if len(sessions) > 1:
+                sessions.pop(at).close()
+                texts.pop(at)
+            case "tree" if text:
+                tree = Work(
+                    session, *(np.array(numbers, np.int32) for numbers in (letters(rng, 4), [-1, 0, 0, 2], [3]))
+                )
+                backend.forward([tree])
+                session.commit([0, 2, 3])
+                texts[at] = text + tree.token_ids[[0, 2, 3]].tolist()
+        at = int(rng.integers(len(sessions)))
+        against.check(backend, sessions[at], texts[at])
+    backend.close()
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_chats_that_take_turns_go_on_as_if_alone(path, tmp_path, parallel):
+    """Each answer, from what is kept, from a file or from a cache put in order, is that of a model that reads all."""
+    rng, options = np.random.default_rng(1), {"planner": "none", "threads": 1, "remember": False, "context_length": 900}
+    chats = ["".join(map(chr, rng.integers(97, 122, 300))) for _ in range(2)]
+    with edgespec.load(path, **options) as alone, edgespec.load(path, parallel=parallel, **options) as model:
+        for turn in range(24):
+            chat = turn // 3 % 2
+            if turn % 5 == 4:
+                model.scheduler.save(tmp_path / "a.session")
+                model.scheduler.forget()
+                model.scheduler.load(tmp_path / "a.session")
+            if turn % 7 == 6:
+                model.target.cells.put_in_order(model.target.sessions)
+            cut = len(chats[chat]) - int(rng.integers(100))  # its last words are written differently
+            chats[chat] = chats[chat][:cut] + "".join(map(chr, rng.integers(97, 122, 40)))
+            alone.scheduler.forget()
+            found, wanted = (
+                one.generate(chats[chat], max_tokens=12, temperature=1.0, seed=turn).token_ids for one in (model, alone)
+            )
+            assert found == wanted, turn
+            chats[chat] += "the next words "
+
+
+def test_a_file_that_lacks_what_had_left_the_window_is_refused(path, tmp_path, monkeypatch):
+    backend = llamacpp.load(path, context_length=1024, threads=1)
+    session, text = backend.open(), letters(np.random.default_rng(0), 200)
+    prefill(backend, session, text)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.cells, "window", 0)  # as files were written
+        session.save(tmp_path / "old")
+    with pytest.raises(SessionFileError, match="another version"):
+        session.load(tmp_path / "old")
+    assert session.token_ids == text
+    backend.close()
+
+
+def test_sessions_and_leaves_share_the_ids_that_there_are(path):
+    with pytest.raises(UsageError, match="200 texts at once are too many"):
+        llamacpp.load(path, context_length=64, sessions=200)
+    backend = llamacpp.load(path, context_length=64, sessions=32, budget=300, threads=1)
+    limits, sessions = backend.capabilities, [backend.open() for _ in range(32)]
+    token_ids = np.arange(limits.max_leaves, dtype=np.int32)
+    for session in (sessions[0], sessions[31], sessions[0]):
+        backend.forward([Work(session, token_ids, token_ids * 0 - 1, token_ids[:1])])
+        session.rewind(0)
+    backend.close()
+
+
+def test_a_window_beside_recurrent_layers_is_refused(tmp_path, monkeypatch):
+    import hybrid_files
+
+    header = hybrid_files._header
+    monkeypatch.setattr(
+        hybrid_files, "_header", lambda writer, arch: (header(writer, arch), writer.add_sliding_window(32))
+    )
+    path = hybrid_files.write_hybrid(tmp_path / "tiny.gguf", "lfm2")
+    with pytest.raises(
+        ModelError, match=r"some layers are recurrent and others have a sliding window.*use another model"
+    ):
+        llamacpp.load(str(path))

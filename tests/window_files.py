@@ -1,0 +1,70 @@
+"""GGUFs of tiny models whose layers look back over a sliding window, with random weights in float32.
+
+Tensors and their sizes are those that llama.cpp asks for (src/models/*.cpp); sizes here are rows first.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from gguf_files import VOCAB, byte_level_vocab, gguf
+from mixture_files import write_mixture
+
+WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 64, 128, 4, 2, 16, 4
+WINDOW = 16
+ARCHITECTURES = ("gemma2", "gemma3", "cohere2", "gpt-oss")  # the last has a window of 128
+
+
+def write_windowed(path: Path, arch: str, seed: int = 0) -> Path:
+    """A model of this architecture."""
+    if arch == "gpt-oss":
+        return write_mixture(path, arch, seed)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name("tiny")
+    writer.add_file_type(0)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_rope_dimension_count(HEAD)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_sliding_window(WINDOW)
+    writer.add_logit_scale(1.0)
+    byte_level_vocab(writer)
+    generator = np.random.default_rng(seed)
+    for name, sizes in _tensors(arch):
+        values = generator.standard_normal(sizes)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * values
+        elif name != "token_embd.weight":
+            values = values / np.sqrt(sizes[-1])
+        writer.add_tensor(name, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "token_embd.weight", (VOCAB, WIDTH)
+    yield "output_norm.weight", (WIDTH,)
+    if arch == "gemma3":  # of the others the output matrix is the embedding, so a text says one token again and again
+        yield "output.weight", (VOCAB, WIDTH)
+    queries, keys = HEADS * HEAD, KV_HEADS * HEAD
+    for layer in range(LAYERS):
+        shapes = {"attn_norm": (WIDTH,), "attn_output": (WIDTH, queries), "ffn_down": (WIDTH, HIDDEN)}
+        shapes |= {"attn_q": (queries, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)}
+        shapes |= {"ffn_gate": (HIDDEN, WIDTH), "ffn_up": (HIDDEN, WIDTH)}
+        if arch.startswith("gemma"):
+            shapes |= dict.fromkeys(("post_attention_norm", "ffn_norm", "post_ffw_norm"), (WIDTH,))
+        if arch == "gemma3":
+            shapes |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (HEAD,))
+        for name, sizes in shapes.items():
+            yield f"blk.{layer}.{name}.weight", sizes
