@@ -311,11 +311,13 @@ def test_agreement_is_counted_along_the_text():
     #       1 (7)   2 (8)
     #       3 (9)
     tree = make_tree([0, 7, 8, 9], [-1, 0, 0, 1], np.log([1.0, 0.6, 0.3, 0.5]))
-    assert agreed(tree, [7, 9, 5]) == (2, 2)  # below node 3 nothing was asked
-    assert agreed(tree, [8, 1]) == (0, 1)
-    assert agreed(tree, [4]) == (0, 1)
-    assert agreed(tree, [7, 1]) == (1, 2)
-    assert agreed(make_tree([0], [-1], [0.0]), [4]) == (0, 0)
+    nodes = np.arange(1, 4)
+    assert agreed(tree, nodes, [7, 9, 5]) == (2, 2)  # below node 3 nothing was asked
+    assert agreed(tree, nodes, [8, 1]) == (0, 1)
+    assert agreed(tree, nodes, [4]) == (0, 1)
+    assert agreed(tree, nodes, [7, 1]) == (1, 2)
+    assert agreed(tree, nodes[:2], [7, 1]) == (1, 1)  # node 3 would not have been sent
+    assert agreed(make_tree([0], [-1], [0.0]), np.arange(0), [4]) == (0, 0)
 
 
 def test_a_share_begins_with_a_belief_and_forgets():

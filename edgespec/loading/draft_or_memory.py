@@ -1,7 +1,7 @@
 """A draft that takes the memory in which its target would have fitted: is it worth that?
 
 With it weights are read from disk in every pass, without it none. Both are tried, once, and what was found is
-remembered. Elsewhere a draft can only gain: it is not asked where it does not pay (`planners/paced.py`).
+remembered. Elsewhere a draft can only gain: it is not asked where it does not pay (`planners/auto.py`).
 """
 
 from collections.abc import Callable

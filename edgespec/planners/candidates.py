@@ -14,6 +14,7 @@ from functools import partial
 from math import inf, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
@@ -110,12 +111,12 @@ class Drafting(Candidate):
         tree = (yield from self.planner.propose(context, budget)).tree
         seconds = self.planner.stats.draft_seconds - before
         leaves = context.max_leaves
+        found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
+        rate = 0.0
         if times:
             nodes, rate = best_part(tree, seconds, times, budget=budget, max_leaves=leaves, head=context.head)
-        else:
-            nodes, rate = ranked(tree.parents, tree.log_probs, budget, leaves), 0.0
         expected = float(np.exp(tree.log_probs[nodes]).sum())
-        return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, tree, seconds, hindsight))
+        return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, tree, found, seconds, hindsight))
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         """See `Candidate`."""
@@ -126,12 +127,13 @@ class Drafting(Candidate):
     def _learn(
         self,
         tree: DraftTree,
+        found: NDArray[np.intp],
         drafting: float,
         hindsight: Callable[[float], float] | None,
         tokens: Sequence[int],
         seconds: float,
     ) -> None:
-        hits, asked = agreed(tree, tokens)
+        hits, asked = agreed(tree, found, tokens)
         self._state.agreement.add(hits, asked)
         self._agreement_here.add(hits, asked)
         if hindsight and seconds:  # with what is known now: that the draft agreed less than believed is counted once

@@ -8,7 +8,7 @@ probability p that they are right, and the n best of them kept:
 
 A disk that streams the weights makes `pass` flat, and wide trees win; a model that a weak processor computes from
 memory makes it steep, and a few sure guesses win. Costs steer only how the tree grows, never what is written.
-`planners/paced.py` decides by them.
+`planners/auto.py` decides by them.
 
 Where a pass reads the experts of a mixture that its nodes have chosen, its time goes with how many different ones there
 are: each further node adds fewer, until all are there (MoESD, arXiv 2505.19645, counts them so, too).

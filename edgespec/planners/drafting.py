@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
@@ -168,16 +169,19 @@ def _offset(context: Context) -> Float32Array:
     return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])
 
 
-def agreed(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, int]:
-    """(tokens for which the draft's best child was the target's, tokens for which the tree has a child).
+def agreed(tree: DraftTree, nodes: NDArray[np.intp], tokens: Sequence[int]) -> tuple[int, int]:
+    """(tokens for which the draft's best child was the target's, tokens for which there is a child).
 
     Args:
-        tree: the draft's, before it was cut to what pays.
+        tree: the draft's.
+        nodes: of the tree that count, the root left out: those that it would send if nodes cost nothing.
         tokens: that the target sampled.
     """
+    counts = np.zeros(len(tree), np.bool_)
+    counts[nodes] = True
     at, hits, asked = 0, 0, 0
     for token in tokens:
-        children = np.flatnonzero(tree.parents == at)
+        children = np.flatnonzero((tree.parents == at) & counts)
         if len(children) == 0:
             break
         asked += 1
