@@ -37,7 +37,7 @@ DraftSteps: TypeAlias = Generator[Wanted, Passed, T]
 
 
 def run_one(steps: DraftSteps[T]) -> T:
-    """What the steps return, each work a pass of its own; raises what they raise."""
+    """Return what the steps return, each work a pass of its own; raise what they raise."""
     [found] = run_shared([steps])
     if isinstance(found, Exception):
         raise found
@@ -45,7 +45,7 @@ def run_one(steps: DraftSteps[T]) -> T:
 
 
 def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
-    """What the steps of each sequence return or raise; they share passes."""
+    """Return what the steps of each sequence return or raise; they share passes."""
     found: dict[int, T | Exception] = {}
     wanted: dict[int, Wanted] = {}
 
@@ -77,7 +77,7 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
 
 
 def next_batch(wanted: Mapping[int, Wanted]) -> list[int]:
-    """Which sequences share the next pass: those that wait longest and want the same draft, as far as it has room.
+    """Sequences of the next pass: those that wait longest and want the same draft, as far as it has room.
 
     A draft that is kept to row classes takes one sequence at a time: prompts and trees may differ there.
     """

@@ -44,7 +44,7 @@ from edgespec.loop.verify import walk
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """How probable the target took a token to be, by its logits as they are: before bias, penalties, temperature."""
+    """A token's probability by the target's logits, before bias, penalties and temperature."""
 
     log_prob: float
     best: list[tuple[int, float]]  # the most probable tokens and their log-probabilities, best first
@@ -143,7 +143,7 @@ class Generation:
         return max(0, len(self._prompt_ids) - 1 - len(self.session.token_ids))
 
     def reads_on_at(self) -> int:
-        """Where the next part of the prompt begins: other sequences' passes may have come between."""
+        """Start of the next part of the prompt; other sequences' passes may have changed the session since."""
         self.session.rewind(start_of(self.target.capabilities, self.session, self._prompt_ids[:-1]))
         return len(self.session.token_ids)
 
@@ -217,7 +217,7 @@ class Generation:
         return self._planner.while_target_runs(len(pass_.work.token_ids))
 
     def give_up(self) -> None:
-        """What was proposed is not verified; there will be another proposal."""
+        """Drop the last proposal: it is not verified."""
         self._planner.observe([], 0.0)
 
     def accept(self, pass_: Pass, logits: Logits, *, alone: bool = True) -> Step:
@@ -226,7 +226,7 @@ class Generation:
         Args:
             pass_: of `cut`.
             logits: of its nodes.
-            alone: the forward evaluated nothing else, so that its time tells what such a tree costs.
+            alone: the forward evaluated nothing else, so that planners can learn from its time.
         """
         began, tree = perf_counter(), pass_.tree
         assert tree, "a part of the prompt is for accept_prompt"
@@ -299,7 +299,7 @@ def generate_tokens(
     stop_ids: frozenset[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Step]:
-    """One generation alone, to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
+    """Run one generation to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
     generation = Generation(
         target, session, planner, prompt_ids, sampling,
         max_tokens=max_tokens, budget=budget, stats=stats, stop_ids=stop_ids,

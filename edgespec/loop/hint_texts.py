@@ -10,7 +10,7 @@ LONGEST_INPUT = 6  # longest match looked for, in tokens
 
 
 class NgramIndex:
-    """Where each run of 0 to `longest` tokens has occurred in a growing text. The run of 0 tokens is everywhere."""
+    """Occurrences of each run of 0 to `longest` tokens in a growing list. The run of 0 tokens is everywhere."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -21,7 +21,7 @@ class NgramIndex:
         return len(self.text) - 1
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text."""
+        """Append tokens."""
         text, after = self.text, self._after
         for token in tokens:
             end = len(text) - 1
@@ -82,7 +82,7 @@ class HintTexts:
         self.prediction = len(prediction)  # tokens
 
     def __eq__(self, other: object) -> bool:
-        """Whether prompt and prediction are equal."""
+        """True if prompt and prediction are equal."""
         return isinstance(other, HintTexts) and self._given == other._given
 
     @property

@@ -60,7 +60,7 @@ class Curve:
         return replace(self, sequences=sequences)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
-        """What passes over `nodes` nodes will take; the shape of `nodes`."""
+        """Predicted seconds of passes over `nodes` nodes; the shape of `nodes`."""
         nodes = np.asarray(nodes) * self.sequences
         wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: down the same slope, but never as if all of a pass were its nodes.
@@ -82,7 +82,7 @@ class Curve:
 
     @property
     def plain_was_seen(self) -> bool:
-        """Whether passes over one node were measured, not predicted."""
+        """True if passes over one node were measured, not predicted."""
         return bool(self.sizes[0] == 1)
 
 

@@ -49,7 +49,7 @@ def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """Number of leading tokens that are equal."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:  # the usual case, without a loop
         return shorter
@@ -137,13 +137,13 @@ def prompt_work(
 
 
 def is_short(limits: Capabilities, length: int) -> bool:
-    """Whether a prompt of so many tokens has a class of its own, and is read in one pass."""
+    """True if a prompt of `length` tokens has a row class of its own, and is read in one pass."""
     exact = limits.exact
     return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
 
 
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
-    """How many tokens of a prompt need not be read, since the session holds them; `want_last`: the last one is."""
+    """Tokens of a prompt that the session holds already; `want_last`: the last one is read again."""
     shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
     return session.reusable_prefix(shared, short=is_short(limits, len(token_ids)))
 
@@ -181,10 +181,10 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
     return exact.prompts if any(work.prompt for work in batch) else exact.trees
 
 
-def most_nodes(limits: Capabilities, owed: int) -> int:
-    """Nodes that a tree may have, the root included, in a session that owes so many tokens."""
+def most_nodes(limits: Capabilities, unread: int) -> int:
+    """Most nodes of a tree, the root included, in a session with `unread` committed tokens."""
     most = min(limits.max_nodes, limits.max_wanted)
-    return min(most, limits.exact.trees.most - owed) if limits.exact else most
+    return min(most, limits.exact.trees.most - unread) if limits.exact else most
 
 
 def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:

@@ -28,7 +28,7 @@ from edgespec.loop.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a planner may look at in one step."""
+    """State of one sequence at one step, for planners."""
 
     token_ids: Sequence[int]  # all committed tokens; the last is the tree's root, at position len - 1
     prompt_length: int  # how many of them are prompt
@@ -43,7 +43,7 @@ class Context:
     )
     sequences: int = 1  # that have trees at once, and share the leaves that a backend holds
     hints: Sequence[Hint] = ()  # texts from which draft tokens may be copied
-    foreseen: int = 0  # how many of the tokens are not committed: `foresee` alone
+    foreseen: int = 0  # last tokens that are not committed; 0 but for `foresee`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class PlannerStats:
-    """What a planner has done since `begin`, and what it has measured."""
+    """Counts since `begin`, and a measurement."""
 
     draft_passes: int = 0
     draft_seconds: float = 0.0  # of draft passes that the target waited for
@@ -121,7 +121,7 @@ class Planner(ABC):
         """The most probable next tokens, far beyond a tree; called between steps only.
 
         Args:
-            context: its last tokens may be foreseen ones: `context.foreseen`.
+            context: its last `context.foreseen` tokens are not committed.
             count: most tokens.
             seconds: stop after about this time, but not without a token.
 

@@ -17,7 +17,7 @@ FloatArray = NDArray[np.float64]
 
 
 class Source(IntEnum):
-    """Where a token came from."""
+    """Origin of a token."""
 
     TARGET = 0  # sampled by the target: the root, and every bonus token
     DRAFT = 1  # proposed by a draft model

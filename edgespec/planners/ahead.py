@@ -2,8 +2,7 @@
 
 Verification ends at an *exit*: the accepted nodes, then the bonus. Where that token was drafted and read, too, the next
 step's search is what lies below it. Only the origin moves: log-probabilities and depths are
-counted from the new root, the order of the nodes stays, so a re-rooted search goes on as one from there would have,
-with some of its work done.
+counted from the new root, and the order of the nodes stays.
 """
 
 import os
@@ -39,7 +38,7 @@ QUICK = 0.0005  # seconds after which Python switches threads: the target's call
 
 
 class Worker:
-    """One task at a time. Who gives it waits for its end before touching what it works on."""
+    """Run one task at a time. The caller waits for its end before it touches what the task works on."""
 
     def __init__(self, interrupt: Callable[[], None], *, nice: bool = True) -> None:
         """
@@ -57,7 +56,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a task was given that nobody has waited for."""
+        """True if a task was given and not waited for."""
         return self._task is not None
 
     @contextmanager
@@ -354,4 +353,4 @@ class AheadPlanner(SpecExecPlanner):
 
 
 class AheadChainPlanner(ChainPlanner, AheadPlanner):
-    """The same for a tree without branches."""
+    """`AheadPlanner` for a tree without branches."""

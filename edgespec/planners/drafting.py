@@ -47,7 +47,7 @@ class Drafter:
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
-        """How many of the sequence's tokens the draft has not read."""
+        """Tokens of the sequence that the draft has not read."""
         return len(token_ids) - len(self.session.token_ids)
 
     @property
@@ -57,7 +57,7 @@ class Drafter:
         return cost.shared(self._last_batch) if cost else None
 
     def room(self, context: Context) -> int:
-        """How deep a tree may be: the text's end and the draft's own context limit it."""
+        """Most depth of a tree: the output's end and the draft's own context limit it."""
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
@@ -106,7 +106,7 @@ class Drafter:
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
-        """What is read within it is forgotten, but for the text's first tokens, so many."""
+        """Drop on exit what was read within, but for the first `length` tokens."""
         try:
             yield
         finally:

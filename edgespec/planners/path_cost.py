@@ -34,8 +34,8 @@ MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session's text
 MOST_OWED = 16  # tokens, from which on they get a pass of their own, if there is no step …
 MOST_OWED_IN_MEMORY = 4  # … and where that does not read weights from a disk
-SHARE = 1 / 8  # states may take this part of what the weights take …
-ALWAYS = 512 << 20  # … and so many bytes in any case
+SHARE = 1 / 8  # states may take this part of the weights' bytes,
+ALWAYS = 512 << 20  # and this many bytes in any case
 MOST_MARKED = 1  # states at the ends of prompts, besides the last one
 USUAL_DEPTH = 8  # of a tree: so many tokens before the last state, steps should be able to begin
 CHEAP = 63  # rows that a pass may have for a step, or twice what it has without: they are computed for nothing
@@ -70,7 +70,7 @@ def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> 
 
 
 def states_within(state: int, weights: int, most: int) -> int:
-    """How many states may be held, at most so many, of so many bytes each beside weights of so many bytes."""
+    """Number of states that may be kept: at most `most`, of `state` bytes each, by the bytes of the weights."""
     return min(most, max(ALWAYS, int(SHARE * weights)) // state) if state else most
 
 
@@ -145,7 +145,7 @@ class States(Generic[State]):
 
 
 def note(most: int | None = None) -> str:
-    """What a person should know of a model with recurrent layers, whose trees have at most so many paths."""
+    """Note for users on a model with recurrent layers, whose trees have at most `most` paths."""
     limit = f", at most {most}" if most else ""
     return (
         f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more (docs/hybrids.md)"
@@ -153,7 +153,7 @@ def note(most: int | None = None) -> str:
 
 
 def rows_of(parents: ArrayLike, head: int) -> int:
-    """Rows of a pass over a tree as paths, each with so many owed tokens at its head."""
+    """Rows of a pass over a tree as paths, each with `head` unread tokens at its beginning."""
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
