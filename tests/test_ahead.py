@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
@@ -19,7 +20,6 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, Worker
 from edgespec.planners.auto import AutoPlanner, AutoState
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.guard import BLOCK, REST, Guard
 from edgespec.planners.none import NonePlanner

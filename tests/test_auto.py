@@ -6,6 +6,7 @@ from dataclasses import replace
 import hypothesis
 import numpy as np
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ from edgespec.planners.auto import (
     Share,
     new_auto_state,
 )
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
 from edgespec.planners.drafting import agreed

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from auto_planners import auto_planner
 from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
@@ -32,7 +33,6 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

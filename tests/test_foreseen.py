@@ -8,6 +8,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
+from auto_planners import auto_planner
 from starlette.testclient import TestClient
 from test_server import HELLO, stream
 from test_server_tools import TEMPLATE, TOOLS
@@ -15,7 +16,6 @@ from test_server_tools import TEMPLATE, TOOLS
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import CATCH_UP, SpecExecPlanner

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from auto_planners import auto_planner
 from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.engine import load
 
@@ -30,7 +31,6 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

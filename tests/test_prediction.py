@@ -1,6 +1,7 @@
 """What a text may be foretold from besides itself: a predicted answer, and what its siblings write."""
 
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
@@ -8,7 +9,6 @@ from edgespec.loop.hint_texts import LONGEST_INPUT, HintTexts
 from edgespec.loop.tree import Source
 from edgespec.model import CHARACTERS, Model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 

@@ -13,6 +13,7 @@ from time import sleep
 
 import numpy as np
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,6 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import PLAIN, new_auto_state
-from edgespec.planners.candidates import auto_planner
 from edgespec.planners.cost import goodput, split
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

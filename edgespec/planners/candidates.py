@@ -20,7 +20,7 @@ from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.planner import Context, Planner, Proposal
 from edgespec.loop.tree import DraftTree, ranked
-from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, Offer, Share
+from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import agreed
 from edgespec.planners.path_cost import best_part
@@ -168,21 +168,3 @@ class Drafting(Candidate):
         asked = self._agreement_here.hoped + min(self._state.agreement.hoped, MOST_EARLIER) / EARLIER
         agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
         return chain_goodput(agreement, unread, depth, times, draft_times, head) * self._state.worth.value(1.0)
-
-
-def auto_planner(
-    name: str,
-    state: AutoState,
-    lookup: Planner | None = None,
-    draft: Planner | None = None,
-    *,
-    patience: int = 0,
-    goes_ahead: bool = False,
-) -> AutoPlanner:
-    """The planner that asks these two, either of which may be missing; arguments as for `AutoPlanner`, `Drafting`."""
-    candidates = list[Candidate]()
-    if lookup:
-        candidates.append(Lookup(lookup, state))
-    if draft:
-        candidates.append(Drafting(draft, state, patience=patience, goes_ahead=goes_ahead))
-    return AutoPlanner(name, state, candidates)
