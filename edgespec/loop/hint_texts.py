@@ -67,7 +67,7 @@ Hint: TypeAlias = tuple[Source, NgramIndex]  # the index of a text, and the sour
 class HintTexts:
     """Texts shared by the sequences of one request: a predicted answer, and what each sequence has generated.
 
-    Every text here begins with the last tokens of the prompt, so that the first tokens of an answer find it.
+    Each begins with the last tokens of the prompt, so that the first tokens of an answer match it.
     """
 
     def __init__(self, prompt_ids: Sequence[int], prediction: Sequence[int] = ()) -> None:
@@ -104,6 +104,6 @@ class HintTexts:
         self._generated[number].extend(tokens)
 
     def hints(self, number: int) -> list[Hint]:
-        """The texts for a sequence: the prediction and its siblings."""
+        """Hints for one sequence: the prediction and its siblings."""
         siblings = [(Source.INPUT, index) for i, index in enumerate(self._generated) if i != number]
         return [*self._predicted, *siblings]

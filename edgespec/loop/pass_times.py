@@ -121,8 +121,8 @@ class PassTimes:
     def least_seen(self, sequences: int = 1) -> int:
         """Passes known of the smallest size seen that `sequences` can share, for the length with most.
 
-        The first pass after loading may take twice as long as all others, and were it alone, larger ones would look
-        cheap. Sequences that share their passes make none over one node.
+        The first pass after loading may take twice as long as all others: by it alone larger ones would look cheap.
+        Sequences that share their passes make none over one node.
         """
         shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
         counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]

@@ -61,7 +61,7 @@ class GenerationStats:
             self.tokens_by_source[source.name.lower()] += 1
 
     def drop(self, sources: Sequence[Source]) -> None:
-        """Tokens behind a stop string were generated, but are not part of the text."""
+        """Take back tokens behind a stop string: they were generated, but are not part of the output."""
         self.tokens -= len(sources)
         for source in sources:
             self.tokens_by_source[source.name.lower()] -= 1

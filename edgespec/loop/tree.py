@@ -108,7 +108,7 @@ def parents_among(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
 
 
 def ancestor_mask(parents: ArrayLike) -> NDArray[np.bool_]:
-    """[n, n]: row i is true for node i and its ancestors. That is what node i may attend to."""
+    """[n, n]: row i is true for node i and its ancestors, to which node i may attend."""
     up = np.asarray(parents, np.int32)
     mask = np.eye(len(up), dtype=np.bool_)
     for node in range(len(up)):

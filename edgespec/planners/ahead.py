@@ -61,7 +61,7 @@ class Worker:
 
     @contextmanager
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
-        """Within it the task goes on; at the end it is told to stop, and not waited for."""
+        """Run the task within; at the end it is told to stop, and not waited for."""
         if self._executor is None:
             give_way = _give_way if self._nice else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
@@ -138,11 +138,9 @@ class AheadSearch(Search):
 
     @property
     def most_known(self) -> int:
-        """See `Search`."""
         return max(self.known, self.budget)
 
     def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
-        """See `Search`."""
         with self.lock:
             super().add_children(batch, places, ids, values)
 
@@ -171,7 +169,7 @@ class AheadSearch(Search):
         return unread
 
     def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
-        """What lies below a node that was read, as a search of its own: the node is committed now.
+        """Return what lies below a node that was read, as a search of its own: the node is committed now.
 
         Args:
             node: the new root.
@@ -220,10 +218,10 @@ class AheadPlanner(SpecExecPlanner):
         Args:
             draft: a loaded draft model with the target's vocabulary.
             sequences: that may be generated at once, with sessions of this draft.
-            top_up: add to what it has found meanwhile before it is sent; without, the target starts at once, with
-                nothing where nothing was found (pre-verify and post-verify of PEARL, arXiv 2408.11850).
-            forks: most children of the likeliest path's least sure node that are read first meanwhile, the fewer the
-                surer it is (the branches of SpecBranch, arXiv 2506.01979).
+            top_up: go on with the search before it is sent. Without, the target starts at once, if need be with the
+                root alone (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            forks: most children of the most probable path's least sure node that are read first while the target runs;
+                fewer where that node is surer (the branches of SpecBranch, arXiv 2506.01979).
             nice: the thread gives way to others: target and draft share processors.
             options: of `SpecExecPlanner`.
         """
@@ -238,11 +236,9 @@ class AheadPlanner(SpecExecPlanner):
 
     @property
     def stats(self) -> PlannerStats:
-        """See `Planner`."""
         return replace(super().stats, hidden_seconds=self._hidden_seconds, went_on=self._went_on)
 
     def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
-        """See `SpecExecPlanner`."""
         self._went_ahead, self._went_on, self._hidden_seconds = False, 0, 0.0
         super().begin(prompt_ids, read=read)
 
@@ -281,7 +277,7 @@ class AheadPlanner(SpecExecPlanner):
         scores, depth = ChildScores(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
         leaves, self._reading = self._limits.leaves(context.sequences), []
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
-        drafter.pass_cost = PassTimes()  # what a pass takes beside the target's is no measure for others
+        drafter.pass_cost = PassTimes()  # pass times while the target runs are no measure for others
         try:
             self._pass(self._read_root(search, scores, context))
             forks = search.forks(self._forks, depth) if self._forks else None
@@ -303,10 +299,10 @@ class AheadPlanner(SpecExecPlanner):
             run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
-        """Whether the pass under way is of no use, since the sequence goes on elsewhere."""
+        """True if the pass under way is of no use, since the sequence goes on elsewhere."""
         with search.lock:
             path = search.follow(tokens)
-            if tokens and search.place[0] == NOT_READ:  # it is catching up with the text
+            if tokens and search.place[0] == NOT_READ:  # it is reading the sequence
                 return False
             if not tokens or len(path) < len(tokens):
                 return True

@@ -33,7 +33,7 @@ RETRIED = 16  # runs after which a draft that did not pay gets a new chance: mac
 
 @dataclass(slots=True)
 class Share:
-    """How many of the things hoped for came; earlier ones fade."""
+    """Share of the things hoped for that came; earlier ones fade."""
 
     fading: float  # of what was seen, with each further thing
     came: float = 0.0
@@ -45,7 +45,7 @@ class Share:
         self.came, self.hoped = self.came + came, self.hoped + hoped
 
     def fade(self, times: float) -> None:
-        """What was seen counts less."""
+        """Count less what was seen."""
         left = self.fading**times
         self.came, self.hoped = self.came * left, self.hoped * left
 
@@ -56,7 +56,7 @@ class Share:
 
 @dataclass(slots=True)
 class AutoState:
-    """What is known of a target, its draft and the copies at work; kept from sequence to sequence and run to run."""
+    """Measurements of a target, its draft and the copies at work; kept from sequence to sequence and run to run."""
 
     target: PassTimes = field(default_factory=PassTimes)
     draft: PassTimes = field(default_factory=PassTimes)
@@ -69,7 +69,7 @@ class AutoState:
 
     @property
     def streams(self) -> bool:
-        """Whether every pass reads the same weights from a disk or over a bus."""
+        """True if every pass reads the same weights from a disk or over a bus."""
         return self.target.slope == FLAT
 
     def proportions(self, sequences: int) -> Curve:
@@ -143,7 +143,7 @@ class Candidate(ABC):
         """As for `Planner`, with the part that pays; `context.pass_times` is None before the target's first pass."""
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """A step is over, whoever proposed: see `Planner`."""
+        """A step is over, with this candidate's proposal or another: see `Planner`."""
         self.planner.observe(tokens, seconds)
 
 
@@ -179,12 +179,10 @@ class AutoPlanner(Planner):
 
     @property
     def draft_session(self) -> Session | None:
-        """See `Planner`."""
         sessions = (candidate.planner.draft_session for candidate in self._candidates)
         return next((session for session in sessions if session), None)
 
     def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
-        """See `Planner`."""
         self._offer, self._went_ahead = None, False
         self._state.guard.pause()
         for candidate in self._candidates:
@@ -209,10 +207,10 @@ class AutoPlanner(Planner):
         return offer.proposal
 
     def _may_propose(self, context: Context) -> bool:
-        """Whether enough passes over one node were timed.
+        """True if enough passes over one node were timed.
 
-        Where sequences share passes, what was remembered of those has to do. Paths tell no time then: where weights are
-        streamed they are proposed at once.
+        Sequences that share passes make none, so earlier runs' have to do. Of shared paths no pass times are learned:
+        where weights are streamed they are proposed at once.
         """
         state = self._state
         if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):
@@ -230,7 +228,6 @@ class AutoPlanner(Planner):
         return asked.planner.while_target_runs(nodes) if self._went_ahead else nullcontext()
 
     def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        """See `Planner`."""
         for candidate in self._candidates:
             candidate.planner.saw(tree, path, logits)
 
@@ -258,7 +255,6 @@ class AutoPlanner(Planner):
         return []
 
     def close(self) -> None:
-        """See `Planner`."""
         for candidate in self._candidates:
             candidate.planner.close()
 

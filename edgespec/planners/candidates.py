@@ -1,11 +1,11 @@
 """The two kinds of candidates that `auto` can ask, and what it learns of each.
 
-    Lookup    asking costs next to nothing; how far its probabilities can be trusted is learned
-    Drafting  asking takes draft passes; how often the draft agrees with the target is learned, and a chain of k tokens
-              is predicted to gain 1 + a + … + a^k, where a is that share
+    Lookup    asking costs next to nothing; `auto` learns how far its probabilities can be trusted.
+    Drafting  asking takes draft passes; `auto` learns the share a of tokens in which draft and target agree. A chain of
+              k tokens is predicted to gain 1 + a + … + a^k.
 
-A draft that was asked little gets the benefit of the doubt, which fades as it is asked: where it does not pay, it is
-tried a few times and left alone.
+A draft that was asked little gets the benefit of the doubt, which fades as it is asked. Where it does not pay, it is
+tried a few times and then not again.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +41,9 @@ class Lookup(Candidate):
         self._state = state
 
     def estimate(self, context: Context, budget: int) -> float:
-        """See `Candidate`."""
         return inf
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
-        """See `Candidate`."""
         # A long run that was accepted is one event: the next draft tokens are not the more probable for it.
         trust = min(1.0, max(LEAST_TRUST, self._state.copies.value(1.0)))
         times = context.pass_times or self._state.proportions(context.sequences)
@@ -90,7 +88,6 @@ class Drafting(Candidate):
         self.planner.begin(prompt_ids, read=likely)
 
     def estimate(self, context: Context, budget: int) -> float:
-        """See `Candidate`."""
         if (depth := self._depth(context, budget)) <= 0:
             return 0.0
         if context.pass_times is None:
@@ -99,7 +96,6 @@ class Drafting(Candidate):
         return self._predict(context.pass_times, length, self._unread(length), depth, context.head) / GAIN
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
-        """See `Candidate`."""
         times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
         draft_times = self._draft_times(length, context.sequences)
         hindsight = None
@@ -119,7 +115,6 @@ class Drafting(Candidate):
         return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, tree, found, seconds, hindsight))
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """See `Candidate`."""
         super().observe(tokens, seconds)
         if tokens:
             self._agreement_here.fade(1)

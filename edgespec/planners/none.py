@@ -11,6 +11,5 @@ class NonePlanner(Planner):
     name = "none"
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        """See `Planner`."""
         yield from ()
         return Proposal(root_only(context.token_ids[-1]))

@@ -4,17 +4,17 @@ A recurrent layer has one state for all the text before, so branches of a tree c
 values. But it can be copied. An engine of such a model evaluates a tree path by path: each is a sequence of its own
 that starts from a copy of the last state there is. Nodes on several paths are computed as often.
 
-After the walk there is no state behind the last accepted token, unless a path ended there. The tokens behind the last
-state are owed: every path of the next pass begins with them.
+After verification there is no state behind the last accepted token, unless a path ended there. The tokens behind the
+last state are unread: every path of the next pass begins with them.
 
     states    8        20
-    text      ·········[owed tokens][root]─a─b          one path: it starts at 20
-                       [owed tokens][root]─a─c          another: owed tokens, root and a are computed again
-              ·[as many tokens, and no guesses]         the step: it starts at 8 and ends with the text
+    text      ·········[unread][root]─a─b          one path: it starts at 20
+                       [unread][root]─a─c          another: unread tokens, root and a are computed again
+              ·[as many tokens, no draft]     the step: it starts at 8 and ends with the text
 
 So that a pass takes the weights once, all its sequences have one length: a path that is shorter goes on behind its leaf
 with anything. The step is what brings the state on: it needs a state as far behind the last one as the tree is deep.
-Where there is none, or no room, owed tokens become more, until a pass of their own reads them.
+Where there is none, or no room, unread tokens become more, until a pass of their own reads them.
 
 Backends use what stands here to find paths and steps; `cost.py` and the planners, what trees as paths cost.
 """

@@ -72,12 +72,10 @@ class SpecExecPlanner(Planner):
 
     @property
     def draft_session(self) -> Session:
-        """See `Planner`."""
         return self._drafter.session
 
     @property
     def stats(self) -> PlannerStats:
-        """See `Planner`."""
         drafter = self._drafter
         return PlannerStats(drafter.passes, drafter.seconds, mean_batch=drafter.mean_batch)
 

@@ -194,7 +194,6 @@ class SssdPlanner(Planner):
         return groups
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """See `Planner`."""
         self._index.extend(tokens)
 
 
