@@ -27,7 +27,7 @@ def goodput(
     spent: float,
     cost: Curve,
     trust: float = 1.0,
-    texts: int = 1,
+    sequences: int = 1,
     rows: FloatArray | None = None,
 ) -> FloatArray:
     """Tokens per second of a step that keeps the 0, 1, …, n best nodes, shape [n + 1].
@@ -37,11 +37,11 @@ def goodput(
         spent: seconds of drafting.
         cost: of the target's passes.
         trust: accepted draft tokens for each that these probabilities promise.
-        texts: whose trees share the pass; each has a root, and writes a token at least.
+        sequences: whose trees share the pass; each has a root, and gains a token at least.
         rows: [n + 1] of each such pass, if nodes and roots are not one each.
     """
-    tokens = texts + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
-    return tokens / (spent + cost.seconds(np.arange(texts, texts + len(tokens)) if rows is None else rows))
+    tokens = sequences + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
+    return tokens / (spent + cost.seconds(np.arange(sequences, sequences + len(tokens)) if rows is None else rows))
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
@@ -80,7 +80,7 @@ def split(
     order = order[: np.count_nonzero(rows[1:] <= most)]
     if cost is not None:
         rows = rows[: len(order) + 1] + (len(log_probs) if roots is None else roots)
-        order = order[: int(np.argmax(goodput(values[order], spent, cost, texts=len(log_probs), rows=rows)))]
+        order = order[: int(np.argmax(goodput(values[order], spent, cost, sequences=len(log_probs), rows=rows)))]
     return [int(count) for count in np.bincount(owner[order], minlength=len(log_probs))]
 
 
@@ -116,7 +116,7 @@ def worth_reading(
     """Number of nodes that the draft should read in its next pass; 0: stop drafting.
 
     A node that is read gets children, the best of them right about `child` times as often as the node itself. If even
-    so the round would not become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is
+    so the step would not become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is
     enough.
 
     Args:

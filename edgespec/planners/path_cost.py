@@ -10,7 +10,7 @@ last state are unread: every path of the next pass begins with them.
     states    8        20
     text      ·········[unread][root]─a─b          one path: it starts at 20
                        [unread][root]─a─c          another: unread tokens, root and a are computed again
-              ·[as many tokens, no draft]     the step: it starts at 8 and ends with the text
+              ·[as many tokens, no draft]          the step: it starts at 8 and ends with the text
 
 So that a pass takes the weights once, all its sequences have one length: a path that is shorter goes on behind its leaf
 with anything. The step is what brings the state on: it needs a state as far behind the last one as the tree is deep.
