@@ -675,7 +675,7 @@ def test_the_split_is_the_best_there_is():
         assert sum(split(texts, most, spent, None)) == min(most, sum(map(len, texts)))
     assert split([np.zeros(0)], 5, 0.0, None) == [0]
     assert split([], 5, 0.0, None) == []
-    assert np.array_equal(goodput(texts[0], spent, cost), goodput(texts[0], spent, cost, texts=1))
+    assert np.array_equal(goodput(texts[0], spent, cost), goodput(texts[0], spent, cost, sequences=1))
 
 
 class TestModel:

@@ -162,6 +162,8 @@ def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max
 
 def only(tree: DraftTree, nodes: NDArray[np.intp]) -> DraftTree:
     """The sub-tree of the root and these nodes, whose parents are among them."""
+    if len(nodes) == len(tree) - 1:
+        return tree
     keep = np.zeros(len(tree), np.bool_)
     keep[0] = keep[nodes] = True
     return select(tree, keep)
