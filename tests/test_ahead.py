@@ -15,9 +15,9 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.generate import generate_tokens
-from edgespec.loop.planner import Proposal
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import Proposal
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, Worker
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner

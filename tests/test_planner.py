@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from edgespec.loop.planner import Planner, Proposal
+from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.tree import Source, make_tree, root_only
+from edgespec.loop.tree import Proposal, Source, make_tree, root_only
 from edgespec.model import Model
 from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.choice import PLANNERS, Method, check_planner, make_planner

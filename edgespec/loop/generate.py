@@ -35,10 +35,10 @@ from edgespec.loop.passes import (
     prompt_work,
     start_of,
 )
-from edgespec.loop.planner import Context, Planner, Proposal
+from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.tree import DraftTree, Source, only, shallow
+from edgespec.loop.tree import DraftTree, Proposal, Source, only, shallow
 from edgespec.loop.verify import walk
 
 

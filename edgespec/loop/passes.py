@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
-from edgespec.loop.planner import Proposal
 from edgespec.loop.shapes import RowClass
-from edgespec.loop.tree import DraftTree, FloatArray, ranked
+from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
 
 
 @dataclass(frozen=True, slots=True)

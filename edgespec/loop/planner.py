@@ -15,15 +15,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.loop.tree import DraftTree
+from edgespec.loop.tree import DraftTree, Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +41,6 @@ class Context:
     sequences: int = 1  # that have trees at once, and share the leaves that a backend holds
     hints: Sequence[Hint] = ()  # texts from which draft tokens may be copied
     foreseen: int = 0  # last tokens that are not committed; 0 but for `foresee`
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A tree, of which the loop keeps the nodes that the pass has room for."""
-
-    tree: DraftTree  # rooted at the last committed token; of any size
-    nodes: NDArray[np.intp] | None = None  # [m] that pay, as `tree.ranked` gives them; None: all, best first
 
 
 @dataclass(frozen=True, slots=True)

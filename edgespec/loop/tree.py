@@ -41,6 +41,14 @@ class DraftTree:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree, of which the loop keeps the nodes that the pass has room for."""
+
+    tree: DraftTree  # rooted at the last committed token; of any size
+    nodes: NDArray[np.intp] | None = None  # [m] that pay, as `ranked` gives them; None: all, best first
+
+
 def make_tree(
     token_ids: ArrayLike, parents: ArrayLike, log_probs: ArrayLike, source: ArrayLike | None = None
 ) -> DraftTree:

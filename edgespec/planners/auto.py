@@ -17,8 +17,8 @@ import numpy as np
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
-from edgespec.loop.planner import Context, Planner, PlannerStats, Proposal
-from edgespec.loop.tree import DraftTree, only, root_only
+from edgespec.loop.planner import Context, Planner, PlannerStats
+from edgespec.loop.tree import DraftTree, Proposal, only, root_only
 from edgespec.planners.guard import Guard
 from edgespec.planners.path_cost import rows_of
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.planner import Context, Planner, Proposal
-from edgespec.loop.tree import DraftTree, ranked
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.tree import DraftTree, Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import agreed

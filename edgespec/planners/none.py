@@ -1,8 +1,8 @@
 """Plain decoding, as a planner that proposes nothing: the baseline of all others."""
 
 from edgespec.loop.draft_passes import DraftSteps
-from edgespec.loop.planner import Context, Planner, Proposal
-from edgespec.loop.tree import root_only
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.tree import Proposal, root_only
 
 
 class NonePlanner(Planner):

@@ -24,9 +24,9 @@ import numpy as np
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.planner import Context, Planner, PlannerStats, Proposal
+from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
-from edgespec.loop.tree import root_only
+from edgespec.loop.tree import Proposal, root_only
 from edgespec.planners.cost import worth_reading
 from edgespec.planners.drafting import ChildScores, Drafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search

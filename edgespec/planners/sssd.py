@@ -28,8 +28,8 @@ import numpy as np
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import END, LONGEST_INPUT, Hint, NgramIndex
 from edgespec.loop.passes import common_prefix
-from edgespec.loop.planner import Context, Planner, Proposal
-from edgespec.loop.tree import DraftTree, Source, root_only
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.tree import DraftTree, Proposal, Source, root_only
 from edgespec.planners.datastore import Datastore
 from edgespec.planners.sssd_calibration import WEIGHTS
 
