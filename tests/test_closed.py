@@ -29,7 +29,7 @@ CALLS = {  # of every public method, as a user makes them
     "chat": [lambda model: model.chat("hello", **SHORT), lambda model: model.chat(MESSAGES, **SHORT)],
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
     "encode": [lambda model: model.encode("hello"), lambda model: model.encode(MESSAGES)],
-    "family": [lambda model: model.family([3, 4], "hello"), lambda model: model.family([3, 4])],
+    "hint_texts": [lambda model: model.hint_texts([3, 4], "hello"), lambda model: model.hint_texts([3, 4])],
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],
     "request": [lambda model: model.request("hello"), lambda model: model.request(MESSAGES)],
     "stream": [lambda model: list(model.stream("hello", **SHORT))],

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from auto_planners import auto_planner
 from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
@@ -23,6 +24,7 @@ from edgespec.errors import UsageError
 from edgespec.loading.exact import FEW, apply_row_class, usable
 from edgespec.loading.row_classes import MANY, find
 from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill, start_of
@@ -30,7 +32,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -138,7 +140,7 @@ def write(target, planner, prompt, sampling, count, budget=62):
 
 def auto(draft):
     pace = new_auto_state(streams=True)
-    return AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+    return auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
 
 
 PLANNERS = {
@@ -470,9 +472,10 @@ def test_company_changes_nothing(weights, asked):
             return generation
 
         def step(running):
-            logits = target.forward([generation.work(generation.plan()) for generation in running])
-            for generation, rows in zip(running, logits, strict=True):
-                generation.take(rows)
+            passes = [generation.cut(run_one(generation.propose())) for generation in running]
+            logits = target.forward([one.work for one in passes])
+            for generation, one, rows in zip(running, passes, logits, strict=True):
+                generation.accept(one, rows)
 
         alone = []
         for i in range(6):

@@ -12,9 +12,12 @@ from time import perf_counter
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.text import render_chat, user_messages
+from edgespec.loop.tree import only
 from edgespec.loop.verify import walk
 
 MAX_LEAVES = 256  # llama.cpp's limit
@@ -85,11 +88,12 @@ def replay(
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
         started = perf_counter()
-        tree = planner.plan(context, budget)
+        proposal = run_one(planner.propose(context, budget))
+        tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))
         plan_seconds.append(perf_counter() - started)
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]
-        planner.accept(output, 0.0)
+        planner.observe(output, 0.0)
         token_ids.extend(output)
         lengths.append(len(output))
     return Replay(lengths, plan_seconds)

@@ -23,7 +23,7 @@ from edgespec.measure.lossless import explain
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
+from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, taken
 
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
 
@@ -119,9 +119,7 @@ def run_bench(
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
-    options = {
-        name: {o: value for o, value in planner_options.items() if o in PLANNERS.get(name, ())} for name in names
-    }
+    options = {name: taken(name, planner_options) for name in names}
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     need_draft = any(name in USE_DRAFT for name in names)

@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 
 from edgespec.loop.grammar import Compiled
-from edgespec.loop.hint_texts import Family
+from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
@@ -87,9 +87,9 @@ class Service:
             Request(
                 list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
                 min(question.max_tokens or limit, limit - len(ids)), tuple(question.stop), question.log_probs,
-                question.plain, grammar, family, question.foresee, self._format(question).shown(question.tools),
+                question.plain, grammar, hint_texts, question.foresee, self._format(question).shown(question.tools),
             )
-            for ids, family in prompts
+            for ids, hint_texts in prompts
             for i in range(question.choices)
         ], inside  # fmt: skip
 
@@ -106,7 +106,7 @@ class Service:
             raise Refused(400, f"max_tokens is {question.max_tokens}, but must be at least 1", param="max_tokens")
         TextStream(self.model.target.vocab, question.stop)
 
-    def _read(self, question: Question) -> tuple[list[tuple[list[int], Family | None]], bool]:
+    def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], bool]:
         """Prompts as token ids, with texts that may foretell their answers; in a worker thread."""
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
@@ -114,12 +114,12 @@ class Service:
             prompts = [self.chat_format.prompt_ids(question.conversation)]
         else:
             prompts = [self._encode(prompt) for prompt in question.prompts]
-        found = list[tuple[list[int], Family | None]]()
+        found = list[tuple[list[int], HintTexts | None]]()
         for ids in prompts:
             if not ids:
                 raise Refused(400, "the prompt is empty: give at least one word", param="prompt")
             check_room(self.model.target, len(ids))
-            found.append((ids, self.model.family(ids, question.prediction, question.choices)))
+            found.append((ids, self.model.hint_texts(ids, question.prediction, question.choices)))
         return found, self._format(question).begins_inside(prompts[0])
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:

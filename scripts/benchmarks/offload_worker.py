@@ -104,7 +104,7 @@ def _measure_texts(task: Task) -> dict[str, Any]:
         pace = new_auto_state(limits.streams, limits.experts) if task.by_cost else None
         if pace and task.pace:
             pace.recall(task.pace)
-        planner = make_planner(task.planner, backends, pace=pace, ahead=task.ahead, **task.planner_options)
+        planner = make_planner(task.planner, backends, state=pace, ahead=task.ahead, **task.planner_options)
         with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
             read, before, runs = bytes_read(), processor_seconds(), []
             for prompt in task.prompts:

@@ -116,7 +116,7 @@ def named(vocab: Vocab, token: int) -> str:
 
 def traced(event: Wrote, answer: Answer, vocab: Vocab) -> dict[str, Any]:
     """What a pass has drafted and accepted, for the page."""
-    tree, stats = event.round.tree, answer.stats
+    tree, stats = event.step.tree, answer.stats
     return {
         "tokens": [{"text": part.text, "source": part.source.name.lower()} for part in event.chunks],
         "pass": {
@@ -125,7 +125,7 @@ def traced(event: Wrote, answer: Answer, vocab: Vocab) -> dict[str, Any]:
             "parents": tree.parents.tolist(),
             "log_probs": [round(value, 3) for value in tree.log_probs.tolist()],
             "sources": tree.source.tolist(),
-            "path": event.round.path,
+            "path": event.step.path,
         },
         "seconds": {
             "prefill": stats.prefill_seconds,
