@@ -372,9 +372,10 @@ def load(
         parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
             memory is counted: for a quarter, and what others leave.
         ahead: the draft goes on guessing while the target works, for one text at a time, as long as it gains by that;
-            with a budget always. Default: where it has a processor of its own, and no budget is given (docs/ahead.md).
-        targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
-            program again: scripts need `if __name__ == "__main__":`.
+            with a budget always. Default: where it has a processor of its own, and no budget is given (see
+            docs/reference/planners.md).
+        targets: verify in this number of processes, each with a copy of the target
+            (docs/guides/several-machines.md). They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.

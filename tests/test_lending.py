@@ -81,7 +81,7 @@ def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:
     assert lent(needed, free=0) == 0
 
 
-needs_rpc = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: docs/targets.md says how to build one")
+needs_rpc = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: see docs/guides/several-machines.md")
 
 
 @pytest.fixture

@@ -803,9 +803,9 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
 ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
-from edgespec.backends.llamacpp import memory as llamacpp_memory
+from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.engine import load
-from edgespec.loop.backend import prefill
+from edgespec.loop.passes import prefill
 from edgespec.errors import UsageError
 from edgespec.machine.memory import parse_size
 

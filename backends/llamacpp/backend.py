@@ -15,13 +15,12 @@ from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import BatchInvariance
+from edgespec.loop.shapes import TILE, BatchInvariance
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
 
-from . import recurrent as paths
 from .batch import Batch
-from .cells import IN_WINDOWS, TILE, Cells, Rows
+from .cells import IN_WINDOWS, Cells, Rows
 from .ggml.files import engine_build, last_log, llama_cpp
 from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
@@ -31,8 +30,8 @@ from .memory.layer_hooks import LayerWatch
 from .memory.mixture import Mixture
 from .memory.skip_padding import Sparing
 from .memory.threads import crowd, threads_for
-from .recurrent import PathSession
-from .seq_ids import Ids
+from .recurrent import LlamaRecurrentSession, forward_recurrent
+from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
 from .vocab import LlamaVocab
 
@@ -74,7 +73,7 @@ class LlamaBackend:
         self.copies = not window and "lenders" not in computing  # cells may be copied, for less than rows cost
         self.files: Sequence[str] = ()  # of the model
         self.row_hook: Callable[[int], None] = lambda rows: None  # called before each pass with its rows
-        self._ids = Ids(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
+        self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
@@ -94,17 +93,17 @@ class LlamaBackend:
         self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        kind = PathSession if self.capabilities.paths else LlamaSession
+        kind = LlamaRecurrentSession if self.capabilities.paths else LlamaSession
         session = kind(self, self._ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    def release(self, session: LlamaSession | PathSession) -> None:
+    def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
         """A session is empty, and was closed."""
         self._open.remove(session)
-        self._ids.close(session.ids)
+        self._ids.close(session.seq_ids)
 
     def lend(self, seq: int, session: LlamaSession) -> None:
         """A session gets a sequence id that was free when its nodes were placed."""
@@ -139,13 +138,13 @@ class LlamaBackend:
         """Whether its cells are all that is in the cache."""
         if self.cells.wasted:
             return False
-        return not any(other.held or other.has_nodes for other in self._open if other is not session)
+        return not any(other.cached or other.has_nodes for other in self._open if other is not session)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
             try:
-                return paths.forward(self, batch, llama_cpp.llama_n_ubatch(self.context))
+                return forward_recurrent(self, batch, llama_cpp.llama_n_ubatch(self.context))
             finally:
                 self.stop.clear()
         check_batch(batch, self.capabilities)

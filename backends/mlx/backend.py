@@ -11,9 +11,9 @@ evaluated since the last commit follow in the order they were given. A commit mo
 path together; the prefix stays where it is. MLX writes in place into a buffer that nobody else holds, so a fork
 shares its parent's buffers until one of the two writes.
 
-Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Models with recurrent layers read
-trees as paths, and keep their ropes: `paths.py`. Whatever needs more than this (positions used outside a rope, masks of
-its own) is refused when the model is loaded, by comparing a tree of three nodes with its chains.
+Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Models with recurrent layers
+evaluate trees as paths, and keep their ropes: `recurrent.py`. A model that needs more than this (positions used outside
+a rope, masks of its own) is refused at load: a tree of three nodes is compared with its chains.
 
 Several works in one forward are evaluated one after the other: each reads the weights again, from memory. Weights
 larger than memory are read from disk once for all of them: `streaming.py`.
@@ -54,7 +54,7 @@ from .memory import (
     plan_memory,
     set_memory_limits,
 )
-from .paths import LaneCache, MlxPathSession, is_recurrent
+from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
 from .tree import TreeCache, cut_rows, wrap_ropes
@@ -182,7 +182,7 @@ class MlxBackend:
 
     def _session(self, capacity: int) -> MlxSession:
         if self.capabilities.paths:
-            return MlxPathSession(self, [LaneCache(capacity, window) for window in self._windows], self._kinds)
+            return MlxRecurrentSession(self, [LaneCache(capacity, window) for window in self._windows], self._kinds)
         return MlxSession(self, [TreeCache(capacity, window) for window in self._windows])
 
     @property
@@ -209,8 +209,7 @@ class MlxBackend:
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         # All works are checked before the first is taken in: a refused batch changes nothing.
-        for work, session in zip(batch, sessions, strict=True):
-            session.check(work)
+        positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
         with interruptible(sessions, self._interrupted):
             if self._interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
@@ -221,8 +220,8 @@ class MlxBackend:
                     session.take()
             rows = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
             mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
-        for work, session in zip(batch, sessions, strict=True):
-            session.add(work)
+        for session, work, places in zip(sessions, batch, positions, strict=True):
+            session.add(work, places)
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
 
     def interrupt(self) -> None:

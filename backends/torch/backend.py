@@ -38,8 +38,7 @@ from edgespec.weights.plan import MARGIN, SAFETY
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
-from ..common.path_states import most_paths, states_of
-from . import paths
+from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
 from .loading import (
@@ -62,6 +61,16 @@ from .loading import (
 )
 from .logits import TorchLogits
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer
+from .recurrent import (
+    RecurrentOwner,
+    StateCache,
+    TorchRecurrentSession,
+    forward_recurrent,
+    is_recurrent,
+    make_cache,
+    state_bytes,
+    with_cells,
+)
 from .session import Placement, TorchSession
 
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
@@ -96,7 +105,7 @@ class TorchBackend:
         caches: list[Any],
         streamer: Streamer | None,
         notes: Sequence[str] = (),
-        cache: paths.StateCache | None = None,
+        cache: StateCache | None = None,
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
@@ -119,7 +128,7 @@ class TorchBackend:
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         if self.capabilities.paths:
-            return paths.TorchPathSession(cast(paths.PathOwner, self), self._free.pop())
+            return TorchRecurrentSession(cast(RecurrentOwner, self), self._free.pop())
         return TorchSession(self, self._free.pop())
 
     def release(self, cells: Any) -> None:
@@ -136,7 +145,7 @@ class TorchBackend:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         if self.capabilities.paths:
             with torch.inference_mode(), _out_of_memory("a pass"):
-                return paths.forward(cast(paths.PathOwner, self), batch)
+                return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
@@ -157,7 +166,7 @@ class TorchBackend:
                 logits = run(self.model, tokens, positions, wanted, tree, self.device)
         found = list[Logits]()
         for session, work, placement in zip(sessions, batch, placements, strict=True):
-            session.keep(work, placement)
+            session.add(work, placement)
             found.append(TorchLogits(logits[: len(work.wanted)], work.wanted.tolist()))
             logits = logits[len(work.wanted) :]
         return found
@@ -313,7 +322,7 @@ def assemble(
     context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     check_rope(config, context_length)
     max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, budget + 1)
-    recurrent, state = paths.is_recurrent(config), paths.state_bytes(model)
+    recurrent, state = is_recurrent(config), state_bytes(model)
     weights = model.num_parameters() * model.dtype.itemsize
     leaves = most_paths(state, weights, budget, sessions) if recurrent else max_nodes
     capabilities = Capabilities(
@@ -348,8 +357,8 @@ def assemble(
     try:
         model.to(device)
         align(model)
-        cache, probe = paths.make_cache(model, device) if recurrent else (None, run_probe(model, device))
-        windows = inspect_layers(model, probe, shape, paths.with_cells(config))
+        cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
+        windows = inspect_layers(model, probe, shape, with_cells(config))
         caches = [torch.empty(shape, dtype=model.dtype, device=device) for _ in range(sessions)]
     except BaseException:
         if streamer is not None:

@@ -116,9 +116,8 @@ class ApartSession:
         found: int = self._backend.child.call("reusable_prefix", self.number, length, short)
         return found
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+    def commit(self, path: Sequence[int]) -> None:
         self._update("commit", list(path))
-        return np.zeros(0, np.int32)  # only drafts keep nodes, and they are not lent
 
     def rewind(self, length: int) -> None:
         try:
