@@ -31,6 +31,7 @@ from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
@@ -75,7 +76,7 @@ def has_class(plan):
 def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
-    plan = engine.plan(str(path), LoadOptions(**sizes | options))
+    plan = engine.plan(str(path), LoadOptions(**sizes | options), this_machine())
     repack = repack and len(plan.ways) > 1 and has_class(plan)
     backend = engine.load(plan, plan.ways[0 if repack else -1])
     try:
@@ -243,7 +244,7 @@ def test_contract(check, shape, weights):
     def factory(**options):
         repack = shape.step > 1
         path = str(weights("made up"))
-        plan = engine.plan(path, LoadOptions(threads=2, exact="wide", **options))
+        plan = engine.plan(path, LoadOptions(threads=2, exact="wide", **options), this_machine())
         backend = engine.load(plan, plan.ways[0 if repack else -1])
         assert ("repacked" in backend.computing) == repack
         backend.keep_to(BatchInvariance("wide", shape, shape))

@@ -30,6 +30,7 @@ from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
 from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, in_bytes
+from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -211,7 +212,7 @@ def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[s
     path, *drafts = paths
     tried, engine, exact = Tried(), find_engine(name), options.exact
     say("memory")
-    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)))
+    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), this_machine())
     say("passes")
     way = choose_way(name, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
