@@ -175,7 +175,7 @@ class Generation:
         else:
             tree = self._planner.plan(context, budget)
         if self._grammar and budget:
-            tree = shallow(self._grammar.guess(tree, self.token_ids), room)
+            tree = shallow(self._grammar.prune_and_force(tree, self.token_ids), room)
         tree = best_nodes(tree, budget, leaves)
         self._drafted = self._planner.model_seconds - drafted
         return tree
