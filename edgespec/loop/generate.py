@@ -180,7 +180,7 @@ class Generation:
         proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
         tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
         if self._grammar and budget:  # it takes time for each node: so only for those that fit
-            tree = shallow(self._grammar.guess(only(tree, nodes), self.token_ids), room)
+            tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids), room)
             nodes = fitting(Proposal(tree), budget, leaves)
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
