@@ -97,6 +97,26 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _row_classes_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which passes agree to the bit takes seconds to find: all processes of a run share it, and nothing else."""
+    from edgespec.machine import measurements
+
+    found, usual = shared_folder(request.config) / "row-classes", measurements._path
+
+    def path(about: measurements.About) -> Path | None:
+        usually = usual(about)
+        if usually is not None or about.get("kind") != "exact":
+            return usually
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measurements, "folder", lambda: found)
+            return usual(about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurements, "_path", path)
+        yield
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Run the command with arguments: exit code, standard output, standard error.

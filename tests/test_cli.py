@@ -211,7 +211,9 @@ def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> N
 
 def test_same_seed_same_text(run: Run, smollm2_tiny: Path) -> None:
     arguments = ["run", str(smollm2_tiny), "Tell me a story.", "--json", "-n", "16", "-t", "1", "--planner", "none"]
-    first, again, other = (json.loads(run(*arguments, *ANY_PASSES, "--seed", seed)[1])["tokens"] for seed in ("5", "5", "6"))
+    first, again, other = (
+        json.loads(run(*arguments, *ANY_PASSES, "--seed", seed)[1])["tokens"] for seed in ("5", "5", "6")
+    )
     assert first == again != other
 
 
@@ -239,7 +241,9 @@ def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
 
 def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:
     model = str(smollm2)
-    refused(run, "run", model, "-", "--ctx", "64", *ANY_PASSES, code=1, says="the context holds 64", stdin="word " * 100)
+    refused(
+        run, "run", model, "-", "--ctx", "64", *ANY_PASSES, code=1, says="the context holds 64", stdin="word " * 100
+    )
     other = ["--draft", str(other_vocab_gguf)]
     refused(run, "run", model, "hi", *other, *ANY_PASSES, code=1, says="another vocabulary than the target")
     cut = tmp_path / "cut.gguf"
@@ -249,7 +253,17 @@ def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Pat
     text = tmp_path / "a.txt"
     text.write_text("some words to copy from " * 50)
     assert run("datastore", "build", str(store), str(text), "--model", model)[0] == 0
-    refused(run, "run", str(other_vocab_gguf), "hi", "--datastore", str(store), *ANY_PASSES, code=1, says="another tokenizer")
+    refused(
+        run,
+        "run",
+        str(other_vocab_gguf),
+        "hi",
+        "--datastore",
+        str(store),
+        *ANY_PASSES,
+        code=1,
+        says="another tokenizer",
+    )
     store.write_bytes(store.read_bytes()[:-10])
     refused(run, "run", model, "hi", "--datastore", str(store), *ANY_PASSES, code=1, says="damaged")
 

@@ -64,7 +64,7 @@ REPACKS = not without_amx(llama_cpp.llama_print_system_info())
 def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
-    early = probe_before_load("llamacpp", str(path), asked, keep=False, say=lambda text: None)
+    early = probe_before_load("llamacpp", str(path), asked, keep=True, say=lambda text: None)
     backend = load(str(path), **sizes | options, agrees=lambda *about: repack and early(*about[:2]))
     try:
         apply_row_class(backend, str(path), asked)

@@ -204,7 +204,9 @@ def test_the_command_line(run: Run, warm: Path, tmp_path: Path) -> None:
 def test_bench_stays_greedy(run: Run, warm: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon a time"}\n')
-    status, out, err = run("bench", str(prompts), "--model", str(warm), "-n", "4", "--ctx", "64", "--exact", "off", "--json")
+    status, out, err = run(
+        "bench", str(prompts), "--model", str(warm), "-n", "4", "--ctx", "64", "--exact", "off", "--json"
+    )
     assert status == 0, err
     assert json.loads(out)["sampling"] == {}
 
