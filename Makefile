@@ -17,7 +17,7 @@ pair: .venv/pair build/draft.gguf
 build/draft.gguf: .venv/pair
 	mkdir -p build
 	rm -f $@
-	$(BIN)/python scripts/convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
+	$(BIN)/edgespec convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
 
 # In two processes at once: a module's tests mostly run in one of them, and share what they load.
 test: .venv/test

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,11 +10,13 @@ import time
 from pathlib import Path
 from subprocess import PIPE
 
+import click
 import numpy as np
 import pytest
 from conftest import Run
 
 import edgespec
+from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.machine import measurements as remembered
 from edgespec.measure.doctor import learned_line
@@ -111,7 +114,6 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--temperature", "-1"], 2, "temperature is -1.0"),
         (["x.gguf", "hi", "--temperature", "nan"], 2, "temperature is nan"),
         (["x.gguf", "hi", "--top-p", "0"], 2, "top_p is 0.0"),
-        (["x.gguf", "hi", "--logit-bias", "5"], 2, "ID=BIAS"),
         (["x.gguf", "hi", "--planner", "magic"], 2, "there is no planner 'magic'"),
         (["x.gguf", "hi", "--planner", "specexec"], 2, "needs a draft model"),
         (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
@@ -135,6 +137,9 @@ def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: 
         (["--min-probability", "2"], "min_probability=…", "min_probability is 2.0"),
         (["--no-coupling"], "coupling=False", "has no option 'coupling'"),
         (["--no-memory-of-costs"], f"set {remembered.OFF}=1", "no such file"),
+        (["--presence-penalty", "nan"], "generate(…, presence_penalty=…)", "presence_penalty is nan"),
+        (["--frequency-penalty", "nan"], "generate(…, frequency_penalty=…)", "frequency_penalty is nan"),
+        (["--logit-bias", "5"], "generate(…, logit_bias={ID: BIAS})", "ID=BIAS"),
     ],
 )
 def test_options_that_go_are_accepted_with_a_note(run: Run, option: list[str], instead: str, says: str) -> None:
@@ -147,11 +152,30 @@ def test_options_that_go_are_accepted_with_a_note(run: Run, option: list[str], i
     assert option[0] not in run("run", "--help")[1]
 
 
-def test_a_server_takes_the_old_option_for_the_order_with_a_note(run: Run) -> None:
-    _, _, err = run("serve", "nothing.gguf", "--first-come")
-    assert err.startswith("note: --first-come goes with the next version; requests are always served as they came\n")
+@pytest.mark.parametrize(
+    ("option", "note"),
+    [
+        (["--first-come"], "requests are always served as they came"),
+        (["--api-key", "key"], "use --api-key-file or $EDGESPEC_API_KEY, which others cannot see"),
+    ],
+)
+def test_a_server_takes_old_options_with_a_note(run: Run, option: list[str], note: str) -> None:
+    _, _, err = run("serve", "nothing.gguf", *option)
+    assert err.startswith(f"note: {option[0]} goes with the next version; {note}\n")
     assert "no such file" in err
-    assert "--first-come" not in run("serve", "--help")[1]
+    assert f"{option[0]} " not in run("serve", "--help")[1]
+
+
+@pytest.mark.parametrize("name", ["run", "serve", "bench"])
+def test_help_lists_every_option_once_by_section(run: Run, name: str) -> None:
+    _, out, _ = run(name, "--help")
+    sections = re.findall(r"^(\w[\w ]*):$", out, re.MULTILINE)
+    assert sections[:4] == ["Model", "Memory", "Drafting", "Server" if name == "serve" else "Sampling"]
+    listed = re.findall(r"^  (-.+?)(?:  |$)", out, re.MULTILINE)
+    shown = [one for one in cli.commands[name].params if isinstance(one, click.Option) and not one.hidden]
+    for option in shown:
+        assert sum(option.opts[-1] in row.replace(",", " ").split() for row in listed) == 1, option.opts
+    assert len(listed) == len(shown) + 1  # and --help
 
 
 @pytest.mark.parametrize(

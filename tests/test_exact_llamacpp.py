@@ -15,13 +15,15 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
 from edgespec.errors import UsageError
-from edgespec.loading.exact import apply_row_class, probe_before_load
+from edgespec.loading.exact import FEW, apply_row_class, usable
+from edgespec.loading.row_classes import MANY, find
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
@@ -60,12 +62,20 @@ LONG = "The lighthouse keeper wrote down the weather every morning, and every ev
 REPACKS = not without_amx(llama_cpp.llama_print_system_info())
 
 
+def has_class(plan):
+    """Whether there is a row class of the first way to compute, however fast."""
+    found = find("llamacpp", plan.build, plan.ways[0], plan.path, keep=False, say=lambda text: None)
+    least = MANY if plan.options.exact == "wide" else FEW
+    return any(group.most >= least for group in usable(found))
+
+
 @contextmanager
 def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
-    early = probe_before_load("llamacpp", str(path), asked, keep=True, say=lambda text: None)
-    backend = load(str(path), **sizes | options, agrees=lambda *about: repack and early(*about[:2]))
+    plan = engine.plan(str(path), LoadOptions(**sizes | options))
+    repack = repack and len(plan.ways) > 1 and has_class(plan)
+    backend = engine.load(plan, plan.ways[0 if repack else -1])
     try:
         apply_row_class(backend, str(path), asked)
         yield backend
@@ -231,7 +241,8 @@ def test_contract(check, shape, weights):
     def factory(**options):
         repack = shape.step > 1
         path = str(weights("made up"))
-        backend = load(path, threads=2, exact="wide", agrees=lambda *about: repack, **options)
+        plan = engine.plan(path, LoadOptions(threads=2, exact="wide", **options))
+        backend = engine.load(plan, plan.ways[0 if repack else -1])
         assert ("repacked" in backend.computing) == repack
         backend.keep_to(BatchInvariance("wide", shape, shape))
         return backend
@@ -539,15 +550,15 @@ def test_one_row_has_the_attention_of_a_few(weights, monkeypatch):
     assert least == [1, 2]
 
 
-def test_only_what_is_made_while_it_is_looked_for_is_noted(weights):
-    with loaded(weights("made up"), "narrow", kv_type="f16") as first, attention.noted() as made:
+def test_only_what_is_made_while_it_is_looked_for_is_captured(weights):
+    with loaded(weights("made up"), "narrow", kv_type="f16") as first, attention.capture_cpu_backend() as made:
         assert made == []
         with loaded(weights("made up"), "off") as second:
             assert (len(made), second.computing.get("attention")) == (1, None)
         assert first.computing["attention"] == "alike"
     with loaded(weights("made up"), "off"):
         assert len(made) == 1
-    with attention.noted() as made:
+    with attention.capture_cpu_backend() as made:
         other = Thread(target=lambda: load(str(weights("made up")), context_length=64).close())
         other.start()
         other.join()

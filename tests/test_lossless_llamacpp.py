@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import Q2_K, once, quantised
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import load
 
 from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.generate import generate_tokens

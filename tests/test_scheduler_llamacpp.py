@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import made_up
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import load
 
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.sampling import SamplingParams

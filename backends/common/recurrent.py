@@ -1,0 +1,214 @@
+"""Trees as paths (`path_cost.py`) on engines whose cells of attention belong to nodes: `torch` and `mlx`.
+
+Cells lie as for any tree: the text's in order, then one for each node. What makes a path a sequence of its own are the
+states of recurrent layers alone. Tokens that are owed, and nodes on several paths, are computed again for their sake;
+whatever was in a cell stays there. So a state is of use wherever a path has ended, and its text's cells are complete.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.loop.backend import Work
+from edgespec.loop.tree import ancestor_mask, depths
+from edgespec.planners.path_cost import (
+    KEPT_STATES,
+    MOST_OWED,
+    MOST_OWED_IN_MEMORY,
+    MOST_PATHS,
+    State,
+    States,
+    paths_of,
+    states_within,
+    step_from,
+)
+
+from .nodes import NodeSession
+
+
+@dataclass(frozen=True, slots=True)
+class Lane(Generic[State]):
+    """One sequence of a pass."""
+
+    start: int  # tokens before it
+    state: State | None  # behind those; None: there are none
+    token_ids: list[int]  # committed ones, and then nodes'
+    nodes: list[int]  # that it ends with
+
+
+class Rectangle(Generic[State]):
+    """Lanes of one session side by side; the shorter ones are filled up with their last token."""
+
+    def __init__(self, lanes: Sequence[Lane[State]], width: int, first: int) -> None:
+        """
+        Args:
+            lanes: all that evaluate a work.
+            width: tokens of each.
+            first: number of the work's first node.
+        """
+        self.lanes = lanes
+        shape = len(lanes), width
+        self.token_ids, self.positions, self.nodes = (np.full(shape, -1, np.int64) for _ in range(3))
+        for row, lane in enumerate(lanes):
+            count, places = len(lane.token_ids), np.minimum(np.arange(width), len(lane.token_ids) - 1)
+            nodes = np.array([-1] * (count - len(lane.nodes)) + lane.nodes)
+            self.token_ids[row], self.nodes[row] = np.array(lane.token_ids)[places], nodes[places]
+            self.positions[row] = lane.start + places
+        found, at = np.unique(self.nodes, return_index=True)
+        self.width, self.first = width, first
+        self.rows: NDArray[np.int64] = at[found >= first]  # of the work's nodes, in order, where each first stands
+        self.in_order = first == 0 and len(lanes) == 1 and len(self.rows) == width  # a token sees all that is before it
+
+    def sees(self, parents: Sequence[int], length: int, window: int | None) -> NDArray[np.bool_]:
+        """[tokens of all lanes, length + nodes]: which cells each token sees.
+
+        Args:
+            parents: of all uncommitted nodes.
+            length: committed tokens.
+            window: how many positions, its own included, a token can look at; None: all.
+        """
+        positions, nodes = self.positions.reshape(-1), self.nodes.reshape(-1)
+        above = np.zeros((len(parents) + 1, len(parents)), np.bool_)  # the last row is of committed tokens
+        above[: len(parents)] = ancestor_mask(parents)
+        seen = np.concatenate([np.arange(length) <= positions[:, None], above[nodes]], axis=1)
+        if window is not None:
+            places = np.concatenate([np.arange(length), length + depths(parents)])
+            seen &= positions[:, None] - places < window
+        return seen
+
+
+class RecurrentStates(Generic[State]):
+    """The states of one session: of its text, and behind nodes where a path has ended."""
+
+    def __init__(self, most_paths: int, streams: bool) -> None:
+        """
+        Args:
+            most_paths: of a tree; so many nodes' states are kept, too.
+            streams: passes read weights from a disk or over a bus, so that one is better than two.
+        """
+        self.text = States[State](KEPT_STATES)
+        self._tips = dict[int, State]()
+        self._most_paths, self._streams = most_paths, streams
+        self._after_prompt = False  # the last commit was of a prompt's part
+
+    def unread_committed(self, length: int) -> int:
+        """Tokens that the next pass begins with, of a text of so many."""
+        behind = length - self.text.last
+        return behind if behind <= (MOST_OWED if self._streams else MOST_OWED_IN_MEMORY) else 0  # more: `unread`
+
+    def unread(self, token_ids: Sequence[int], most: int) -> Rectangle[State] | None:
+        """If too many tokens are owed: the next of them, at most so many, to be read in a pass of their own."""
+        last = self.text.last
+        if len(token_ids) - last == self.unread_committed(len(token_ids)):
+            return None
+        lane = Lane(last, self.text.kept.get(last), list(token_ids[last : last + most]), [])
+        return Rectangle([lane], len(lane.token_ids), 0)
+
+    def lanes(
+        self, text: Sequence[int], nodes: Sequence[int], parents: Sequence[int], work: Work, most: int
+    ) -> list[Lane[State]]:
+        """The sequences that evaluate a work.
+
+        Args:
+            text: committed tokens.
+            nodes: tokens of all uncommitted nodes; those of the work are the last.
+            parents: of all uncommitted nodes.
+            work: the work.
+            most: tokens that the lanes may have together, if there is to be a step.
+        """
+        length, last, above = len(text), self.text.last, depths(parents)
+        if self._after_prompt and not work.prompt:
+            self.text.mark(length)
+        found = list[Lane[State]]()
+        for path in paths_of(parents, len(nodes) - len(work.token_ids), self._tips):
+            tokens = [nodes[node] for node in path.nodes]
+            if path.start >= 0:
+                start = length + int(above[path.nodes[0]])
+                found.append(Lane(start, self._tips[path.start], tokens, path.nodes))
+            else:
+                found.append(Lane(last, self.text.kept.get(last), [*text[last:], *tokens], path.nodes))
+        if self._streams and last < length and any(lane.start == last for lane in found):
+            tokens_each = max(len(lane.token_ids) for lane in found)
+            at = step_from({0, *self.text.kept}, length, len(found), tokens_each, most)
+            if at is not None:
+                found.append(Lane(at, self.text.kept.get(at), list(text[at:]), []))
+        return found
+
+    def take(self, rectangle: Rectangle[State], states: Sequence[State]) -> None:
+        """The states behind a pass's lanes: of use where nothing stands behind a lane's last token."""
+        for lane, state in zip(rectangle.lanes, states, strict=True):
+            if len(lane.token_ids) == rectangle.width and lane.nodes:
+                self._tips[lane.nodes[-1]] = state
+            elif len(lane.token_ids) == rectangle.width:
+                self.text.add(lane.start + rectangle.width, state)
+        for node in sorted(self._tips)[: -self._most_paths]:
+            del self._tips[node]
+
+    def commit(self, length: int, path: Sequence[int], prompt: bool) -> None:
+        """These nodes have followed a text of so many tokens; they are part of a prompt, or not."""
+        ends = [(at, node) for at, node in enumerate(path, length + 1) if node in self._tips]
+        if ends:
+            at, node = ends[-1]
+            self.text.add(at, self._tips[node])
+        self._after_prompt = prompt
+        self._tips = {}
+
+    def cut(self, length: int) -> None:
+        """Only so many tokens stay, and no nodes."""
+        self.text.cut(length)
+        self._tips = {}
+
+
+class RecurrentSession(NodeSession, Generic[State]):
+    """Mixin for an engine's session: states of recurrent layers. It stands before that session among the bases."""
+
+    states: RecurrentStates[State]
+
+    def lanes(self, work: Work) -> list[Lane[State]]:
+        """The sequences that evaluate a checked work."""
+        tokens, parents = self._tokens + work.token_ids.tolist(), self._parents + work.parents.tolist()
+        return self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
+
+    @property
+    def unread_committed(self) -> int:
+        return self.states.unread_committed(len(self.token_ids))
+
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        return length if length == len(self.token_ids) else self.states.text.before(length)
+
+    @property
+    def _can_keep(self) -> bool:
+        return False  # nodes below have states that start from nodes which are committed now
+
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        super()._commit_cells(path, stay)
+        self.states.commit(len(self.token_ids), path, self._prompt.reading)
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self.states.cut(length)
+
+    def _copy_cells(self, other: Self) -> None:
+        super()._copy_cells(other)
+        other.states.text = self.states.text.copy()
+
+
+def most_paths(state: int, weights: int, budget: int, sessions: int) -> int:
+    """Paths of a tree, so that all states take no more memory than they should.
+
+    Args:
+        state: bytes of one.
+        weights: bytes.
+        budget: largest tree that will be asked for, in nodes without the root.
+        sessions: that may be open at once.
+    """
+    every = states_within(state, weights, sessions * states_of(MOST_PATHS)) // sessions
+    return max(1, min(MOST_PATHS, budget, (every - states_of(0)) // (states_of(1) - states_of(0))))
+
+
+def states_of(paths: int) -> int:
+    """States that a session holds at most: of its text, behind nodes, and before and after a pass with a step."""
+    return KEPT_STATES + paths + 2 * (paths + 1)

@@ -1,0 +1,210 @@
+"""Models with recurrent layers on MLX: trees as paths (`common/recurrent.py`).
+
+A pass is a batch, as mlx-lm's model classes know it: a lane is one of its sequences. Recurrent layers get a cache of
+mlx-lm's own, filled with a state for each lane. Layers with attention get `LaneCache`, where all lanes see the cells of
+one session; their ropes take a position for each lane, so they stay as they are.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from edgespec.loop.backend import Work
+
+from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
+from .session import MlxOwner, MlxSession
+from .tree import TreeCache
+
+State = list[Any]  # arrays [1, …], one for each that mlx-lm's caches have; None where there is none yet
+
+
+def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
+    """Caches of what a layer has: attention, a state, or both."""
+    for cache in caches:
+        yield from leaves_of(cache.caches) if type(cache) is CacheList else [cache]
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether some layers have a state for all the text before."""
+    return any(type(cache) is ArraysCache for cache in leaves_of(make_prompt_cache(model)))
+
+
+def sizes_of(model: Any) -> tuple[int, int, int]:
+    """Bytes of one token's keys and values, of one number among them, and of a state; see `memory.cell_bytes`."""
+    caches = make_prompt_cache(model)
+    try:
+        model(mx.array([[0]]), cache=caches)
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return 0, 4, 0
+    leaves = list(leaves_of(caches))
+    buffers = [b for cache in leaves if type(cache) is not ArraysCache for b in (cache.keys, cache.values)]
+    state = sum(cache.nbytes for cache in leaves if type(cache) is ArraysCache)
+    item = max((buffer.itemsize for buffer in buffers), default=4)
+    return sum(buffer.nbytes // buffer.shape[2] for buffer in buffers), item, state
+
+
+class Lanes:
+    """Where the tokens of one forward stand."""
+
+    def __init__(self, rectangle: Rectangle[State], parents: Sequence[int], length: int) -> None:
+        """
+        Args:
+            rectangle: the lanes.
+            parents: of all uncommitted nodes of the session.
+            length: committed tokens.
+        """
+        self.starts = mx.array(rectangle.positions[:, 0], dtype=mx.int32)
+        self.start, self.end = length + rectangle.first, length + len(parents)  # cells of the new nodes
+        self.rows = mx.array(rectangle.rows)  # which of all lanes' tokens those are
+        self._rectangle, self._parents, self._length = rectangle, parents, length
+        self._masks: dict[int | None, Any] = {}
+
+    def mask(self, window: int | None, as_array: bool) -> Any:
+        """What mlx-lm's attention takes: None (all), "causal", or booleans [lanes, 1, width, end]."""
+        if window is not None and self.end <= window:
+            window = None
+        here = self._rectangle
+        if here.in_order and window is None and (here.width == 1 or not as_array):
+            return None if here.width == 1 else "causal"
+        if window not in self._masks:
+            seen = here.sees(self._parents, self._length, window)
+            self._masks[window] = mx.array(seen.reshape(len(here.lanes), 1, here.width, self.end))
+        return self._masks[window]
+
+
+class LaneCache(TreeCache):
+    """Keys and values of one layer in one session, all of which every lane sees."""
+
+    def __init__(self, capacity: int, window: int | None) -> None:
+        super().__init__(capacity, window)
+        self.lanes: Lanes | None = None  # of the pass under way; `offset` has their first positions, for the ropes
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        self._make(keys[:1], values[:1])
+        here = cast(Lanes, self.lanes)
+        if here.end > here.start:
+            self.keys[..., here.start : here.end, :] = _new(keys, here.rows)
+            self.values[..., here.start : here.end, :] = _new(values, here.rows)
+        return _for_all(self.keys, here.end, len(keys)), _for_all(self.values, here.end, len(values))
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return cast(Lanes, self.lanes).mask(window_size or self._window, return_array)
+
+
+def _new(found: Any, rows: Any) -> Any:
+    """Of keys or values [lanes, heads, width, d] those of new nodes [1, heads, n, d]."""
+    return found.transpose(1, 0, 2, 3).flatten(1, 2)[None][..., rows, :]
+
+
+def _for_all(buffer: Any, end: int, lanes: int) -> Any:
+    """The first cells of a buffer [1, heads, capacity, d], seen by all lanes, without a copy."""
+    return mx.broadcast_to(buffer[..., :end, :], (lanes, buffer.shape[1], end, buffer.shape[3]))
+
+
+class MlxRecurrentSession(RecurrentSession[State], MlxSession):
+    """See `edgespec.loop.backend.Session`."""
+
+    caches: list[LaneCache]  # type: ignore[assignment]
+
+    def __init__(self, backend: MlxOwner, caches: list[LaneCache], kinds: Sequence[Any]) -> None:
+        """
+        Args:
+            backend: its own.
+            caches: of all layers with attention.
+            kinds: mlx-lm's caches of all layers, empty.
+        """
+        super().__init__(backend, list(caches))
+        limits = backend.capabilities
+        self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
+        self._kinds = kinds
+        self._rectangle: Rectangle[State] | None = None  # of the pass under way
+        self._arrays, self._given = list[ArraysCache](), list[Any]()  # its states, and all that the model gets
+
+    def place(self, work: Work) -> tuple[Any, Any]:
+        lanes, parents = self.lanes(work), self._parents + work.parents.tolist()
+        rectangle = Rectangle(lanes, max(len(lane.token_ids) for lane in lanes), self.nodes)
+        return self._begin(rectangle, parents), rectangle.rows[work.wanted - self.nodes]
+
+    def place_unread(self) -> Any:
+        rectangle = self.states.unread(self.token_ids, self._backend.capabilities.max_nodes)
+        return None if rectangle is None else self._begin(rectangle, [])
+
+    def _begin(self, rectangle: Rectangle[State], parents: Sequence[int]) -> Any:
+        """A pass over these lanes; their tokens."""
+        here = Lanes(rectangle, parents, len(self.token_ids))
+        for cache in self.caches:
+            cache.lanes, cache.offset = here, here.starts
+        self._rectangle, self._arrays = rectangle, []
+        attention, states = iter(self.caches), iter(_side_by_side([lane.state for lane in rectangle.lanes]))
+        self._given = [self._filled(kind, attention, states) for kind in self._kinds]
+        return rectangle.token_ids
+
+    def _filled(self, kind: Any, attention: Iterator[LaneCache], states: Iterator[Any]) -> Any:
+        """What the model gets in the place of an empty cache of its own."""
+        if type(kind) is CacheList:
+            return CacheList(*(self._filled(one, attention, states) for one in kind.caches))
+        if type(kind) is not ArraysCache:
+            return next(attention)
+        found = ArraysCache(len(kind.cache))
+        found.cache = [next(states, None) for _ in kind.cache]
+        self._arrays.append(found)
+        return found
+
+    def take(self) -> None:
+        """The pass has been computed: keep what is behind its lanes."""
+        assert self._rectangle
+        arrays, count = [array for cache in self._arrays for array in cache.cache], len(self._rectangle.lanes)
+        states = [[_lane(array, lane, count) for array in arrays] for lane in range(count)]
+        mx.eval([array for state in states for array in state if array is not None])
+        self.states.take(self._rectangle, states)
+        self._rectangle, self._arrays, self._given = None, [], []
+
+    def add(self, work: Work, positions: Sequence[int]) -> None:
+        super().add(work, positions)
+        self.take()
+
+    @property
+    def given(self) -> Sequence[Any]:
+        return self._given
+
+    @property
+    def state(self) -> list[Any]:
+        arrays = [array for cache in self._arrays for array in cache.cache if array is not None]
+        return super().state + arrays
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self._rectangle, self._arrays, self._given = None, [], []
+
+    def _details(self) -> dict[str, Any]:
+        kept = self.states.text.kept
+        return super()._details() | {"states": [[at, [array is not None for array in kept[at]]] for at in kept]}
+
+    def _saved(self) -> list[Any]:
+        states = self.states.text.kept.values()
+        return [*super()._saved(), *(array for state in states for array in state if array is not None)]
+
+    def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
+        super()._fill(details, arrays)
+        for at, there in details["states"]:
+            self.states.text.add(at, [next(arrays) if one else None for one in there])
+
+
+def _side_by_side(states: Sequence[State | None]) -> list[Any]:
+    """States of lanes as one of a batch; those that are not there yet are zeros, unless none is."""
+    some = next((state for state in states if state is not None), None)
+    if some is None:
+        return []
+    return [
+        None
+        if array is None
+        else mx.concatenate([mx.zeros_like(array) if state is None else state[number] for state in states])
+        for number, array in enumerate(some)
+    ]
+
+
+def _lane(array: Any, lane: int, lanes: int) -> Any:
+    """A copy of one lane's part, so that it does not keep the others' in memory."""
+    return array if array is None or lanes == 1 else mx.take(array, mx.array([lane]), axis=0)

@@ -1,0 +1,301 @@
+"""Models with recurrent layers on PyTorch: trees as paths (`common/recurrent.py`).
+
+A pass is a batch, as transformers' model classes know it: a lane is one of its sequences. States go in and come out
+through the classes' own cache; keys and values stay with `tree_attention`, for which all lanes are one row of tokens.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from threading import Event
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+import transformers
+
+from edgespec.errors import EdgespecError, Interrupted, ModelError
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.passes import check_batch
+
+from ..common.hf_vocab import first_line
+from ..common.interrupts import interruptible
+from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
+from .attention import Part, Probe, Tree, additive, finish
+from .logits import TorchLogits
+from .session import TorchOwner, TorchSession
+
+State = list[Any]  # tensors [1, …], one for each that transformers' cache has
+WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers, as transformers calls them
+WITH_BOTH = ("hybrid", "hybrid_sliding")
+RECURRENT = ("linear_attention", "conv", *WITH_BOTH)
+STATE_WIDTHS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim")  # in configurations
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers have a state for all the text before."""
+    return any(kind in RECURRENT for kind in getattr(config, "layer_types", None) or ())
+
+
+def with_cells(config: Any) -> list[int]:
+    """The layers that have keys and values."""
+    kinds = getattr(config, "layer_types", None)
+    return [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in WITHOUT_CELLS]
+
+
+def state_bytes(model: Any) -> int:
+    """Most bytes that a state takes; 0: no layer is recurrent. Known before anything is computed.
+
+    A layer's convolution has at least as many channels as its state has rows.
+    """
+    config = model.config.get_text_config()
+    if not is_recurrent(config):
+        return 0
+    width = max(getattr(config, name, None) or 0 for name in STATE_WIDTHS)
+    kernels = [module for module in model.modules() if isinstance(module, torch.nn.Conv1d)]
+    return sum(one.out_channels * (one.kernel_size[0] * model.dtype.itemsize + 4 * width) for one in kernels)
+
+
+class StateCache(transformers.DynamicCache):  # type: ignore[misc]
+    """What the model classes take for a cache. It holds states for as long as a pass takes, and no keys and values."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(config=model.config)
+        self.name = (
+            "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+        )
+        self.with_cells = with_cells(model.config.get_text_config())
+        self._rows: Any = None
+        model.get_output_embeddings().register_forward_pre_hook(self._cut)
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return key_states, value_states
+
+    def _cut(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of all lanes' last vectors only those whose logits are wanted."""
+        return (args[0].flatten(0, 1)[self._rows],)
+
+    def _places(self) -> Iterator[tuple[dict[int, Any], int]]:
+        for layer in self.layers:
+            for states in (layer.conv_states, layer.recurrent_states) if _has_states(layer) else ():
+                yield from ((states, index) for index, state in states.items() if state is not None)
+
+    def make_empty(self) -> None:
+        """After a first pass: from what it has left, states of no tokens are known.
+
+        Raises:
+            ModelError: a recurrent layer has left nothing, so its state is kept elsewhere.
+        """
+        held = [layer for layer in self.layers if _has_states(layer)]
+        if any(state is None for layer in held for state in layer.conv_states.values()) or not held:
+            raise ModelError("its recurrent layers keep their states where they cannot be copied; use a GGUF of it")
+        self.empty = [torch.zeros_like(states[index]) for states, index in self._places()]
+
+    def without_recurrent(self, state: State) -> State:
+        """A state whose convolutions alone know the text."""
+        conv = [id(layer.conv_states) for layer in self.layers if _has_states(layer)]
+        return [
+            one if id(held) in conv else empty
+            for (held, _), one, empty in zip(self._places(), state, self.empty, strict=True)
+        ]
+
+    def run(
+        self, model: Any, token_ids: Any, positions: Any, states: Sequence[State | None], rows: Any, tree: Any
+    ) -> Any:
+        """One forward over lanes.
+
+        Args:
+            model: the model.
+            token_ids: [lanes, width].
+            positions: [lanes, width].
+            states: before each lane; None: of no tokens.
+            rows: [n] those of the lanes' tokens, lane after lane, whose logits are wanted.
+            tree: for `tree_attention`.
+
+        Returns:
+            Logits [n, V] on the device, finished.
+        """
+        self._rows = rows
+        for number, (held, index) in enumerate(self._places() if states else ()):
+            held[index] = torch.cat([(state or self.empty)[number] for state in states])
+        more = {self.name: self, "tree": tree}
+        logits = model(input_ids=token_ids, position_ids=positions, use_cache=True, **more).logits
+        finish(logits.device)
+        return logits
+
+    def states(self, count: int) -> list[State]:
+        """Behind each of so many lanes."""
+        every = [held[index] for held, index in self._places()]
+        return [[state[lane : lane + 1].clone() for state in every] for lane in range(count)]
+
+
+def _has_states(layer: Any) -> bool:
+    return hasattr(layer, "conv_states")
+
+
+def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
+    """The cache of a model on its device, and what its attention does: a few tokens are read.
+
+    Raises:
+        ModelError: it cannot be run so, or a text in two parts, the second from a copied state, is not what it is at
+            once.
+    """
+    probe = Probe()
+    try:
+        cache = StateCache(model)
+        with torch.inference_mode():
+
+            def last(tokens: list[list[int]], states: Sequence[State | None]) -> Any:
+                """Logits behind the first lane; attention does nothing."""
+                ids = torch.tensor(tokens, device=device)
+                places, rows = torch.arange(ids.shape[1], device=device).expand_as(ids), ids[0, :1] * 0
+                return cache.run(model, ids, places, states, rows + ids.shape[1] - 1, probe)[0].float()
+
+            last([[1, 2]], [])
+            cache.make_empty()
+            (state,) = cache.states(1)
+            at_once, goes_on = last([[1, 2, 3, 4]], [None]), last([[3, 4], [5, 6]], [state, None])
+            lost, part = (last([[3, 4], [5, 6]], [one, None]) for one in (None, cache.without_recurrent(state)))
+    except (EdgespecError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{type(model).__name__} cannot be run on paths: {first_line(error)}") from error
+    error_of_state, effect = (float((row - at_once).abs().max()) for row in (goes_on, lost))
+    whole = all(one is other for one, other in zip(state, cache.without_recurrent(state), strict=True))
+    if not error_of_state <= 0.25 * effect or (not whole and torch.equal(goes_on, part)):
+        raise ModelError(f"{type(model).__name__} does not go on from copies of its states; use a GGUF of it")
+    return cache, probe
+
+
+class RecurrentOwner(TorchOwner, Protocol):
+    """What sessions and passes need of the backend they belong to."""
+
+    model: Any
+    cache: StateCache
+    windows: tuple[int | None, ...]
+    device: Any
+    dtype: Any
+    interrupted: Event
+
+
+class TorchRecurrentSession(RecurrentSession[State], TorchSession):
+    """See `edgespec.loop.backend.Session`."""
+
+    _backend: RecurrentOwner
+
+    def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
+        super().__init__(backend, cells)
+        self._empty, self._layers = backend.cache.empty, backend.cache.with_cells
+        self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
+
+    @property
+    def cells_of_layers(self) -> dict[int, Any]:
+        """Those of each layer that has some."""
+        return dict(zip(self._layers, self.cells, strict=True))
+
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {"states": list(self.states.text.kept)}
+
+    def _make(self, details: dict[str, Any]) -> None:
+        for at in details["states"]:
+            self.states.text.add(at, [torch.empty_like(state) for state in self._empty])
+
+    def _saved(self, length: int) -> list[Any]:
+        return [*super()._saved(length), *(tensor for state in self.states.text.kept.values() for tensor in state)]
+
+
+def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Logits]:
+    """See `edgespec.loop.backend.Backend`; in inference mode."""
+    limits = backend.capabilities
+    check_batch(batch, limits)
+    sessions = [cast(TorchRecurrentSession, work.session) for work in batch]
+    placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
+    with interruptible(sessions, backend.interrupted):
+        for session in sessions:
+            while rectangle := session.states.unread(session.token_ids, limits.max_nodes):
+                _, states = _compute(backend, [(session, rectangle, [])], [])
+                session.states.take(rectangle, states)
+        lanes = [session.lanes(work) for session, work in zip(sessions, batch, strict=True)]
+        found, taken = dict[int, Logits](), list[tuple[TorchRecurrentSession, Rectangle[State], list[State]]]()
+        for group, width in groups(batch, lanes, limits):
+            parts, rows, counts = (
+                list[tuple[TorchRecurrentSession, Rectangle[State], list[int]]](),
+                list[int](),
+                list[int](),
+            )
+            for i in group:
+                first, before = sessions[i].nodes, width * sum(counts)
+                rectangle = Rectangle(lanes[i], width, first)
+                rows += [before + int(rectangle.rows[node - first]) for node in batch[i].wanted.tolist()]
+                parts.append((sessions[i], rectangle, sessions[i].parents + batch[i].parents.tolist()))
+                counts.append(len(lanes[i]))
+            logits, states = _compute(backend, parts, rows)
+            for i, (session, rectangle, _), count in zip(group, parts, counts, strict=True):
+                wanted = batch[i].wanted.tolist()
+                found[i], logits = TorchLogits(logits[: len(wanted)], wanted), logits[len(wanted) :]
+                taken.append((session, rectangle, states[:count]))
+                states = states[count:]
+    for session, work, placement in zip(sessions, batch, placements, strict=True):
+        session.add(work, placement)
+    for session, rectangle, behind in taken:
+        session.states.take(rectangle, behind)
+    return [found[i] for i in range(len(batch))]
+
+
+def groups(
+    batch: Sequence[Work], lanes: Sequence[Sequence[Lane[State]]], limits: Capabilities
+) -> Iterator[tuple[list[int], int]]:
+    """Works whose lanes go through the model at once, and the lanes' width.
+
+    A prompt goes alone. Where weights are in memory only trees of one depth share a pass: nothing is filled up, so
+    there is a state behind every leaf.
+    """
+    together = dict[object, list[int]]()
+    widths = [max(len(lane.token_ids) for lane in some) for some in lanes]
+    for i, work in enumerate(batch):
+        together.setdefault(("prompt", i) if work.prompt else 0 if limits.streams else widths[i], []).append(i)
+    for members in together.values():
+        width, group, count = max(widths[i] for i in members), list[int](), 0
+        for i in members:
+            if group and (count + len(lanes[i])) * width > limits.max_nodes:
+                yield group, width
+                group, count = [], 0
+            group.append(i)
+            count += len(lanes[i])
+        yield group, width
+
+
+def _compute(
+    backend: RecurrentOwner,
+    parts: Sequence[tuple[TorchRecurrentSession, Rectangle[State], list[int]]],
+    rows: Sequence[int],
+) -> tuple[Any, list[State]]:
+    """One pass over rectangles of one width, each with the parents of all its session's nodes.
+
+    Returns:
+        Logits of `rows`, and the states behind all lanes.
+    """
+    if backend.interrupted.is_set():
+        raise Interrupted("the pass was interrupted")
+    device, found, row = backend.device, list[Part](), 0
+    for session, rectangle, parents in parts:
+        length, size = len(session.token_ids), rectangle.nodes.size
+        plain = rectangle.in_order and (length == 0 or size == 1)
+        masks: dict[int | None, tuple[int, Any]] = {}
+        for window in set(backend.windows):
+            if plain and (window is None or length + size <= window):
+                masks[window] = 0, None
+            else:
+                masks[window] = 0, additive(rectangle.sees(parents, length, window), backend.dtype, device)
+        start, new = length + rectangle.first, torch.from_numpy(row + rectangle.rows).to(device)
+        cells = session.cells_of_layers
+        found.append(Part(slice(row, row + size), new, cells, start, start + len(rectangle.rows), masks))
+        row += size
+    lanes = [lane for _, rectangle, _ in parts for lane in rectangle.lanes]
+    token_ids, positions = (
+        torch.from_numpy(np.concatenate([getattr(rectangle, name) for _, rectangle, _ in parts])).to(device)
+        for name in ("token_ids", "positions")
+    )
+    tree, wanted = Tree(tuple(found), backend.windows, backend.interrupted), torch.tensor(list(rows), device=device)
+    states = [lane.state for lane in lanes]
+    logits = backend.cache.run(backend.model, token_ids, positions, states, wanted.long(), tree)
+    return logits, backend.cache.states(len(lanes))

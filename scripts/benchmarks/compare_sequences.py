@@ -1,0 +1,146 @@
+"""Drafted sequences in shared batches against plain decoding of single sequences: are the tokens equal?
+
+Sequences are appended to a file, so that a check of hours can be stopped and resumed.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any, Self
+from zlib import crc32
+
+from edgespec.errors import UsageError
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.text import user_messages
+from edgespec.machine.measurements import identity
+from edgespec.model import Model, load
+from edgespec.models.registry import find_model, local_path
+
+PLAIN = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One generated sequence."""
+
+    planner: str
+    about: str  # the target, and the most tokens
+    prompt: str
+    temperature: float
+    top_p: float
+    shapes: str  # row class
+    passes: int
+    token_ids: list[int]
+
+    @property
+    def key(self) -> tuple[str, str, float, float]:
+        """Sequences with one key must be equal; the seed follows from the prompt."""
+        return self.about, self.prompt, self.temperature, self.top_p
+
+    @classmethod
+    def read(cls, path: Path) -> list[Self]:
+        """The sequences of a file, without a last line that was cut short. Raises UsageError: another kind of file."""
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        try:
+            return [cls(**json.loads(line)) for line in lines if line.endswith("\n")]
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path} is not a file of generated sequences: name another, or a new one") from error
+
+
+def generate_sequences(
+    target: str,
+    prompts: Sequence[str],
+    samplings: Sequence[SamplingParams],
+    path: Path,
+    planners: Sequence[str],
+    *,
+    parallel: int = 6,
+    max_tokens: int = 96,
+    plain_batched: bool = False,
+    done: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> list[Written]:
+    """Generate what the file at `path` lacks: by plain decoding, then by each planner, `parallel` in a batch.
+
+    `plain_batched` batches plain decoding, too, which is faster where weights are streamed. `done` is called after
+    every sequence; `options` go to `edgespec.load`.
+
+    Returns:
+        All sequences of the file.
+
+    Raises:
+        EdgespecError: from loading.
+        UsageError: the file is of another kind.
+    """
+    kept = Written.read(path)
+    about = f"{identity(local_path(find_model(target).target))}, {max_tokens} tokens"
+    path.write_text("".join(json.dumps(asdict(text)) + "\n" for text in kept))
+    for planner in dict.fromkeys([PLAIN, *planners]):
+        there = {text.key for text in kept if text.planner == planner}
+        wanted = [
+            (prompt, params)
+            for prompt in prompts
+            for params in samplings
+            if (about, prompt, params.temperature, params.top_p) not in there
+        ]
+        for _ in there:
+            done()
+        if not wanted:
+            continue
+        at_once = 1 if planner == PLAIN and not plain_batched else parallel
+        with load(target, planner=planner, parallel=at_once, say=say, **options) as model, path.open("a") as file:
+            for text in _generate(model, planner, about, wanted, max_tokens, at_once):
+                file.write(json.dumps(asdict(text)) + "\n")
+                file.flush()
+                kept.append(text)
+                done()
+    return kept
+
+
+def _generate(
+    model: Model, planner: str, about: str, wanted: Sequence[tuple[str, SamplingParams]], max_tokens: int, at_once: int
+) -> Iterator[Written]:
+    shapes = model.target.capabilities.exact
+    stopped = Event()
+
+    def write(prompt: str, params: SamplingParams) -> Written | None:
+        if stopped.is_set():
+            return None
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "seed": crc32(prompt.encode())}
+        result = model.generate(user_messages(prompt, model.system), max_tokens=max_tokens, **sampling)
+        return Written(
+            planner, about, prompt, params.temperature, params.top_p, shapes.name if shapes else "",
+            result.stats.passes, result.token_ids,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            yield from filter(None, pool.map(write, *zip(*wanted, strict=True)))
+        finally:
+            stopped.set()
+
+
+def count_equal(written: Sequence[Written]) -> Mapping[tuple[str, float, float], tuple[int, int]]:
+    """(planner, temperature, top_p) -> (sequences equal to plain decoding's, sequences that have a plain one).
+
+    Raises:
+        UsageError: sequences to compare were generated with different row classes.
+    """
+    plain = {text.key: text for text in written if text.planner == PLAIN}
+    counts: dict[tuple[str, float, float], tuple[int, int]] = {}
+    for text in written:
+        if text.planner == PLAIN or not (other := plain.get(text.key)):
+            continue
+        if text.shapes != other.shapes:
+            raise UsageError(
+                f"{text.planner} has the row class {text.shapes or 'none'}, {PLAIN} {other.shapes or 'none'}: "
+                "choose one with --exact, and start with a new file"
+            )
+        key = text.planner, text.temperature, text.top_p
+        equal, of = counts.get(key, (0, 0))
+        counts[key] = equal + (text.token_ids == other.token_ids), of + 1
+    return counts

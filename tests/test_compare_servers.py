@@ -1,0 +1,115 @@
+"""Servers as processes: started, asked by the same requests, and ended."""
+
+import sys
+
+import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
+pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
+
+from benchmarks import compare_servers, llama_server
+from benchmarks.compare_servers import Result, Servers
+from benchmarks.serving import served
+from edgespec.errors import EdgespecError, UsageError
+from edgespec.model import Model
+from edgespec.planners.sssd import SssdPlanner
+
+# Answers /health with 503 once, as while it loads; every chat request with two words of three tokens.
+PROGRAM = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+asked = []
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked.append(1)
+        self.send_response(503 if len(asked) < 2 else 200); self.end_headers()
+    def do_POST(self):
+        self.send_response(200); self.end_headers()
+        for data in ({"choices": [{"delta": {"content": "a b"}}]}, {"choices": [], "usage": {"completion_tokens": 3}}):
+            self.wfile.write(f"data: {json.dumps(data)}\\n\\n".encode())
+    def log_message(self, *_): pass
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+HTTPServer((arguments["--host"], int(arguments["--port"])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_asked_and_ended():
+    result = Result()
+    with llama_server.started([sys.executable, "-c", PROGRAM]) as port:
+        compare_servers.ask(port, ["one", "two", "three"], 2, result, max_tokens=8, temperature=0.0)
+    assert result.tokens == 9
+    assert len(result.first) == 3
+    assert result.speed > 0
+    with pytest.raises(OSError, match="refused"):
+        compare_servers.ask(port, ["one"], 1, result, max_tokens=8, temperature=0.0)
+
+
+def test_a_server_that_ends_or_is_not_there():
+    with (
+        pytest.raises(EdgespecError, match="does not answer: no such model"),
+        llama_server.started([sys.executable, "-c", "import sys; print('well'); sys.exit('no such model')"]),
+    ):
+        pass
+    with pytest.raises(UsageError, match="cannot be started: No such file"), llama_server.started(["/nowhere/server"]):
+        pass
+
+
+def test_our_own_answers_are_counted():
+    target = ReferenceBackend(random_model(1, vocab_size=258), sessions=2, context_length=300)
+    target.model.unembedding[1] = 0  # texts seldom end early
+    with Model(target, [SssdPlanner() for _ in range(2)], budget=8) as model, served(model) as port:
+        result = Result()
+        compare_servers.ask(port, ["one", "two", "three"], 2, result, max_tokens=6, temperature=0.7)
+        assert result.tokens == 18
+        with pytest.raises(EdgespecError, match="status 400"):
+            compare_servers.ask(port, ["long " * 200], 1, result, max_tokens=6, temperature=0.7)
+
+
+def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
+    def commands(self, parallel):
+        return {
+            compare_servers.OURS: [sys.executable, "-c", PROGRAM],
+            "llama-server, plain": [sys.executable, "-c", PROGRAM],
+            "llama-server, draft": [sys.executable, "-c", "import sys; sys.exit('out of luck')"],
+        }
+
+    monkeypatch.setattr(Servers, "commands", commands)
+    said = []
+    found = compare_servers.compare(
+        Servers("llama-server", "m.gguf"), ["a", "b", "c"], [1, 2], rounds=2, max_tokens=4, temperature=0.0,
+        say=said.append,
+    )  # fmt: skip
+    assert {key: result.tokens for key, result in found.items() if not result.failed} == {
+        (name, k): 9 for name in (compare_servers.OURS, "llama-server, plain") for k in (1, 2)
+    }
+    assert "out of luck" in found["llama-server, draft", 1].failed
+    assert [line for line in said if not line.startswith(" ")] == [
+        f"round {number} of 2, {k} at once, {name}" for number in (1, 2) for k in (1, 2) for name in commands(None, 0)
+    ]
+    shown = compare_servers.table(found)
+    assert shown.count("against the best of its modes") == 2
+    assert shown.count("failed: ") == 2
+
+
+def test_both_have_the_same_model_room_and_threads():
+    servers = Servers("llama-server", "big.gguf", "small.gguf", threads=3, context_length=1000, limit=1 << 30)
+    found = servers.commands(4)
+    assert set(found) == {compare_servers.OURS, *(f"llama-server, {mode}" for mode in llama_server.modes("small.gguf"))}
+    ours = " ".join(found[compare_servers.OURS])
+    for part in (
+        "serve big.gguf",
+        "--parallel 4",
+        "--ctx 1000",
+        "--draft small.gguf",
+        "--threads 3",
+        "--memory 107374",
+    ):
+        assert part in ours
+    draft = " ".join(found["llama-server, draft"])
+    for part in ("-m big.gguf", "-np 4", "-c 4000", "-t 3", "-md small.gguf", "--spec-draft-n-max 16"):
+        assert part in draft
+    assert "-md" not in found["llama-server, plain"]
+    assert set(Servers("llama-server", "big.gguf", modes=["plain"]).commands(1)) == {
+        compare_servers.OURS,
+        "llama-server, plain",
+    }
