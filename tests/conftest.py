@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
