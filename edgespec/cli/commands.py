@@ -34,7 +34,7 @@ from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.engines import choose_backend, load_options, load_vocab
+from edgespec.loop.engines import choose_backend, find_engine, load_vocab
 from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
@@ -212,7 +212,7 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
     needed += [find_model(draft, options["models_file"])] if draft else []
     for one in needed:  # nothing is fetched for an engine that is not there
-        load_options(options["backend"] or choose_backend(is_folder(one.target)))
+        find_engine(options["backend"] or choose_backend(is_folder(one.target)))
     pull_what_is_missing(needed, yes)
 
 

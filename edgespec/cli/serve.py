@@ -86,7 +86,7 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
     import uvicorn
 
     from edgespec.server.app import make_app
-    from edgespec.server.texts import Service
+    from edgespec.server.service import Service
 
     service = Service(model, name)
     app = make_app(service, **guard)
