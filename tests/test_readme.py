@@ -38,7 +38,7 @@ def test_links_and_scripts_exist(path: Path) -> None:
     text = path.read_text()
     for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
-    for script in re.findall(r"\b(?:scripts|tests)/[\w/.-]*\w", text):
+    for script in re.findall(r"(?<![\w/])(?:scripts|tests|backends|edgespec/\w+)/[\w/.-]*\w", text):
         assert (ROOT / script).exists() or list(ROOT.glob(f"{script}*")), script
 
 
