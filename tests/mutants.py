@@ -303,8 +303,8 @@ MUTANTS = [
     mutant(
         "session-fork-shorter",
         "llamacpp/session.py",
-        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)",
-        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached - 1)",
+        "self._memory, self.seq_ids[0], seq, 0, self.cached)\n        other.",
+        "self._memory, self.seq_ids[0], seq, 0, self.cached - 1)\n        other.",
         f"{CONTRACT}[smollm2_tiny-forks_are_independent]",
     ),
     mutant(
