@@ -774,9 +774,9 @@ MUTANTS = [
         "test_exact.py::test_blocks_of_a_prompt",
     ),
     mutant(
-        "exact-company-ignored",
+        "exact-other-rows-ignored",
         "exact.py",
-        "if group.trees and group.company and",
+        "if group.trees and group.row_independent and",
         "if group.trees and",
         "test_exact.py::test_a_class_without_room_for_a_tree_is_none",
     ),

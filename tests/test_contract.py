@@ -31,7 +31,7 @@ def recurrent_factory(folder: Path) -> Factory:
 
 
 def llamacpp_factory(model: Path, **more: Any) -> Factory:
-    from edgespec.backends.llamacpp import backend as llamacpp
+    from edgespec.backends.llamacpp import engine as llamacpp
 
     def load(**options: int) -> Backend:
         options["context_length"] = options["context_length"] or 1024  # 0: what it was trained for, which is long

@@ -26,7 +26,9 @@ def test_engines_and_folders(folders: tuple[str, str]) -> None:
     big, small = folders
     assert parse_folder(f"mlx:{big}") == Folder("mlx", big)
     assert parse_folder(f"torch:{big}+{small}") == Folder("torch", big, small)
-    assert weight_bytes(big) == 100
+    file = f"{big}/model.safetensors"
+    assert parse_folder(f"llamacpp:{file}") == Folder("llamacpp", file)
+    assert weight_bytes(big) == weight_bytes(file) == 100
 
 
 @pytest.mark.parametrize("text", ["{big}", "llamacpp:{big}", "mlx:", "mlx:{big}/no", "mlx:{big}+{big}/no"])

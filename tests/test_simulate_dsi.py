@@ -100,9 +100,7 @@ def test_recorded_guesses_know_their_rounds() -> None:
     assert len(rights) > 5
 
 
-def test_the_program_runs(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'edgespec[bench]'")
-
+def test_the_program_runs() -> None:
     loader = SourceFileLoader("simulate_dsi", str(SCRIPT))
     script = module_from_spec(ModuleSpec("simulate_dsi", loader))
     loader.exec_module(script)
@@ -113,8 +111,7 @@ def test_the_program_runs(tmp_path: Path) -> None:
         return done.output
 
     assert "Starcoder" in call("table2")
-    assert "25 cells" in call("figure2", "--step", "0.25", "--png", str(tmp_path / "figure.png"))
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "25 cells" in call("figure2", "--step", "0.25")
     found = call("wall", "--target-ms", "5", "--shares", "0.5", "--acceptances", "0.8", "--copies", "2")
     assert "all texts equal" in found
     bad = subprocess.run(

@@ -1,6 +1,3 @@
-import itertools
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +7,7 @@ from edgespec.errors import UsageError
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import Source, make_tree
-from edgespec.measure.replay import Recording, calibration_module, fit, measure, observe, read_recordings, replay
+from edgespec.measure.replay import Recording, read_recordings, replay
 from edgespec.planners.datastore import build, open_datastore
 from edgespec.planners.sssd import (
     CONTINUATIONS,
@@ -18,7 +15,6 @@ from edgespec.planners.sssd import (
     NgramIndex,
     SssdPlanner,
     datastore_matches,
-    features,
     grow,
 )
 
@@ -288,52 +284,6 @@ def test_replay_counts_what_a_target_would_gain():
     assert len(result.plan_seconds) == 3
 
 
-def test_observe_sees_each_offered_step():
-    planner = SssdPlanner(depth=3)
-    seen = list(observe(planner, [5, 6, 5, 7, 5], [7, 5, 9, 9], 2))
-    # At the start, 5 was followed by 6 and by 7. The 7 is right and so is the 5 behind it; then the text ends.
-    assert [step for step in seen if step[1] == 1][:3] == [
-        (Source.INPUT, 1, 1, 1, 2, False),
-        (Source.INPUT, 1, 1, 1, 2, True),
-        (Source.INPUT, 1, 2, 1, 1, True),
-    ]
-    # For the run of 0 tokens: 5 6 5 7 5 has 5 three times, 6 and 7 once.
-    assert [step for step in seen if step[1] == 0][:3] == [
-        (Source.INPUT, 0, 1, 3, 5, False),
-        (Source.INPUT, 0, 1, 1, 5, False),
-        (Source.INPUT, 0, 1, 1, 5, True),
-    ]
-    assert planner._index.text[:-1] == [5, 6, 5, 7, 5, 7, 5, 9, 9]
-
-
-def test_fit_finds_the_weights_that_made_the_data():
-    observed = Counter()
-    for length, depth, total in itertools.product((0, 1), (1, 2, 5), (1, 3, 10)):
-        for count in range(1, total + 1):
-            chance = 1 / (1 + np.exp(-np.dot(features(depth, count, total), [length - 1.0, 1.5, 0.4, -0.3])))
-            observed[Source.INPUT, length, depth, count, total, True] = 1e7 * chance
-            observed[Source.INPUT, length, depth, count, total, False] = 1e7 * (1 - chance)
-    found = fit(observed)
-    assert found.keys() == {Source.INPUT}
-    np.testing.assert_allclose(found[Source.INPUT], [[-1.0, 1.5, 0.4, -0.3], [0.0, 1.5, 0.4, -0.3]], atol=0.01)
-
-
-def test_fit_draws_lengths_with_few_observations_to_the_others():
-    observed = Counter({(Source.INPUT, 0, 1, 1, 2, True): 9000, (Source.INPUT, 0, 1, 1, 2, False): 1000})
-    observed[Source.INPUT, 1, 1, 1, 2, False] = 3
-    often, seldom = (np.exp(Calibration(fit(observed))[Source.INPUT, length, 1, 1, 2]) for length in (0, 1))
-    assert often == pytest.approx(0.9, abs=0.01)
-    assert 0.5 < seldom < often
-
-
-def test_the_calibration_module_is_python_that_holds_the_weights():
-    weights = {Source.INPUT: [(0.0, 1.0, -0.5, 0.25)], Source.DATASTORE: [(1.0, 2.0, 3.0, 4.0)]}
-    names = {}
-    exec(calibration_module(weights, "Made up for a test."), names)
-    assert names["WEIGHTS"] == weights
-    assert "Made up for a test." in names["__doc__"]
-
-
 class ChatVocab(NumberVocab):
     chat_template = "{{ messages[0].content }} 999"
 
@@ -343,7 +293,6 @@ def test_recordings_are_read_and_cut(tmp_path):
     path.write_text('{"prompt": "1 2", "output": "3 4 5"}\n\n{"prompt": "1", "output": ""}\n')
     recordings = read_recordings(path, ChatVocab(), 2)
     assert recordings == [Recording([1, 2, 999], [3, 4])]
-    assert measure(SssdPlanner(), recordings, 4)[0] == 1.0
 
 
 @pytest.mark.parametrize("content", ['{"question": "1 2"}', "[1]", "{", '{"prompt": 1, "output": 2}'])

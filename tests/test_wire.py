@@ -9,7 +9,7 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
 from benchmarks import wire
-from benchmarks.typing_ahead import served
+from benchmarks.serving import served
 from edgespec.model import load
 
 RECORDED = Path(__file__).with_name("llama_server.json")

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import Saved, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
@@ -34,7 +35,17 @@ from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
 from .model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
 
-__all__ = ["Model", "ReferenceBackend", "ReferenceVocab", "load", "load_vocab", "perturbed", "random_model"]
+__all__ = [
+    "Model",
+    "ReferenceBackend",
+    "ReferenceEngine",
+    "ReferenceVocab",
+    "engine",
+    "load",
+    "load_vocab",
+    "perturbed",
+    "random_model",
+]
 
 DEFAULT_CONTEXT = 512
 KEPT_STATES = 5  # of a session, where layers are recurrent
@@ -241,7 +252,7 @@ class ReferenceBackend:
         cells: int | None = None,
     ) -> None:
         self.model = model
-        self.vocab = ReferenceVocab(len(model.embedding))
+        self.vocab: Vocab = ReferenceVocab(len(model.embedding))
         paths = any(layer.decay is not None for layer in model.layers)
         self.capabilities = Capabilities(
             context_length, max_nodes, max_nodes, max_leaves, 0.0, paths=paths, spare_leaves=spare_leaves, cells=cells
@@ -251,8 +262,8 @@ class ReferenceBackend:
         self._sessions = sessions
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
-        self.computing: dict[str, str | int | None] = {}
-        self.notes: list[str] = []
+        self.computing: Computing = {}
+        self.notes: Sequence[str] = ()
         self.wait_seconds = 0.0
 
     def open(self) -> ReferenceSession:
@@ -311,33 +322,23 @@ class ReferenceBackend:
         """Nothing outside Python's memory to free."""
 
 
-def load(
-    path: str,
-    *,
-    context_length: int = DEFAULT_CONTEXT,
-    budget: int = 64,
-    sessions: int = 1,
-) -> ReferenceBackend:
-    """Load weights that `Model.save` wrote.
+class ReferenceEngine(Engine):
+    """See `Engine`. Loads what `Model.save` wrote, an .npz file."""
 
-    Args:
-        path: the .npz file.
-        context_length: most tokens of text in one session; 0 = DEFAULT_CONTEXT.
-        budget: largest tree that will be asked for, in nodes without the root.
-        sessions: how many sessions may be open at once.
+    def load(self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None) -> ReferenceBackend:
+        options = plan.options
+        return ReferenceBackend(
+            load_weights(plan.path),
+            context_length=options.context_length or DEFAULT_CONTEXT,
+            max_nodes=options.budget + 1,
+            max_leaves=max(options.budget, 1),
+            sessions=options.sessions,
+        )
 
-    Raises:
-        ModelError: the file is missing or is not such a file.
-    """
-    return ReferenceBackend(
-        load_weights(path),
-        context_length=context_length or DEFAULT_CONTEXT,
-        max_nodes=budget + 1,
-        max_leaves=max(budget, 1),
-        sessions=sessions,
-    )
+    def load_vocab(self, path: str) -> ReferenceVocab:
+        return ReferenceVocab(len(load_weights(path).embedding))
 
 
-def load_vocab(path: str) -> ReferenceVocab:
-    """Only the tokenizer. Raises ModelError as `load` does."""
-    return load(path).vocab
+engine = ReferenceEngine()
+load = engine.open
+load_vocab = engine.load_vocab

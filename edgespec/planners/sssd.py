@@ -9,7 +9,7 @@ occurred before, are looked up in these sources:
 
 What follows the matches makes one tree of counts for each source and matched length. The share of a node's matches
 that go on with a token, count / total, becomes the probability that the target writes it by a calibration fitted on
-recorded text, per source, matched length and depth (`sssd_calibration.py`, `measure/replay.py`). The trees are then
+recorded text, per source, matched length and depth (`sssd_calibration.py`). The trees are then
 read as one: a token is as probable as its best source says, a path is the product of its steps, and the best
 `budget` paths are the draft tree. Only nodes that come into the tree are ever expanded.
 

@@ -1,4 +1,6 @@
-"""How far count ratios can be trusted: see `Calibration` in `sssd.py`. Written by scripts/calibrate-sssd.
+"""How far count ratios can be trusted: see `Calibration` in `sssd.py`.
+
+A logistic regression for each source and matched length; lengths with few observations are drawn towards all.
 
 Fitted to 269 recorded answers, tokenised as Qwen2.5: AlpacaEval outputs of Qwen1.5-7B-Chat and
 Llama-3-8B-Instruct (180 answers), code-editing answers of GPTeacher and Code Alpaca (60), JSON answers about

@@ -26,15 +26,9 @@ from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_laye
 from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopies, block_bytes
 
 from edgespec.errors import UsageError
-from edgespec.loading.pair import close_all, open_backends
 from edgespec.loop.backend import Capabilities, Vocab, Work
 from edgespec.loop.passes import prefill
-from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.text import user_messages
 from edgespec.machine.memory import disk_bandwidth
-from edgespec.model import Model
-from edgespec.models.registry import Defaults, Entry
-from edgespec.planners.choice import make_planner
 
 # Llama 3 70B (arXiv 2407.21783, table 3).
 LLAMA_70B = {
@@ -49,7 +43,6 @@ LLAMA_70B = {
 }
 CONTEXT = 512  # tokens before the tree
 HOST_SHARE = 0.75  # of the free host memory that weights may take
-ROOM_OF_PAIR = 3 << 30  # bytes of a GPU for caches, and to compute passes over 1024 nodes
 DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
 ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
@@ -293,43 +286,3 @@ def layer_costs(
     (first, one), (second, two) = zip(FEW, few, strict=True)
     more = {nodes: max(0.0, two[nodes] - one[nodes]) / (second - first) for nodes in sizes}
     return {nodes: (one[nodes] - (first - 1) * more[nodes], more[nodes]) for nodes in sizes}
-
-
-def pair_speeds(
-    target: str, draft: str, device: str, share: float, budgets: Sequence[int], prompts: Sequence[str], max_tokens: int,
-    deadline: float, **options: Any,
-) -> dict[str, float]:  # fmt: skip
-    """Tokens per second of a pair of folders: "none", and specexec by its budget, as far as there is time.
-
-    Args:
-        target: a folder.
-        draft: another; on the device as a whole.
-        device: "cuda" or "cpu"; on the latter nothing is streamed.
-        share: of the target's weights that the GPU's memory holds, besides the draft and room to compute.
-        budgets: guesses per pass.
-        prompts: questions, answered greedily.
-        max_tokens: per answer.
-        deadline: `perf_counter` time after which nothing further is begun.
-        options: as for `edgespec.load`.
-    """
-    sizes = [sum(file.stat().st_size for file in Path(one).glob("*.safetensors")) for one in (target, draft)]
-    if device != "cpu":
-        options["gpu_memory"] = int(share * sizes[0]) + sizes[1] + ROOM_OF_PAIR
-    entry = Entry(name="target", target=f"file:{target}", defaults=Defaults())
-    backends = open_backends(
-        entry, draft, None, context_length=2048, budget=max(budgets), backend="torch", device=device, exact="off",
-        **options,
-    )  # fmt: skip
-    found = dict[str, float]()
-    try:
-        for name, budget in [("none", 1), *(("specexec", budget) for budget in budgets)]:
-            if found and perf_counter() > deadline:
-                break
-            planner = make_planner(name, backends)
-            with Model(backends[0], planner, budget=budget, sampling=SamplingParams()) as model:
-                results = [model.generate(user_messages(text, None), max_tokens=max_tokens).stats for text in prompts]
-            seconds = sum(stats.seconds for stats in results)
-            found[name if name == "none" else f"specexec {budget}"] = sum(stats.tokens for stats in results) / seconds
-    finally:
-        close_all(backends)
-    return found

@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from benchmarks.typing_ahead import closing_connection
+from benchmarks.serving import closing_connection
 from edgespec.errors import EdgespecError, UsageError
 
 LOADS = 300.0  # seconds that a server may take until it answers

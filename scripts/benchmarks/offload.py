@@ -1,8 +1,7 @@
-"""Passes and texts of a model that does not fit into memory: plain memory mapping against streaming, side by side.
+"""Answers of a model that does not fit into memory: memory mapping against streaming.
 
 Every measurement is a process of its own (`offload_worker.py`) inside a memory limit, started with the model's files
-out of the page cache. Variants take turns, so that a busy machine or a disk with burst credits treats all of them
-alike. The reports for a person: `offload_tables.py`.
+evicted from the page cache. Variants alternate, so that a busy machine or a disk with burst credits slows all alike.
 """
 
 import json
@@ -16,15 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.offload_worker import PLENTY, Task, evict_model
+from benchmarks.offload_worker import Task, evict_model
 from benchmarks.side_by_side import parse_variant, ratio
 from edgespec.errors import EdgespecError
 from edgespec.loading.pair import DEFAULT_BUDGET
-from edgespec.machine.memory import disk_bandwidth, format_size
 from edgespec.planners.choice import USE_DRAFT
 
-LIBRARIES = 32 << 20  # of the interpreter's and the engine's files, mapped pages
-BY_PAGE_CACHE = "by page cache, none"
 GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -78,13 +74,8 @@ def memory_group() -> Iterator[Group | None]:
         folder.rmdir()
 
 
-def run(
-    task: Task, group: Group | None, limit: int, files: Sequence[str], *, page_cache: bool = False
-) -> dict[str, Any]:
-    """Run a task in a process of its own, inside a limit of bytes (0: none), its files not in the page cache.
-
-    With `page_cache` weights are kept there as on systems that cannot move memory.
-    """
+def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> dict[str, Any]:
+    """Run a task in a process of its own, inside a limit of bytes (0: none), with its files evicted."""
     left = max(map(evict_model, files), default=0.0)
     if group:
         group.limit(limit or 1 << 40)
@@ -93,7 +84,7 @@ def run(
         if group:
             (group.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"} | ({"EDGESPEC_PAGE_CACHE": "1"} if page_cache else {})
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("offload_worker.py")), json.dumps(asdict(task))],
         preexec_fn=enter, capture_output=True, text=True, env=environment, check=False,
@@ -105,47 +96,6 @@ def run(
     result["peak"] = group.peak() if group else 0
     result["stayed_in_cache"] = left
     return result
-
-
-def pass_times(
-    target: str, limits: Sequence[int], nodes: Sequence[int], *, rounds: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Seconds and bytes of passes: in memory, then under each limit mapped and streamed, in turns.
-
-    Args:
-        target: a GGUF file.
-        limits: bytes for the weights; what the process needs besides is added.
-        nodes: sizes of the trees.
-        rounds: how often everything is measured; medians are reported.
-        say: told what is being done.
-    """
-    report: dict[str, Any] = {"target": target, "size": Path(target).stat().st_size, "limits": []}
-    with memory_group() as group:
-        report["how"] = "memory control group" if group else "page cache dropped before each pass: no limit is allowed"
-        say("in memory")
-        in_memory = [run(Task(target, memory=PLENTY, nodes=list(nodes), repeats=5), group, 0, [target])]
-        # Memory for the weights is what is left when the rest has what it takes.
-        needed = in_memory[0].get("private", 0) + LIBRARIES
-        for room in limits:
-            limit = room + needed
-            found: dict[str, list[dict[str, Any]]] = {"mapped": [], "streamed": []}
-            speeds = []
-            for number in range(rounds):
-                for name, results in found.items():
-                    say(f"{format_size(room)} for weights, {name}, round {number + 1} of {rounds}")
-                    speeds.append(disk_bandwidth(target, seconds=1.5))
-                    few = [n for n in nodes if n in (1, 64)] or list(nodes[:1])
-                    task = Task(
-                        target, stream=name == "streamed", memory=limit, budget=max(nodes), evict=group is None,
-                        nodes=list(nodes) if name == "streamed" else few, repeats=3 if name == "streamed" else 2,
-                    )  # fmt: skip
-                    results.append(run(task, group, limit, [target]))
-
-            in_memory.append(run(Task(target, memory=PLENTY, nodes=list(nodes), repeats=5), group, 0, [target]))
-            entry = {"room": room, "needed": needed, "limit": limit, "bandwidth": median(speeds), "bandwidths": speeds}
-            report["limits"].append(entry | {name: summary(results) for name, results in found.items()})
-        report["in_memory"] = summary(in_memory)
-    return report
 
 
 def text_speeds(
@@ -160,7 +110,6 @@ def text_speeds(
     plain_tokens: int,
     sampling: dict[str, Any],
     rounds: int,
-    page_cache: bool = False,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Tokens per second on real prompts under one limit: mapped plain decoding, streamed plain decoding, each planner.
@@ -176,7 +125,6 @@ def text_speeds(
         plain_tokens: per prompt without drafts, whose speed hardly depends on the length; 0: that is left out.
         sampling: fields of SamplingParams.
         rounds: the prompts are dealt into so many parts; variants take turns part by part.
-        page_cache: also plain decoding as on systems that cannot move memory.
         say: told what is being done.
     """
     files = [target, draft] if draft else [target]
@@ -184,15 +132,13 @@ def text_speeds(
     shared: dict[str, Any] = {"budget": most, "by_cost": budget is None, "sampling": sampling}
     with memory_group() as group:
         if group is None:
-            raise EdgespecError("texts are compared under a memory limit, and no control group may be made here")
+            raise EdgespecError("answers are compared under a memory limit, and no control group may be made here")
         needed = process_needs(Task(target, draft, budget=most))
         limit = room + needed
         plain_tasks = {
             "mapped, none": Task(target, stream=False, max_tokens=plain_tokens, **shared),
             "streamed, none": Task(target, memory=limit, max_tokens=plain_tokens, **shared),
         }
-        if page_cache:
-            plain_tasks[BY_PAGE_CACHE] = plain_tasks["streamed, none"]
         tasks = plain_tasks if plain_tokens else {}
         for variant in variants:
             name, options = parse_variant(variant)
@@ -205,10 +151,9 @@ def text_speeds(
             part = list(prompts[number::rounds])
             for name, task in tasks.items():
                 say(f"{name}, part {number + 1} of {rounds}")
-                by = name == BY_PAGE_CACHE
                 learned = next((before["pace"] for before in reversed(found[name]) if "pace" in before), None)
                 task = replace(task, prompts=part, pace=learned)
-                found[name].append(run(task, group, limit, files, page_cache=by))
+                found[name].append(run(task, group, limit, files))
     report: dict[str, Any] = {"target": target, "draft": draft, "room": room, "needed": needed, "limit": limit}
     report["variants"] = {name: text_summary(results) for name, results in found.items()}
     plain = report["variants"].get("mapped, none", {})

@@ -1,6 +1,6 @@
-"""Model folders larger than memory, on MLX and PyTorch: passes against what is possible, texts against mlx-lm.
+"""Models larger than memory on every engine: passes against the possible, answers against mlx-lm.
 
-As in `offload.py`, every measurement is a process of its own inside a memory limit, and variants take turns.
+As in `offload.py`, every measurement is a process of its own inside a memory limit, and variants alternate.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from edgespec.errors import EdgespecError, UsageError
 from edgespec.loading.pair import DEFAULT_BUDGET
 from edgespec.machine.memory import disk_bandwidth, format_size
 
-ENGINES = ("mlx", "torch")
+ENGINES = ("llamacpp", "mlx", "torch")
 CONTEXT = 512  # tokens
-BESIDE = 300 << 20  # bytes that a draft takes besides its weights
+DRAFT_BUFFERS = 300 << 20  # bytes of a draft's caches and buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What is measured."""
+    """A model on an engine."""
 
     engine: str
     target: str
@@ -30,20 +30,23 @@ class Folder:
 
 
 def parse_folder(text: str) -> Folder:
-    """Of "mlx:big-folder" or "torch:big-folder+small-folder". Raises UsageError."""
+    """Parse "mlx:big-folder" or "torch:big-folder+small-folder". Raises UsageError."""
     engine, _, rest = text.partition(":")
     target, _, draft = rest.partition("+")
     if engine not in ENGINES or not target:
-        raise UsageError(f"{text!r} is not ENGINE:FOLDER or ENGINE:FOLDER+DRAFT, with mlx or torch as ENGINE")
+        raise UsageError(f"{text!r} is not ENGINE:MODEL or ENGINE:MODEL+DRAFT, with {', '.join(ENGINES)} as ENGINE")
     for place in filter(None, (target, draft)):
-        if not (Path(place) / "config.json").is_file():
-            raise UsageError(f"{place}: is no model folder, for it has no config.json")
+        if not (Path(place) if engine == "llamacpp" else Path(place) / "config.json").is_file():
+            raise UsageError(f"{place}: is no {'GGUF file' if engine == 'llamacpp' else 'folder with a config.json'}")
     return Folder(engine, target, draft)
 
 
-def weight_bytes(folder: str) -> int:
-    """Of its weights."""
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+def weight_files(model: str) -> list[Path]:
+    return list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else [Path(model)]
+
+
+def weight_bytes(model: str) -> int:
+    return sum(file.stat().st_size for file in weight_files(model))
 
 
 def folder_speeds(
@@ -59,36 +62,36 @@ def folder_speeds(
     repeats: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Seconds of passes, in memory and streamed; then tokens per second: plain, with the draft, and of mlx-lm alone.
+    """Seconds of passes in memory and streamed; tokens per second of plain decoding, with the draft, and of mlx-lm.
 
     Args:
-        folder: what is measured.
+        folder: the model.
         share: of the weights that memory holds.
-        program: bytes for all else; those of the draft are added.
-        nodes: of the passes; none: no passes.
-        prompts: questions; none: no texts.
+        program: bytes for all else; the draft's are added.
+        nodes: of the passes; empty: no passes.
+        prompts: questions; empty: no answers.
         max_tokens: per prompt.
-        budget: most guessed tokens per pass; None: as many as pay.
-        rounds: how often variants take turns.
+        budget: most draft tokens per pass; None: as many as pay.
+        rounds: parts of the prompts; variants alternate part by part.
         repeats: passes of each size in a round.
-        say: told what is being done.
+        say: called with a line about the measurement that starts.
 
     Raises:
         EdgespecError: no control group can be made here.
     """
     size = weight_bytes(folder.target)
     limit = int(share * size) + program
-    with_draft = limit + (weight_bytes(folder.draft) + BESIDE if folder.draft else 0)
+    with_draft = limit + (weight_bytes(folder.draft) + DRAFT_BUFFERS if folder.draft else 0)
     report: dict[str, Any] = {
         "target": folder.target, "engine": folder.engine, "size": size, "limit": limit, "limit_of_texts": with_draft,
     }  # fmt: skip
     one = Task(folder.target, backend=folder.engine, context_length=CONTEXT)
-    largest = max(Path(folder.target).glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    largest = max(weight_files(folder.target), key=lambda file: file.stat().st_size)
     with memory_group() as group:
         if group is None:
-            raise EdgespecError("folders are compared under a memory limit, and no control group may be made here")
+            raise EdgespecError("models are compared under a memory limit, and no control group may be made here")
 
-        def by_turns(tasks: dict[str, tuple[Task, int]]) -> dict[str, list[dict[str, Any]]]:
+        def interleaved(tasks: dict[str, tuple[Task, int]]) -> dict[str, list[dict[str, Any]]]:
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
             for number in range(rounds):
                 for name, (task, most) in tasks.items():
@@ -103,7 +106,7 @@ def folder_speeds(
         if nodes:
             timed = replace(one, nodes=list(nodes), repeats=repeats, budget=max(nodes))
             passes = {"in memory": (replace(timed, stream=False), 0), "streamed": (replace(timed, memory=limit), limit)}
-            report["passes"] = {name: summary(results) for name, results in by_turns(passes).items()}
+            report["passes"] = {name: summary(results) for name, results in interleaved(passes).items()}
         if prompts:
             text = replace(
                 one, memory=with_draft, max_tokens=max_tokens, prompts=list(prompts), budget=budget or DEFAULT_BUDGET,
@@ -114,13 +117,13 @@ def folder_speeds(
                 texts["specexec"] = (replace(text, draft=folder.draft, planner="specexec"), with_draft)
             if folder.engine == "mlx":
                 texts["mlx-lm alone"] = (replace(text, backend=MLX_LM), with_draft)
-            report["texts"] = {name: text_summary(results) for name, results in by_turns(texts).items()}
+            report["texts"] = {name: text_summary(results) for name, results in interleaved(texts).items()}
         report["bandwidth"] = median(speeds) if speeds else 0.0
     return report
 
 
 def lines(report: dict[str, Any]) -> list[list[str]]:
-    """Rows of a table: what, seconds or tokens/s, and how that compares."""
+    """Rows of a table: name, seconds or tokens/s, and comparisons."""
     found = list[list[str]]()
     if passes := report.get("passes"):
         memory, streamed = passes["in memory"], passes["streamed"]
@@ -147,7 +150,6 @@ def lines(report: dict[str, Any]) -> list[list[str]]:
 
 
 def title(report: dict[str, Any]) -> str:
-    """What was measured, for a person."""
     streamed = report.get("passes", {}).get("streamed", {}).get("streamed", 0)
     moved = f", {format_size(streamed)} read in every pass" if streamed else ""
     return (

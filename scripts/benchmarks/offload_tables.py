@@ -1,4 +1,4 @@
-"""The reports of `offload.py` for a person: tables."""
+"""Tables of the reports of `offload.py` and `offload_folders.py`."""
 
 from collections.abc import Sequence
 from io import StringIO
@@ -12,39 +12,8 @@ from benchmarks.offload_folders import lines, title
 from edgespec.machine.memory import format_size
 
 
-def pass_table(report: dict[str, Any]) -> str:
-    """One row for each limit and number of nodes.
-
-    "to bound" is seconds per pass to max(seconds in memory, bytes streamed / measured bandwidth).
-    """
-    name = f"{Path(report['target']).name}, {format_size(report['size'])}; {report['how']}"
-    headings = ("weights", "disk", "nodes", "mapped", "streamed", "in memory", "to bound", "x mapped", "read", "peak")
-    view = _table(name, headings)
-    for entry in report["limits"]:
-        streamed, mapped = entry["streamed"], entry["mapped"]
-        moved = streamed.get("streamed", 0)  # nothing, if all that passes touch fits
-        read = f"{streamed['bytes_per_pass'] / moved:.2f} of {format_size(moved)}" if moved else "nothing"
-        for nodes, found in streamed["passes"].items():
-            compute = report["in_memory"]["passes"][nodes]["seconds"]
-            bound = max(compute, moved / entry["bandwidth"])
-            plain = mapped["passes"].get(nodes, {}).get("seconds")
-            view.add_row(
-                format_size(entry["room"]), f"{entry['bandwidth'] / 1e9:.2f} GB/s", nodes,
-                f"{plain:.3f} s" if plain else "", f"{found['seconds']:.3f} s", f"{compute:.3f} s",
-                f"{found['seconds'] / bound:.2f}", f"{plain / found['seconds']:.1f}" if plain else "",
-                read, f"{streamed['peak'] / entry['limit']:.2f}",
-            )  # fmt: skip
-        for name in ("streamed", "mapped"):
-            for why in entry[name]["failed"]:
-                view.add_row(format_size(entry["room"]), "", "", f"{name}: {why}")
-    return _text(view)
-
-
 def text_table(report: dict[str, Any]) -> str:
-    """One row for each variant. "kernel" is the system's part of the processors' time; shares are of seconds else.
-
-    Of drafting: passes per token, rounds whose search went on in the next, and seconds that the target's passes hid.
-    """
+    """One row per variant. "kernel" is the system's share of processor time, "hidden" drafting during target passes."""
     about = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
     headings = (
         "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel",
@@ -74,8 +43,7 @@ def text_table(report: dict[str, Any]) -> str:
 
 
 def folder_table(report: dict[str, Any]) -> str:
-    """One row for each size of pass, then one for each way to write texts."""
-    view = _table(title(report), ("what", "took", "beside", "against", "peak"))
+    view = _table(title(report), ("what", "took", "details", "against", "peak"))
     for row in lines(report):
         view.add_row(*row)
     return _text(view)

@@ -1,4 +1,4 @@
-"""What one measuring process does: passes or texts of one model, mapped or streamed. Started by `offload.py`."""
+"""One measuring process: passes or answers of one model, mapped or streamed. Started by `offload.py`."""
 
 import ctypes
 import json
@@ -15,47 +15,44 @@ import numpy as np
 
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.engines import load_backend
+from edgespec.loop.engines import LoadOptions, load_backend
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
-from edgespec.machine.memory import private_memory
 from edgespec.model import Model
 from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
 
-PLENTY = 1 << 42  # of memory, named so that weights are used as the files have them, and nothing is streamed
+PLENTY = 1 << 42  # bytes of memory: nothing is streamed
 MLX_LM = "mlx-lm"
 WARM_UP = "The first pass reads what loading has left out; its time is not counted. "
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one measuring process does. Sent as JSON."""
+    """The work of one measuring process. Sent as JSON."""
 
     target: str
     draft: str = ""
-    backend: str = "llamacpp"  # MLX_LM: mlx-lm alone, with nothing of this program
+    backend: str = "llamacpp"  # MLX_LM: mlx-lm itself
     stream: bool = True
     memory: int = 0  # bytes given to streaming; 0 = what is free
     budget: int = DEFAULT_BUDGET
-    by_cost: bool = False  # no more guesses than pay
-    pace: dict[str, Any] | None = None  # what the parts before have learned of that, as `AutoState.as_dict` has it
+    by_cost: bool = False  # no more draft tokens than pay
+    pace: dict[str, Any] | None = None  # `AutoState.as_dict` of the parts before
     context_length: int = 2048
     nodes: list[int] = field(default_factory=list)  # tree sizes to time
     repeats: int = 3
-    evict: bool = False  # no limit could be set: drop the file from the page cache before each pass instead
     planner: str = "none"
     ahead: bool | None = None
     planner_options: dict[str, Any] = field(default_factory=dict)
-    prompts: list[str] = field(default_factory=list)  # to write texts for
+    prompts: list[str] = field(default_factory=list)
     max_tokens: int = 96
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Do what a task says; the result as JSON takes it."""
     if task.nodes:
         return _measure_passes(task)
     if task.backend == MLX_LM:
@@ -83,8 +80,6 @@ def _measure_passes(task: Task) -> dict[str, Any]:
             for count in task.nodes:
                 nodes = np.arange(count, dtype=np.int32)
                 tokens = np.resize(np.array(text, np.int32), count)
-                if task.evict:
-                    evict_model(task.target)
                 read, waited, started = bytes_read(), target.wait_seconds, perf_counter()
                 target.forward([Work(session, tokens, nodes - 1, nodes)])
                 figures = {"seconds": perf_counter() - started, "waited": target.wait_seconds - waited}
@@ -97,7 +92,7 @@ def _measure_passes(task: Task) -> dict[str, Any]:
                     for name, value in figures.items():
                         found.setdefault(name, []).append(value)
         per_pass = (bytes_read() - read_before) / total
-        return {"passes": passes, "bytes_per_pass": per_pass, "private": private_memory(), **_plan_of(target)}
+        return {"passes": passes, "bytes_per_pass": per_pass, **_plan_of(target)}
     finally:
         target.close()
 
@@ -122,16 +117,16 @@ def _measure_texts(task: Task) -> dict[str, Any]:
 
 
 def _open(task: Task) -> list[Backend]:
-    if not task.stream:  # open_backends would stream where the limit is tight
+    if not task.stream:  # open_backends would stream under a tight limit
         options = {"context_length": task.context_length, "budget": task.budget, "resident": True}
         paths = [task.target, task.draft] if task.draft else [task.target]
         return [load_backend("llamacpp", path, in_order=not i, **options) for i, path in enumerate(paths)]
     entry = Entry(name="target", target=f"file:{task.target}", defaults=Defaults())
-    device: dict[str, Any] = {"device": "cpu"} if task.backend == "torch" else {}
-    return open_backends(
-        entry, task.draft or None, None, backend=task.backend,
-        context_length=task.context_length, budget=task.budget, memory=task.memory or None, **device,
+    asked = LoadOptions(
+        backend=task.backend, context_length=task.context_length, budget=task.budget, memory=task.memory or None,
+        device="cpu" if task.backend == "torch" else None,
     )  # fmt: skip
+    return open_backends(entry, task.draft or None, None, asked)
 
 
 def _memory(task: Task) -> dict[str, Any]:
@@ -156,7 +151,7 @@ def _plan_of(target: Any) -> dict[str, Any]:
 
 
 def _measure_mlx_lm(task: Task) -> dict[str, Any]:
-    """What mlx-lm makes of it by itself: the same questions, greedily."""
+    """The same questions, greedily, by mlx-lm."""
     from mlx_lm import load, stream_generate
 
     model, tokenizer = load(task.target)[:2]
@@ -173,7 +168,7 @@ def _measure_mlx_lm(task: Task) -> dict[str, Any]:
 
 
 def _used(read: int, before: tuple[float, float]) -> dict[str, float]:
-    """Bytes read and seconds computed since `bytes_read` and `processor_seconds` said this."""
+    """Bytes read and processor seconds since then."""
     user, system = (now - then for now, then in zip(processor_seconds(), before, strict=True))
     return {"bytes": bytes_read() - read, "user_seconds": user, "system_seconds": system}
 
@@ -185,13 +180,13 @@ def bytes_read() -> int:
 
 
 def evict_model(path: str) -> float:
-    """Drop a file, or all of a folder, from the page cache; the largest share of one that stayed."""
+    """Evict a file, or all of a folder, from the page cache; the largest share of a file that stayed."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
     return max((evict(str(file)) for file in files if file.stat().st_size), default=0.0)
 
 
 def processor_seconds() -> tuple[float, float]:
-    """That this process has computed, and that the system has worked for it."""
+    """User and system seconds of this process."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -199,7 +194,7 @@ def processor_seconds() -> tuple[float, float]:
 
 
 def evict(path: str) -> float:
-    """Drop a file from the page cache; the share of it that stayed (another process may have it mapped)."""
+    """Evict a file from the page cache; the share that stayed (another process may have it mapped)."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with mmap(file.fileno(), 0, prot=PROT_READ) as view:

@@ -6,12 +6,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock, Thread, active_count
 from typing import Any
 
-from benchmarks.typing_ahead import closing_connection
+from benchmarks.serving import closing_connection
 from edgespec.model import Model
 
 SCHEMA: dict[str, Any] = {
@@ -34,15 +33,16 @@ class Found:
 
     answers: Counter[str] = field(default_factory=Counter)  # kind and status -> how many
     wrong: list[str] = field(default_factory=list)
+    parsed: int = 0  # answers by `SCHEMA` that were not cut, and hold what it says
     tokens: int = 0
     seconds: float = 0.0
     lock: Any = field(default_factory=Lock)
 
-    def add(self, kind: str, status: int, tokens: int = 0, wrong: str = "") -> None:
-        """One more answer."""
+    def add(self, kind: str, status: int, tokens: int = 0, wrong: str = "", parsed: bool = False) -> None:
         with self.lock:
             self.answers[f"{kind} {status}"] += 1
             self.tokens += tokens
+            self.parsed += parsed
             if wrong:
                 self.wrong.append(f"{kind}: {wrong}")
 
@@ -65,7 +65,7 @@ def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> i
             time.sleep(0.5)
         data = answer.read()
     wrong = "" if answer.status in (200, 429) else data.decode("utf-8", "replace")[:200]
-    tokens = 0
+    tokens, parsed = 0, False
     if answer.status == 200 and body["stream"] and not data.endswith(b"data: [DONE]\n\n"):
         wrong = "the stream does not end"
     elif answer.status == 200 and not body["stream"]:
@@ -73,7 +73,10 @@ def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> i
         tokens = told["usage"]["completion_tokens"]
         if len(told["choices"]) != body.get("n", 1):
             wrong = "choices are missing"
-    found.add(kind, answer.status, tokens, wrong)
+        if kind == "schema" and told["choices"][0]["finish_reason"] != "length":
+            parsed = is_pet(told["choices"][0]["message"]["content"])
+            wrong = "" if parsed else f"is not by the schema: {told['choices'][0]['message']['content']!r}"
+    found.add(kind, answer.status, tokens, wrong, parsed)
     return answer.status
 
 
@@ -115,56 +118,6 @@ def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
     return found + (
         [f"{active_count() - threads} threads"] if active_count() > threads + 12 else []
     )  # asyncio's workers
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """An answer by `SCHEMA`."""
-
-    text: str
-    seconds: float
-    cut: bool  # it may then be no JSON
-    broken: bool  # it is complete, and yet no JSON of this schema
-
-
-def sampled_json(
-    port: int, seeds: range, max_tokens: int, *, at_once: int = 1, seconds: float | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> list[Sampled]:  # fmt: skip
-    """Answers by a schema, each sampled with its own seed, in the seeds' order; fewer where the seconds were over."""
-    until = time.monotonic() + seconds if seconds is not None else float("inf")
-
-    def one(seed: int) -> Sampled | None:
-        if time.monotonic() > until:
-            return None
-        found = ask_for_json(port, seed, max_tokens)
-        progress()
-        return found
-
-    with ThreadPoolExecutor(at_once) as pool:  # which begins them in their order
-        found = list[Sampled]()
-        for answer in pool.map(one, seeds):
-            if answer is None:
-                break
-            found.append(answer)
-        return found
-
-
-def ask_for_json(port: int, seed: int, max_tokens: int) -> Sampled:
-    """One of them."""
-    body = {
-        "messages": [{"role": "user", "content": "Describe a pet as JSON."}],
-        "seed": seed,
-        "temperature": 1.0,
-        "max_tokens": max_tokens,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}},
-    }
-    started = time.perf_counter()
-    with closing_connection(port) as connection:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        (choice,) = json.loads(connection.getresponse().read())["choices"]
-    text, cut = choice["message"]["content"], choice["finish_reason"] == "length"
-    return Sampled(text, time.perf_counter() - started, cut, broken=not cut and not is_pet(text))
 
 
 def is_pet(text: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from benchmarks.typing_ahead import closing_connection
+from benchmarks.serving import closing_connection
 
 CONTEXT = 1024  # tokens, in both
 Shape = Any  # JSON with types in the place of values; of a list: [the shape of all its items]

@@ -1,11 +1,11 @@
-"""Texts in company against texts alone: what is kept, taken up again, and compared."""
+"""Batched sequences against single ones: what is kept, resumed, and compared."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.company import Written, equal_texts, write_texts
+from benchmarks.compare_sequences import Written, count_equal, generate_sequences
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 
@@ -13,17 +13,17 @@ PROMPTS = ("Count to five.", "Name a colour.")
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9))
 
 
-def test_texts_in_company_equal_those_alone_and_a_stopped_check_goes_on(smollm2_tiny: Path, tmp_path: Path) -> None:
+def test_batched_sequences_equal_single_ones_and_a_stopped_check_resumes(smollm2_tiny: Path, tmp_path: Path) -> None:
     path, done = tmp_path / "texts.jsonl", []
 
     def written() -> list[Written]:
-        return write_texts(
+        return generate_sequences(
             str(smollm2_tiny), PROMPTS, SAMPLINGS, path, ["sssd"], parallel=3, max_tokens=12, context_length=256,
             remember=False, done=lambda: done.append(1),
         )  # fmt: skip
 
     texts = written()
-    assert equal_texts(texts) == {("sssd", 0.0, 1.0): (2, 2), ("sssd", 0.8, 0.9): (2, 2)}
+    assert count_equal(texts) == {("sssd", 0.0, 1.0): (2, 2), ("sssd", 0.8, 0.9): (2, 2)}
     assert len(done) == len(texts) == 8
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:6]) + lines[6][:20])  # stopped in the middle of a line
@@ -32,27 +32,27 @@ def test_texts_in_company_equal_those_alone_and_a_stopped_check_goes_on(smollm2_
     assert len(path.read_text().splitlines()) == 8
 
 
-def test_a_text_that_differs_is_counted(tmp_path: Path) -> None:
+def test_a_sequence_that_differs_is_counted(tmp_path: Path) -> None:
     plain = Written("none", "m", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
     other = Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])
-    assert equal_texts([plain, other]) == {("sssd", 0.0, 1.0): (0, 1)}
+    assert count_equal([plain, other]) == {("sssd", 0.0, 1.0): (0, 1)}
 
 
-def test_texts_of_other_targets_and_lengths_are_not_compared() -> None:
+def test_sequences_of_other_targets_and_lengths_are_not_compared() -> None:
     plain = Written("none", "m, 12 tokens", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
-    assert equal_texts([plain, Written("sssd", "m, 24 tokens", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])]) == {}
+    assert count_equal([plain, Written("sssd", "m, 24 tokens", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])]) == {}
 
 
-def test_texts_of_different_classes_are_not_compared() -> None:
+def test_sequences_of_different_row_classes_are_not_compared() -> None:
     plain = Written("none", "m", "a", 0.0, 1.0, "wide", 3, [1, 2, 3])
     with pytest.raises(UsageError, match="--exact"):
-        equal_texts([plain, Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3])])
+        count_equal([plain, Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3])])
 
 
 @pytest.mark.parametrize("content", ["prose\n", json.dumps({"planner": "none"}) + "\n"])
 def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text(content)
-    with pytest.raises(UsageError, match="not a file of written texts"):
-        write_texts("model.gguf", PROMPTS, SAMPLINGS, path, ["sssd"])
+    with pytest.raises(UsageError, match="not a file of generated sequences"):
+        generate_sequences("model.gguf", PROMPTS, SAMPLINGS, path, ["sssd"])
     assert path.read_text() == content

@@ -1,7 +1,6 @@
-"""Texts written in company, drafted, against the same texts written alone and plainly: are they equal to the bit?
+"""Drafted sequences in shared batches against plain decoding of single sequences: are the tokens equal?
 
-A text is known by its prompt and sampling. What was written is kept in a file, line by line, so that a check of hours
-can be stopped and taken up again.
+Sequences are appended to a file, so that a check of hours can be stopped and resumed.
 """
 
 import json
@@ -20,42 +19,38 @@ from edgespec.machine.measurements import identity
 from edgespec.model import Model, load
 from edgespec.models.registry import find_model, local_path
 
-ALONE = "none"
+PLAIN = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One text: who guessed, what was asked, how it was sampled, in which class of passes, and what came out."""
+    """One generated sequence."""
 
     planner: str
-    about: str  # the target, and how many tokens at most
+    about: str  # the target, and the most tokens
     prompt: str
     temperature: float
     top_p: float
-    shapes: str
+    shapes: str  # row class
     passes: int
     token_ids: list[int]
 
     @property
     def key(self) -> tuple[str, str, float, float]:
-        """What texts that must be equal have in common; the seed belongs to the prompt."""
+        """Sequences with one key must be equal; the seed follows from the prompt."""
         return self.about, self.prompt, self.temperature, self.top_p
 
     @classmethod
     def read(cls, path: Path) -> list[Self]:
-        """The texts of a file; none if it is not there. A last line that was cut short is left out.
-
-        Raises:
-            UsageError: the file holds something else.
-        """
+        """The sequences of a file, without a last line that was cut short. Raises UsageError: another kind of file."""
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         try:
             return [cls(**json.loads(line)) for line in lines if line.endswith("\n")]
         except (ValueError, TypeError) as error:
-            raise UsageError(f"{path} is not a file of written texts: give another, or none that is there") from error
+            raise UsageError(f"{path} is not a file of generated sequences: name another, or a new one") from error
 
 
-def write_texts(
+def generate_sequences(
     target: str,
     prompts: Sequence[str],
     samplings: Sequence[SamplingParams],
@@ -64,27 +59,27 @@ def write_texts(
     *,
     parallel: int = 6,
     max_tokens: int = 96,
-    plain_in_company: bool = False,
+    plain_batched: bool = False,
     done: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> list[Written]:
-    """Write what is not in the file at `path` yet: plainly, each alone; then by each planner, `parallel` at once.
+    """Generate what the file at `path` lacks: by plain decoding, then by each planner, `parallel` in a batch.
 
-    The seed follows from the prompt. `plain_in_company` lets plain texts share passes, too, which is quicker where
-    weights are streamed. `done` is called after every text; `options` go to `edgespec.load`.
+    `plain_batched` batches plain decoding, too, which is faster where weights are streamed. `done` is called after
+    every sequence; `options` go to `edgespec.load`.
 
     Returns:
-        All texts of the file.
+        All sequences of the file.
 
     Raises:
-        EdgespecError: from loading; UsageError: the file holds other texts.
+        EdgespecError: from loading.
+        UsageError: the file is of another kind.
     """
     kept = Written.read(path)
     about = f"{identity(local_path(find_model(target).target))}, {max_tokens} tokens"
-    # A text that was cut short by a stop is written again.
     path.write_text("".join(json.dumps(asdict(text)) + "\n" for text in kept))
-    for planner in dict.fromkeys([ALONE, *planners]):
+    for planner in dict.fromkeys([PLAIN, *planners]):
         there = {text.key for text in kept if text.planner == planner}
         wanted = [
             (prompt, params)
@@ -96,9 +91,9 @@ def write_texts(
             done()
         if not wanted:
             continue
-        at_once = 1 if planner == ALONE and not plain_in_company else parallel
+        at_once = 1 if planner == PLAIN and not plain_batched else parallel
         with load(target, planner=planner, parallel=at_once, say=say, **options) as model, path.open("a") as file:
-            for text in _texts(model, planner, about, wanted, max_tokens, at_once):
+            for text in _generate(model, planner, about, wanted, max_tokens, at_once):
                 file.write(json.dumps(asdict(text)) + "\n")
                 file.flush()
                 kept.append(text)
@@ -106,7 +101,7 @@ def write_texts(
     return kept
 
 
-def _texts(
+def _generate(
     model: Model, planner: str, about: str, wanted: Sequence[tuple[str, SamplingParams]], max_tokens: int, at_once: int
 ) -> Iterator[Written]:
     shapes = model.target.capabilities.exact
@@ -129,21 +124,21 @@ def _texts(
             stopped.set()
 
 
-def equal_texts(texts: Sequence[Written]) -> Mapping[tuple[str, float, float], tuple[int, int]]:
-    """(planner, temperature, top_p) -> (texts equal to plain decoding's, texts), of those with a plain one.
+def count_equal(written: Sequence[Written]) -> Mapping[tuple[str, float, float], tuple[int, int]]:
+    """(planner, temperature, top_p) -> (sequences equal to plain decoding's, sequences that have a plain one).
 
     Raises:
-        UsageError: texts that must be equal were written in different classes of passes.
+        UsageError: sequences to compare were generated with different row classes.
     """
-    plain = {text.key: text for text in texts if text.planner == ALONE}
+    plain = {text.key: text for text in written if text.planner == PLAIN}
     counts: dict[tuple[str, float, float], tuple[int, int]] = {}
-    for text in texts:
-        if text.planner == ALONE or not (other := plain.get(text.key)):
+    for text in written:
+        if text.planner == PLAIN or not (other := plain.get(text.key)):
             continue
         if text.shapes != other.shapes:
             raise UsageError(
-                f"{text.planner} wrote in {text.shapes or 'no'} passes, {ALONE} in {other.shapes or 'no'} ones: "
-                "say which with --exact, and start with a new file"
+                f"{text.planner} has the row class {text.shapes or 'none'}, {PLAIN} {other.shapes or 'none'}: "
+                "choose one with --exact, and start with a new file"
             )
         key = text.planner, text.temperature, text.top_p
         equal, of = counts.get(key, (0, 0))

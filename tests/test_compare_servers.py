@@ -1,4 +1,4 @@
-"""Another server as a process beside this one: started, asked by the same requests, and ended."""
+"""Servers as processes: started, asked by the same requests, and ended."""
 
 import sys
 
@@ -7,9 +7,9 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
-from benchmarks import beside, llama_server
-from benchmarks.beside import Servers, Told
-from benchmarks.typing_ahead import served
+from benchmarks import compare_servers, llama_server
+from benchmarks.compare_servers import Result, Servers
+from benchmarks.serving import served
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
@@ -34,14 +34,14 @@ HTTPServer((arguments["--host"], int(arguments["--port"])), Handler).serve_forev
 
 
 def test_a_server_is_waited_for_asked_and_ended():
-    told = Told()
+    result = Result()
     with llama_server.started([sys.executable, "-c", PROGRAM]) as port:
-        beside.write(port, ["one", "two", "three"], 2, told, max_tokens=8, temperature=0.0)
-    assert told.tokens == 9
-    assert len(told.first) == 3
-    assert told.speed > 0
+        compare_servers.ask(port, ["one", "two", "three"], 2, result, max_tokens=8, temperature=0.0)
+    assert result.tokens == 9
+    assert len(result.first) == 3
+    assert result.speed > 0
     with pytest.raises(OSError, match="refused"):
-        beside.write(port, ["one"], 1, told, max_tokens=8, temperature=0.0)
+        compare_servers.ask(port, ["one"], 1, result, max_tokens=8, temperature=0.0)
 
 
 def test_a_server_that_ends_or_is_not_there():
@@ -58,35 +58,35 @@ def test_our_own_answers_are_counted():
     target = ReferenceBackend(random_model(1, vocab_size=258), sessions=2, context_length=300)
     target.model.unembedding[1] = 0  # texts seldom end early
     with Model(target, [SssdPlanner() for _ in range(2)], budget=8) as model, served(model) as port:
-        told = Told()
-        beside.write(port, ["one", "two", "three"], 2, told, max_tokens=6, temperature=0.7)
-        assert told.tokens == 18
+        result = Result()
+        compare_servers.ask(port, ["one", "two", "three"], 2, result, max_tokens=6, temperature=0.7)
+        assert result.tokens == 18
         with pytest.raises(EdgespecError, match="status 400"):
-            beside.write(port, ["long " * 200], 1, told, max_tokens=6, temperature=0.7)
+            compare_servers.ask(port, ["long " * 200], 1, result, max_tokens=6, temperature=0.7)
 
 
 def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
     def commands(self, parallel):
         return {
-            beside.OURS: [sys.executable, "-c", PROGRAM],
+            compare_servers.OURS: [sys.executable, "-c", PROGRAM],
             "llama-server, plain": [sys.executable, "-c", PROGRAM],
             "llama-server, draft": [sys.executable, "-c", "import sys; sys.exit('out of luck')"],
         }
 
     monkeypatch.setattr(Servers, "commands", commands)
     said = []
-    found = beside.compare(
+    found = compare_servers.compare(
         Servers("llama-server", "m.gguf"), ["a", "b", "c"], [1, 2], rounds=2, max_tokens=4, temperature=0.0,
         say=said.append,
     )  # fmt: skip
-    assert {key: told.tokens for key, told in found.items() if not told.failed} == {
-        (name, k): 9 for name in (beside.OURS, "llama-server, plain") for k in (1, 2)
+    assert {key: result.tokens for key, result in found.items() if not result.failed} == {
+        (name, k): 9 for name in (compare_servers.OURS, "llama-server, plain") for k in (1, 2)
     }
     assert "out of luck" in found["llama-server, draft", 1].failed
     assert [line for line in said if not line.startswith(" ")] == [
         f"round {number} of 2, {k} at once, {name}" for number in (1, 2) for k in (1, 2) for name in commands(None, 0)
     ]
-    shown = beside.table(found)
+    shown = compare_servers.table(found)
     assert shown.count("against the best of its modes") == 2
     assert shown.count("failed: ") == 2
 
@@ -94,8 +94,8 @@ def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
 def test_both_have_the_same_model_room_and_threads():
     servers = Servers("llama-server", "big.gguf", "small.gguf", threads=3, context_length=1000, limit=1 << 30)
     found = servers.commands(4)
-    assert set(found) == {beside.OURS, *(f"llama-server, {mode}" for mode in llama_server.modes("small.gguf"))}
-    ours = " ".join(found[beside.OURS])
+    assert set(found) == {compare_servers.OURS, *(f"llama-server, {mode}" for mode in llama_server.modes("small.gguf"))}
+    ours = " ".join(found[compare_servers.OURS])
     for part in (
         "serve big.gguf",
         "--parallel 4",
@@ -109,4 +109,7 @@ def test_both_have_the_same_model_room_and_threads():
     for part in ("-m big.gguf", "-np 4", "-c 4000", "-t 3", "-md small.gguf", "--spec-draft-n-max 16"):
         assert part in draft
     assert "-md" not in found["llama-server, plain"]
-    assert set(Servers("llama-server", "big.gguf", modes=["plain"]).commands(1)) == {beside.OURS, "llama-server, plain"}
+    assert set(Servers("llama-server", "big.gguf", modes=["plain"]).commands(1)) == {
+        compare_servers.OURS,
+        "llama-server, plain",
+    }

@@ -1,0 +1,77 @@
+"""A server of this package in a thread, and requests to any server on this machine."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from threading import Thread
+from typing import Any
+
+from edgespec.errors import EdgespecError
+from edgespec.model import Model
+
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A streamed answer."""
+
+    text: str
+    tokens: int  # 0: the server reported none
+    first: float  # seconds until the first word
+
+
+@contextmanager
+def served(model: Model) -> Iterator[int]:
+    """The port of a server for `model`."""
+    import uvicorn
+
+    from edgespec.server.app import make_app
+    from edgespec.server.service import Service
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(make_app(Service(model, "model")), log_level="warning", lifespan="on"))
+        thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def closing_connection(port: int) -> Iterator[HTTPConnection]:
+    """A connection to a server on this machine."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
+    """Send a chat request and read its streamed answer. Raises EdgespecError: there is none."""
+    started, first, tokens, text = time.perf_counter(), 0.0, 0, ""
+    sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
+    with closing_connection(port) as connection:
+        connection.request("POST", "/v1/chat/completions", sent, JSON)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise EdgespecError(f"status {answer.status}: {answer.read().decode('utf-8', 'replace')[:200]}")
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            data = json.loads(line[6:])
+            if "error" in data:
+                raise EdgespecError(f"the answer ended: {str(data['error'])[:200]}")
+            text += "".join(choice["delta"].get("content") or "" for choice in data["choices"])
+            first = first or (time.perf_counter() - started if text else 0.0)
+            tokens = (data.get("usage") or {}).get("completion_tokens", tokens)
+    return Streamed(text, tokens, first)
