@@ -24,7 +24,7 @@ from edgespec.loop.hint_texts import Family
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import PLAIN, AutoPlanner, new_auto_state
@@ -32,7 +32,7 @@ from edgespec.planners.cost import goodput, split
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.prompt_chunks import TILE, PromptPieces
+from edgespec.scheduler.prompt_chunks import PromptPieces
 from edgespec.scheduler.requests import Cancelled, Ended, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 

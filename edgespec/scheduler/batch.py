@@ -10,10 +10,11 @@ from edgespec.loop.draft_passes import run_shared
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import most_nodes
+from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import DraftTree, best_nodes
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
-from edgespec.scheduler.prompt_chunks import TILE, PromptPieces
+from edgespec.scheduler.prompt_chunks import PromptPieces
 from edgespec.scheduler.session_pool import Slot
 
 TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take

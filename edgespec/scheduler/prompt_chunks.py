@@ -3,8 +3,8 @@
 import numpy as np
 
 from edgespec.loop.pass_times import PassTimes
+from edgespec.loop.shapes import TILE
 
-TILE = 64  # prompts are cut at multiples of it: some engines' attention adds up tiles of so many tokens
 FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
 LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
 

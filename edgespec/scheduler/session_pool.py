@@ -14,8 +14,8 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.passes import common_prefix, start_of
 from edgespec.loop.planner import Drafts, Planner
 from edgespec.loop.session_files import beside, has, load_beside
+from edgespec.loop.shapes import TILE
 from edgespec.scheduler.disk_cache import Shelf
-from edgespec.scheduler.prompt_chunks import TILE
 from edgespec.scheduler.requests import Job, Request
 
 WORTH_SHARING = 8  # tokens by which another session's text must be the better start: a chat's fixed first words are 24
