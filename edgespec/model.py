@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Self
 from warnings import warn
 
-import edgespec.scheduler.drive as asking
 from edgespec.errors import Closed, UsageError
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
@@ -32,6 +31,7 @@ from edgespec.models.own_sampling import choose_sampling
 from edgespec.models.registry import Entry, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
+from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
@@ -152,9 +152,9 @@ class Model:
     def _stream(
         self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
     ) -> Iterator[Chunk]:
-        with closing(asking.events(self.scheduler, request, stats)) as events:
+        with closing(drive.events(self.scheduler, request, stats)) as events:
             for event in events:
-                yield from asking.chunks_in(event, progress)
+                yield from drive.chunks_in(event, progress)
 
     async def astream(
         self,
@@ -181,16 +181,16 @@ class Model:
         def emit(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = self.scheduler.submit(request, emit, stats)
+        handle = self.scheduler.submit(request, emit, stats)
         self.scheduler.start()
         try:
             event: Event | None = None
             while not isinstance(event, Ended):
                 event = await events.get()
-                for chunk in asking.chunks_in(event, progress):
+                for chunk in drive.chunks_in(event, progress):
                     yield chunk
         finally:
-            job.cancel()
+            handle.cancel()
 
     def request(
         self,
@@ -267,9 +267,9 @@ class Model:
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), family=family) for i in range(k)
         ]
         results = [GenerationResult() for _ in requests]
-        with closing(asking.together(self.scheduler, requests, [result.stats for result in results])) as events:
+        with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
-                for chunk in asking.chunks_in(event):
+                for chunk in drive.chunks_in(event):
                     results[number].add(chunk)
         return results
 

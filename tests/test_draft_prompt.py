@@ -13,7 +13,6 @@ from test_server_tools import TEMPLATE
 
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.queue import wanted
 from edgespec.scheduler.requests import Cancelled, Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.typing_ahead import MOST_TYPING, PREPARED, stable_prefix
@@ -48,7 +47,7 @@ def settled(scheduler, passes):
 
 def busy(scheduler):
     with scheduler.turn:
-        return bool(scheduler._inbox or scheduler._waiting or wanted(scheduler._slots))
+        return bool(scheduler._queue or scheduler.pool.with_work)
 
 
 def test_stable_tokens_are_those_that_all_versions_share():
@@ -75,7 +74,7 @@ def test_while_it_is_typed_the_prompt_is_read(client):
 def test_a_pass_is_ended_only_if_what_it_reads_is_changed(client, monkeypatch, following, ended):
     """Who types is quicker than a pass: were each ended by the next letter, nothing would be read before a pause."""
     scheduler, inner, begun, go_on, ends = client.model.scheduler, client.model.target.forward, Event(), Event(), []
-    monkeypatch.setattr(scheduler._passing, "_interrupt", lambda: ends.append(len(ends)))
+    monkeypatch.setattr(scheduler._pass_now, "_interrupt", lambda: ends.append(len(ends)))
 
     def slow(batch):
         begun.set()
@@ -165,7 +164,7 @@ def test_a_request_drops_the_drafts_on_the_way_to_it(client):
     until(lambda: client.get("/health").json()["waiting"] == 0)
     held = drafts_of(client)["here"]
     client.post("/v1/chat/completions", json=body(seed=8))
-    assert held.job.cancelled
+    assert held.handle.cancelled
     assert list(drafts_of(client)) == ["there"]
     assert client.get("/health").json()["active"] == 0
 
@@ -175,8 +174,8 @@ def test_a_draft_that_nobody_tells_of_again_is_dropped(monkeypatch):
     with served() as client:
         client.put(PATH, json=body(pause=True))
         held = drafts_of(client)[""]
-        until(lambda: held.job.cancelled)
-        until(lambda: not any(slot.job for slot in client.model.scheduler._slots))
+        until(lambda: held.handle.cancelled)
+        until(lambda: not any(lane.handle for lane in client.model.scheduler.pool.lanes))
         answer = client.post("/v1/chat/completions", json=body()).json()
         expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
         assert answer["choices"][0]["message"]["content"] == expected.text
@@ -227,14 +226,14 @@ def test_the_scheduler_prepares_only_while_there_is_nothing_else():
     target.model.unembedding[1] = 0
     scheduler, told = Scheduler(target, [SssdPlanner(), SssdPlanner()], budget=4), {"held": [], "asked": []}
 
-    def ask(name, seed, hold=None):
+    def ask(name, seed, idle_limit=None):
         request = Request([5, 6, 7, seed], SamplingParams(temperature=1.0, seed=seed), 20)
-        return scheduler.submit(request, told[name].append, hold=hold)
+        return scheduler.submit(request, told[name].append, idle_limit=idle_limit)
 
     def tokens(name):
         return sum(len(event.chunks) for event in told[name] if isinstance(event, Wrote))
 
-    held = ask("held", 8, hold=5)
+    held = ask("held", 8, idle_limit=5)
     scheduler.step()
     ask("asked", 9)
     while not any(isinstance(event, Ended) for event in told["asked"]):
@@ -244,12 +243,12 @@ def test_the_scheduler_prepares_only_while_there_is_nothing_else():
     for _ in range(30):
         scheduler.step()
     assert 5 <= tokens("held") < 20
-    assert held.waits
-    scheduler.go_on(held)
+    assert held.is_prefetched
+    scheduler.promote(held)
     while scheduler.active:
         scheduler.step()
     assert tokens("held") == 20
-    third = ask("held", 10, hold=5)
+    third = ask("held", 10, idle_limit=5)
     for _ in range(20):
         scheduler.step()
     ask("asked", 11)
@@ -257,5 +256,5 @@ def test_the_scheduler_prepares_only_while_there_is_nothing_else():
     while sum(isinstance(event, Ended) for event in told["asked"]) < 3:
         scheduler.step()
     assert isinstance(told["held"][-1].error, Cancelled)
-    assert third.waits
+    assert third.is_prefetched
     scheduler.close()

@@ -15,7 +15,7 @@ from edgespec.errors import EdgespecError, MissingPackage, UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
-from edgespec.scheduler import drive as asking
+from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Request, Wrote
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.guesser import DraftGuesser, Guesser
@@ -242,17 +242,17 @@ def test_a_stop_ends_guesses_and_no_later_ones() -> None:
 
 
 def test_a_text_is_left_while_it_is_written() -> None:
-    """By `asking.together`, as everywhere else; closing ends what is under way, too."""
+    """By `drive.events_of`, as everywhere else; closing ends what is under way, too."""
     expected = plain(SamplingParams())
     with targets(SlowSpec(0.005), threads(2), Recorded([*PROMPT, *expected], 0.8)) as made:
         stats = GenerationStats()
-        with closing(asking.events(made, Request(PROMPT, SamplingParams(), 40), stats)) as events:
+        with closing(drive.events(made, Request(PROMPT, SamplingParams(), 40), stats)) as events:
             assert any(isinstance(event, Wrote) for event in events)
         made.thread.join(5)
         assert stats.finish_reason == "interrupted"
-        found = asking.events(made, Request(PROMPT, SamplingParams(), 40))
+        found = drive.events(made, Request(PROMPT, SamplingParams(), 40))
         assert [chunk.token_id for event in found if isinstance(event, Wrote) for chunk in event.chunks] == expected
-        left = asking.events(made, Request(PROMPT, SamplingParams(), 40))
+        left = drive.events(made, Request(PROMPT, SamplingParams(), 40))
         assert any(isinstance(event, Wrote) for event in left)
         made.close()
         assert not made.thread.is_alive()

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-import edgespec.scheduler.drive as asking
 from edgespec.errors import UsageError
 from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
 from edgespec.loop.passes import prefill
@@ -26,6 +25,7 @@ from edgespec.loop.tree import Source, make_tree
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -200,7 +200,7 @@ def test_on_a_model_of_its_own_words(smollm2_tiny):
             assert set(json.loads(result.text)) == {"city", "ok"}
             assert result.stats.tokens_by_source["grammar"] >= 5
             request = model.request(user_messages("Which city?"), **options)
-            events = asking.events(model.scheduler, replace(request, plain=True))
+            events = drive.events(model.scheduler, replace(request, plain=True))
             plain = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
             assert plain == result.token_ids
 

@@ -6,14 +6,14 @@ from test_scheduler import PROMPTS, Reader, Recording, alone, backend, planners,
 
 from edgespec.errors import ModelError, SessionFileError
 from edgespec.planners.none import NonePlanner
-from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Cancelled, Ended
 from edgespec.scheduler.scheduler import Scheduler
 
 
-def prepared(scheduler, *asked, hold=0, steps=20, **more):
+def prepared(scheduler, *asked, idle_limit=0, steps=20, **more):
     """A held request, prepared as far as it may be."""
-    reader = Reader(scheduler, *asked, hold=hold, **more)
+    reader = Reader(scheduler, *asked, idle_limit=idle_limit, **more)
     for _ in range(steps):
         scheduler.step()
     assert reader.ended is None
@@ -27,7 +27,7 @@ def test_what_is_held_gives_its_cells_to_what_is_asked():
     run(scheduler, 500)
     asked.check()
     assert isinstance(held.ended.error, Cancelled)
-    assert not scheduler.go_on(held.job)
+    assert not scheduler.promote(held.handle)
     scheduler.close()
 
 
@@ -37,17 +37,17 @@ def test_what_is_held_waits_for_cells_without_a_pass():
     first = prepared(scheduler, 4, max_tokens=100)
     second = prepared(scheduler, 6, max_tokens=100)
     assert first.ended
-    assert not scheduler._waiting
+    assert not scheduler._queue
     asked = Reader(scheduler, 2, max_tokens=100)
     scheduler.step()
     assert scheduler.active == 1
-    third = Reader(scheduler, 4, max_tokens=100, hold=0)
+    third = Reader(scheduler, 4, max_tokens=100, idle_limit=0)
     run(scheduler, 500)
     asked.check()
     for _ in range(20):
         scheduler.step()
-    assert not scheduler._waiting
-    assert scheduler.go_on(third.job)
+    assert not scheduler._queue
+    assert scheduler.promote(third.handle)
     run(scheduler, 500)
     third.check()
     assert second.ended
@@ -58,7 +58,7 @@ def test_a_request_does_not_wait_for_a_prompt_that_nobody_reads():
     """The held one stops reading as soon as another is asked for; who begins alike does not wait for it."""
     scheduler = Scheduler(backend("two classes", max_nodes=41), planners("none", 3), budget=4)
     busy = Reader(scheduler, 1, 0.7, 1, 100)
-    held = Reader(scheduler, 4, hold=0)
+    held = Reader(scheduler, 4, idle_limit=0)
     for _ in range(3):
         scheduler.step()
     assert held.ended is None
@@ -69,19 +69,19 @@ def test_a_request_does_not_wait_for_a_prompt_that_nobody_reads():
     asked.check()
     run(scheduler)
     busy.check()
-    held.job.cancel()
+    held.handle.cancel()
     scheduler.close()
 
 
 def test_a_held_text_that_gives_way_is_nobodys_answer(monkeypatch):
     monkeypatch.setattr("edgespec.scheduler.session_pool.RESERVED", 4)
     scheduler = Scheduler(pooled(cells=130, context=120), planners("none", 3), budget=4)
-    held = prepared(scheduler, 0, 0.7, 1, 100, hold=30, steps=60)
+    held = prepared(scheduler, 0, 0.7, 1, 100, idle_limit=30, steps=60)
     assert len(held.tokens) >= 30
     asked = Reader(scheduler, 1, 0.7, 2, 110)
     run(scheduler)
     asked.check()
-    assert not scheduler.go_on(held.job)
+    assert not scheduler.promote(held.handle)
     assert isinstance(held.ended.error, Cancelled)
     scheduler.close()
 
@@ -90,26 +90,26 @@ def test_a_held_text_that_failed_is_nobodys_answer():
     target = backend(kind=Recording)
     scheduler = Scheduler(target, planners("none", 3), budget=4)
     target.failing = lambda batch: ModelError("the disk is gone")
-    held = Reader(scheduler, 1, hold=3)
+    held = Reader(scheduler, 1, idle_limit=3)
     for _ in range(3):
         scheduler.step()
     assert str(held.ended.error) == "the disk is gone"
-    assert not scheduler.go_on(held.job)
+    assert not scheduler.promote(held.handle)
     scheduler.close()
 
 
 def test_texts_are_saved_while_something_is_held(tmp_path):
     target = backend()
     scheduler = Scheduler(target, planners("none", 3), budget=4)
-    scheduler.shelf = Shelf(tmp_path, target, 1 << 20, least=16)
+    scheduler.pool.disk_cache = DiskCache(tmp_path, target, 1 << 20, least=16)
     scheduler.start()
     asked = Reader(scheduler, 4)
     until(lambda: asked.ended)
-    held = Reader(scheduler, 6, hold=0)
+    held = Reader(scheduler, 6, idle_limit=0)
     until(lambda: len(list(tmp_path.glob("*.kept"))) == 1)
     assert scheduler.active == scheduler.waiting == 0
     until(lambda: scheduler.kept_tokens >= 158 + 90)  # both prompts are read
-    held.job.cancel()  # this alone wakes the thread, and its text is saved, too
+    held.handle.cancel()  # this alone wakes the thread, and its text is saved, too
     until(lambda: held.ended)
     until(lambda: len(list(tmp_path.glob("*.kept"))) == 2)
     scheduler.close()
@@ -141,7 +141,7 @@ def test_an_error_in_a_round_ends_all_texts_and_the_thread_goes_on(monkeypatch):
 
     monkeypatch.setattr(scheduler, "_admit", fails)
     scheduler.start()
-    readers = [Reader(scheduler, 1), Reader(scheduler, 2, hold=3)]
+    readers = [Reader(scheduler, 1), Reader(scheduler, 2, idle_limit=3)]
     until(lambda: all(reader.ended for reader in readers))
     assert all(isinstance(reader.ended.error, ZeroDivisionError) for reader in readers)
     monkeypatch.setattr(scheduler, "_admit", whole)
@@ -154,7 +154,7 @@ def test_an_error_in_a_round_ends_all_texts_and_the_thread_goes_on(monkeypatch):
 def test_a_shelf_that_cannot_tell_the_model_is_done_without(tmp_path, monkeypatch):
     target, said = backend(), []
     scheduler = Scheduler(target, planners("none", 3), budget=4)
-    scheduler.shelf = Shelf(tmp_path, target, 1 << 20, least=16, say=said.append)
+    scheduler.pool.disk_cache = DiskCache(tmp_path, target, 1 << 20, least=16, say=said.append)
 
     def gone(self):
         raise SessionFileError("model.gguf: cannot be read")
@@ -172,9 +172,7 @@ def test_a_shelf_that_cannot_tell_the_model_is_done_without(tmp_path, monkeypatc
 
 def shares(scheduler):
     """Cells that all texts take, by the scheduler's count."""
-    from edgespec.scheduler.session_pool import taken
-
-    return sum(map(taken, scheduler._slots))
+    return sum(lane.taken for lane in scheduler.pool.lanes)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -191,9 +189,9 @@ def test_forks_count_once_when_their_source_moves_on(back):
     scheduler.step()
     scheduler.step()
     assert scheduler.active == 4
-    texts = [slot.session.token_ids for slot in scheduler._slots]
+    texts = [lane.session.token_ids for lane in scheduler.pool.lanes]
     real = 157 + sum(len(text) - 157 for text in texts if len(text) > 157)
-    mine = next(slot.session.token_ids for slot in scheduler._slots if slot.job is other.job)
+    mine = next(lane.session.token_ids for lane in scheduler.pool.lanes if lane.handle is other.handle)
     real += 0 if len(mine) > 157 else len(mine) - (100 if back else 20)
     assert real <= shares(scheduler) <= real + 64 * 3
     run(scheduler)
@@ -225,7 +223,7 @@ def test_who_was_forked_from_may_be_forked_to():
 def test_a_text_is_saved_before_a_fork_takes_its_session(tmp_path):
     target = backend(sessions=2)
     scheduler = Scheduler(target, planners("none", 2), budget=4)
-    scheduler.shelf = shelf = Shelf(tmp_path, target, 1 << 20, least=16)
+    scheduler.pool.disk_cache = shelf = DiskCache(tmp_path, target, 1 << 20, least=16)
     old = Reader(scheduler, 6)
     run(scheduler)
     busy = Reader(scheduler, 4, 0.7, 1, 40)
@@ -234,7 +232,7 @@ def test_a_text_is_saved_before_a_fork_takes_its_session(tmp_path):
     fork = Reader(scheduler, 4, 0.7, 2)
     scheduler.step()
     assert shelf.best(PROMPTS[6])[1] >= 90
-    assert len(shelf._texts) == 1  # and nothing of the text that is still being written
+    assert len(shelf._saved) == 1  # and nothing of the text that is still being written
     run(scheduler)
     for reader in (old, busy, fork):
         reader.check()
@@ -243,7 +241,7 @@ def test_a_text_is_saved_before_a_fork_takes_its_session(tmp_path):
 
 def test_all_that_is_told_of_a_held_text_is_one_end():
     scheduler = Scheduler(backend(), planners("none", 3), budget=4)
-    held = prepared(scheduler, 1, hold=3)
+    held = prepared(scheduler, 1, idle_limit=3)
     scheduler.close()
     assert sum(isinstance(event, Ended) for event in held.events) == 1
     assert held.tokens == alone(*held.key)[: len(held.tokens)]
@@ -254,10 +252,10 @@ def test_who_comes_while_all_are_ended_is_not_lost():
     first = Reader(scheduler, 1)
     later, finish = [], scheduler._finish
 
-    def finished(job, error):
+    def finished(handle, error):
         if not later:
             later.append(Reader(scheduler, 2))
-        finish(job, error)
+        finish(handle, error)
 
     scheduler._finish = finished
     scheduler._end_all(ZeroDivisionError("in the scheduler"))

@@ -171,7 +171,7 @@ class TestTextsThatShareAPass:
             return SimpleNamespace(passed=0, session=session, generation=plan)
 
         slots = [slot(0), slot(4)]
-        batch, failed = plan_trees(slots, slots, limits, 24, None, alone=True)
+        batch, failed = plan_trees(slots, slots, limits, 24, None, single=True)
         assert failed == []
         assert sum(rows_of(tree.parents, owed) for _, (tree, owed) in batch) <= 24
         assert any(len(tree) > 1 for _, (tree, _) in batch)

@@ -14,7 +14,7 @@ from test_scheduler import LONG, Reader, Recording, actions, backend, draft, pla
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -41,7 +41,7 @@ def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, s
     target = pooled(cells, spare, shape=shape)
     scheduler = Scheduler(target, planners(name, 3), budget=12)
     if keep:
-        scheduler.shelf = Shelf(tmp_path_factory.mktemp("shelf"), target, 1 << 20, least=8)
+        scheduler.pool.disk_cache = DiskCache(tmp_path_factory.mktemp("shelf"), target, 1 << 20, least=8)
     play(scheduler, schedule, 3)
     scheduler.close()
     assert target.open_sessions == 0
@@ -68,10 +68,10 @@ def test_idle_texts_give_way_and_the_oldest_first():
     for prompt in (1, 6, 4):  # 3, 91 and 158 tokens, and 7 each
         Reader(scheduler, prompt)
         run(scheduler)
-    scheduler._slots[0].used = 10  # all but forgotten is the second
+    scheduler.pool.lanes[0].used = 10  # all but forgotten is the second
     Reader(scheduler, 3)  # 73
     run(scheduler)
-    assert sorted(len(slot.session.token_ids) for slot in scheduler._slots) == [0, 10, 80, 165]
+    assert sorted(len(lane.session.token_ids) for lane in scheduler.pool.lanes) == [0, 10, 80, 165]
     scheduler.close()
 
 
@@ -201,7 +201,7 @@ def test_a_pass_for_nobody_ends_early():
     scheduler.start()
     reader = Reader(scheduler, 4, 0.7, 1, 20)
     assert target.entered.wait(30)
-    reader.job.cancel()  # nobody lets the pass go on
+    reader.handle.cancel()  # nobody lets the pass go on
     until(lambda: reader.ended)
     assert target.ended == 1
     assert reader.tokens == []
@@ -224,9 +224,9 @@ def test_a_pass_that_others_are_in_goes_on():
     target.entered.clear()
     scheduler.start()
     assert target.entered.wait(30)
-    readers[0].job.cancel()
+    readers[0].handle.cancel()
     assert not target.interrupted.is_set()
-    readers[1].job.cancel()
+    readers[1].handle.cancel()
     until(lambda: all(reader.ended for reader in readers))
     for reader in readers:
         reader.check()
@@ -256,7 +256,7 @@ def test_the_next_program_starts_from_what_was_saved(shape, tmp_path):
     for cached in (0, len(LONG) - 1 - (len(LONG) - 1) % 32 if shape == "blocks" else len(LONG) - 1):
         target = backend(shape)
         scheduler = Scheduler(target, planners("sssd", 3), budget=4)
-        scheduler.shelf = Shelf(tmp_path, target, 1 << 20, least=16)
+        scheduler.pool.disk_cache = DiskCache(tmp_path, target, 1 << 20, least=16)
         reader = Reader(scheduler, 4, 0.7, 1, 12)
         run(scheduler)
         reader.check()

@@ -15,7 +15,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.model import Model
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.disk_cache import DiskCache
 
 MODEL = random_model(4)
 
@@ -119,7 +119,7 @@ class TestFiles:
 
 class TestShelf:
     def make(self, tmp_path, target, most=1 << 30, lines=None):
-        return Shelf(tmp_path / "shelf", target, most, least=4, say=(lines if lines is not None else []).append)
+        return DiskCache(tmp_path / "shelf", target, most, least=4, say=(lines if lines is not None else []).append)
 
     def files(self, tmp_path):
         return sorted(file.name for file in (tmp_path / "shelf").iterdir())

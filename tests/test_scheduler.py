@@ -17,7 +17,6 @@ from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSessi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import edgespec.scheduler.drive as asking
 from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.hint_texts import Family
@@ -32,7 +31,8 @@ from edgespec.planners.cost import goodput, split
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.prompt_chunks import PromptPieces
+from edgespec.scheduler import drive
+from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.requests import Cancelled, Ended, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -90,12 +90,12 @@ def alone(prompt: int, temperature: float, seed: int, max_tokens: int) -> list[i
 class Reader:
     """Gathers the events of one request."""
 
-    def __init__(self, scheduler, prompt=0, temperature=0.0, seed=0, max_tokens=8, hold=None, **more):
+    def __init__(self, scheduler, prompt=0, temperature=0.0, seed=0, max_tokens=8, idle_limit=None, **more):
         self.key = prompt, temperature, seed, max_tokens
         self.events, self.stats = [], GenerationStats()
         sampling = SamplingParams(temperature=temperature, seed=seed)
         request = Request(PROMPTS[prompt], sampling, max_tokens, **more)
-        self.job = scheduler.submit(request, self.events.append, self.stats, hold)
+        self.handle = scheduler.submit(request, self.events.append, self.stats, idle_limit)
 
     @property
     def tokens(self):
@@ -115,7 +115,7 @@ class Reader:
             assert self.stats.tokens == len(expected)
         else:
             assert isinstance(self.ended.error, Cancelled)
-            assert self.job.cancelled
+            assert self.handle.cancelled
             assert self.tokens == expected[: len(self.tokens)]
 
 
@@ -145,7 +145,7 @@ def special(how, prompt, families):
     if how == "sibling":
         return {"family": families.setdefault(prompt, Family(PROMPTS[prompt]))}
     predicted = Family(PROMPTS[prompt], alone(prompt, 0.0, 0, 12))
-    return {"held": {"hold": 3}, "foreseen": {"foresee": True}, "predicted": {"family": predicted}}.get(how, {})
+    return {"held": {"idle_limit": 3}, "foreseen": {"foresee": True}, "predicted": {"family": predicted}}.get(how, {})
 
 
 def play(scheduler, schedule, slots):
@@ -157,18 +157,18 @@ def play(scheduler, schedule, slots):
             readers.append(Reader(scheduler, *asked, **special(how, asked[0], families)))
         elif what == "cancel":
             if readers:
-                readers[values[0] % len(readers)].job.cancel()
+                readers[values[0] % len(readers)].handle.cancel()
         else:
             for _ in range(values[0]):
                 scheduler.step()
         assert scheduler.active <= slots
     for reader in readers[::2]:
-        scheduler.go_on(reader.job)
-    asked = [reader for reader in readers if reader.job.hold is None]
+        scheduler.promote(reader.handle)
+    asked = [reader for reader in readers if reader.handle.idle_limit is None]
     run(scheduler)  # what is still held is never in the way
     assert all(reader.ended for reader in asked)
     for reader in readers:
-        reader.job.cancel()
+        reader.handle.cancel()
     scheduler.step()
     for reader in readers:
         reader.check()
@@ -267,7 +267,7 @@ def test_a_part_of_a_prompt_ends_where_a_tile_does():
     [(None, [2 * TILE, 29]), (BatchInvariance("narrow", RowClass(1, 7), RowClass(TILE, 299)), [2 * TILE + 29])],
 )
 def test_no_part_of_a_prompt_is_left_that_would_be_padded(exact, pieces, monkeypatch):
-    monkeypatch.setattr(PromptPieces, "quick", lambda self, taken, most: 2 * TILE)
+    monkeypatch.setattr(PromptChunks, "fast", lambda self, taken, most: 2 * TILE)
     target = Recording(MODEL, context_length=CONTEXT, max_nodes=299, sessions=2)
     if exact:
         target.keep_to(exact)
@@ -371,7 +371,7 @@ def test_calling_off_takes_one_pass():
         scheduler.step()
     passes = len(target.passes)
     for reader in readers:
-        reader.job.cancel()
+        reader.handle.cancel()
     scheduler.step()
     assert len(target.passes) == passes
     assert scheduler.active == scheduler.waiting == 0
@@ -407,11 +407,11 @@ def test_an_error_of_one_text_ends_only_that():
 def test_a_session_that_cannot_be_had_ends_one_text():
     target = backend(sessions=2)
     scheduler = Scheduler(target, planners("none", 2), budget=4)
-    scheduler.shelf = Gone()
+    scheduler.pool.disk_cache = Gone()
     lost = Reader(scheduler, 1)
     run(scheduler)
     assert str(lost.ended.error) == "the model is gone"
-    scheduler.shelf = None
+    scheduler.pool.disk_cache = None
     whole = Reader(scheduler, 2)
     run(scheduler)
     whole.check()
@@ -436,13 +436,13 @@ class Gone:
 def test_what_fails_between_texts_does_not_end_the_thread():
     target = backend(sessions=2)
     scheduler = Scheduler(target, planners("none", 2), budget=4)
-    slot = scheduler._slots[0]
-    prefill(target, slot.session, [1, 2, 3])
-    scheduler.shelf = Gone()
+    lane = scheduler.pool.lanes[0]
+    prefill(target, lane.session, [1, 2, 3])
+    scheduler.pool.disk_cache = Gone()
     scheduler.start()
-    while not slot.looked_at:
+    while not lane.looked_at:
         sleep(0.01)
-    scheduler.shelf = None
+    scheduler.pool.disk_cache = None
     done = Event()
     scheduler.submit(Request([1, 2], SamplingParams(), 3), lambda event: isinstance(event, Ended) and done.set())
     assert done.wait(60)
@@ -507,7 +507,7 @@ def test_ctrl_c_behind_a_pass_leaves_no_nodes():
 def test_ctrl_c_leaves_everything_fit_for_the_next_text():
     target = backend(kind=Recording, sessions=1)
     scheduler = Scheduler(target, planners("specexec", 1), budget=4)
-    events = asking.events(scheduler, Request(PROMPTS[1], SamplingParams(), 20))
+    events = drive.events(scheduler, Request(PROMPTS[1], SamplingParams(), 20))
     next(events)
     target.failing = lambda batch: KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -551,7 +551,7 @@ def test_a_cache_that_is_full_forgets_the_idle_then_ends_the_youngest():
     run(scheduler)
     readers = [Reader(scheduler, 1, 0.7, 1, 12), Reader(scheduler, 2, 0.7, 1, 12)]
     target.failing = lambda batch: (
-        ContextFull("full") if sum(len(slot.session.token_ids) for slot in scheduler._slots) > 40 else None
+        ContextFull("full") if sum(len(lane.session.token_ids) for lane in scheduler.pool.lanes) > 40 else None
     )
     run(scheduler)
     readers[0].check()
@@ -600,13 +600,13 @@ def test_progress_stop_strings_and_log_probs():
     found = {}
     for name in ("none", "sssd"):
         scheduler = Scheduler(target, planners(name, 1), budget=8)
-        events = list(asking.events(scheduler, Request(prompt, sampling, 30, log_probs=3)))
+        events = list(drive.events(scheduler, Request(prompt, sampling, 30, log_probs=3)))
         assert [(e.done, e.total) for e in events if isinstance(e, Reading)] == [(0, 18), (18, 18)]
         chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         found[name] = [(chunk.token_id, chunk.log_probs) for chunk in chunks]
         text, stats = "".join(chunk.text for chunk in chunks), GenerationStats()
         stop = text[10:12]
-        events = list(asking.events(scheduler, Request(prompt, sampling, 30, stop=[stop]), stats))
+        events = list(drive.events(scheduler, Request(prompt, sampling, 30, stop=[stop]), stats))
         chunks = [chunk for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
         assert stats.finish_reason == "stop"

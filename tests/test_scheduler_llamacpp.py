@@ -15,10 +15,9 @@ from edgespec.loading.exact import apply_row_class
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
-from edgespec.scheduler.session_pool import forget
 
 TEXT = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 20
 PROMPTS = [TEXT[:40], TEXT[:900], f"{TEXT[:700]}Or not.", TEXT[30:1000], f"{TEXT[:1200]}He did."]
@@ -30,7 +29,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
     target = load(str(path), context_length=512, budget=16, sessions=4, threads=2, exact=asked, share=0.25)
     shelf, loaded = None, list[bool]()
 
-    class Counting(Shelf):
+    class Counting(DiskCache):
         def load(self, path, session, draft=None):
             loaded.append(super().load(path, session, draft) and bool(session.token_ids))
             return loaded[-1]
@@ -45,7 +44,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
             """All texts, with so many at once; between passes the cache is put in order now and then."""
             scheduler, found = Scheduler(target, [planner() for _ in range(slots)], budget=16), [[] for _ in asks]
             generator, jobs = np.random.default_rng(slots), []
-            scheduler.shelf = shelf if cache else None
+            scheduler.pool.disk_cache = shelf if cache else None
             try:
                 for i, ask in enumerate(asks):
                     jobs.append(scheduler.submit(ask, found[i].append))
@@ -56,13 +55,12 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
                             break
                         scheduler.step()
                     if cache and i % 2:
-                        for slot in scheduler._slots:
-                            if slot.job is None:
-                                forget(slot, scheduler._slots, shelf)
+                        for lane in scheduler.pool.idle:
+                            scheduler.pool.forget(lane)
                     if cache and i % 3 == 2:
-                        target.cells.put_in_order([slot.session for slot in scheduler._slots])
+                        target.cells.put_in_order([lane.session for lane in scheduler.pool.lanes])
                     if not cache:
-                        scheduler._slots[0].session.rewind(0)
+                        scheduler.pool.lanes[0].session.rewind(0)
                 while scheduler.waiting or scheduler.active:
                     scheduler.step()
                 works = scheduler.counts.works / scheduler.counts.passes

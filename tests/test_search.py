@@ -159,7 +159,7 @@ def test_a_text_that_waits_leaves_its_leaves_to_others():
     guesser = draft(perturbed(MODEL, 0.6, 1), sessions=2, **limits)
     made = [Resting(guesser, depth=6, tau=3.0, texts=1) for _ in range(2)]
     scheduler, found = Scheduler(draft(sessions=2), made, budget=40), list[int]()
-    prepared = scheduler.submit(Request([1, 2, 3], SAMPLINGS[2], 60), lambda event: None, hold=8)
+    prepared = scheduler.submit(Request([1, 2, 3], SAMPLINGS[2], 60), lambda event: None, idle_limit=8)
     for _ in range(60):
         if not prepared.waits:
             scheduler.step()

@@ -6,10 +6,9 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 import edgespec.scheduler.queue as turns
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.text import TextStream
 from edgespec.planners.none import NonePlanner
-from edgespec.scheduler.queue import by_turn, shortest_first
-from edgespec.scheduler.requests import Ended, Job, Request
+from edgespec.scheduler.queue import Queue, first_come, shortest_first
+from edgespec.scheduler.requests import Ended, Handle, Request
 from edgespec.scheduler.scheduler import Scheduler
 
 ENGINE = ReferenceBackend(random_model(1, vocab_size=48), sessions=1, context_length=200)
@@ -17,10 +16,19 @@ ENGINE.vocab.eog_ids = frozenset()  # texts are as long as they may be
 SHORT, LONG = 4, 60  # tokens
 
 
-def job(tokens, since=0.0, hold=None):
-    made = Job(Request([5], SamplingParams(), tokens), lambda event: None, GenerationStats(), TextStream(ENGINE.vocab))
-    made.since, made.hold = since, hold
+def handle(tokens, since=0.0, idle_limit=None):
+    request = Request([5], SamplingParams(), tokens)
+    made = Handle(request, lambda event: None, GenerationStats(), ENGINE.vocab, idle_limit)
+    made.since = since
     return made
+
+
+def in_order(handles, order):
+    """The order in which a queue lets them in."""
+    queue = Queue(order)
+    for one in handles:
+        queue.put(one)
+    return queue.in_order()
 
 
 class Clock:
@@ -39,22 +47,22 @@ def clock(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("order", [None, shortest_first])
+@pytest.mark.parametrize("order", [first_come, shortest_first])
 def test_what_is_only_prepared_comes_last(order, clock):
     clock.now = 10.0
-    held, wanted = job(SHORT, since=0.0, hold=8), job(LONG, since=9.0)
-    assert by_turn([held, wanted], order) == [wanted, held]
+    held, wanted = handle(SHORT, since=0.0, idle_limit=8), handle(LONG, since=9.0)
+    assert in_order([held, wanted], order) == [wanted, held]
 
 
 def test_shorter_ones_come_first_and_whoever_waits_rises(clock):
     clock.now = 10.0
-    long, short = job(LONG), job(SHORT)
-    assert by_turn([long, short], None) == [long, short]
-    assert by_turn([long, short], shortest_first) == [short, long]
+    long, short = handle(LONG), handle(SHORT)
+    assert in_order([long, short], first_come) == [long, short]
+    assert in_order([long, short], shortest_first) == [short, long]
     clock.now = 1000.0
     short.since = 995.0
-    assert by_turn([short, long], shortest_first) == [long, short]
-    assert by_turn([job(LONG, since=1000.0), short], shortest_first)[0] is short
+    assert in_order([short, long], shortest_first) == [long, short]
+    assert in_order([handle(LONG, since=1000.0), short], shortest_first)[0] is short
 
 
 def ask(scheduler, name, tokens, ended):
@@ -67,7 +75,7 @@ def ask(scheduler, name, tokens, ended):
 
 @pytest.mark.parametrize(
     ("order", "expected"),
-    [(None, ["long", "long", "short", "short"]), (shortest_first, ["short", "short", "long", "long"])],
+    [(first_come, ["long", "long", "short", "short"]), (shortest_first, ["short", "short", "long", "long"])],
 )
 def test_the_scheduler_keeps_the_order(order, expected, clock):
     scheduler, ended = Scheduler(ENGINE, [NonePlanner()], budget=1, order=order), []
@@ -80,7 +88,7 @@ def test_the_scheduler_keeps_the_order(order, expected, clock):
     assert ended == expected
 
 
-@pytest.mark.parametrize("order", [None, shortest_first])
+@pytest.mark.parametrize("order", [first_come, shortest_first])
 def test_a_long_request_is_served_though_short_ones_keep_coming(order, clock):
     scheduler, ended = Scheduler(ENGINE, [NonePlanner()], budget=1, order=order), []
     ask(scheduler, "first", SHORT, ended).since = 0.0
@@ -95,4 +103,4 @@ def test_a_long_request_is_served_though_short_ones_keep_coming(order, clock):
         clock.now += 1.0
     scheduler.close()
     assert "long" in ended
-    assert ended.count("short") >= (3 if order else 0)
+    assert ended.count("short") >= (3 if order is shortest_first else 0)

@@ -11,7 +11,7 @@ import click
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.machine.measurements import cache_folder
 from edgespec.model import Model
-from edgespec.scheduler.disk_cache import Shelf
+from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"
@@ -69,7 +69,9 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
     """Give the scheduler a disk cache in `folder`; "" is the user's cache folder. Raises SessionFileError."""
     place = Path(folder) if folder else cache_folder() / "sessions"
-    model.scheduler.shelf = Shelf(place, model.target, most_bytes, say=lambda text: click.echo(text, err=True))
+    model.scheduler.pool.disk_cache = DiskCache(
+        place, model.target, most_bytes, say=lambda text: click.echo(text, err=True)
+    )
 
 
 def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log: bool, **guard: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from edgespec.loop.passes import common_prefix
 from edgespec.loop.tree import Source
 
 END = -1  # in continuations: the document ends here
@@ -15,12 +16,22 @@ class NgramIndex:
         self.longest = longest
         self.text: list[int] = [END]  # the tokens, then one END
         self._after: dict[tuple[int, ...], list[int]] = {}  # run -> where the tokens that followed it are
+        self._changing = False  # or an exception, such as KeyboardInterrupt, has ended a change
 
     def __len__(self) -> int:
         return len(self.text) - 1
 
+    def become(self, tokens: Sequence[int]) -> None:
+        """Index these tokens instead, keeping what both begin with."""
+        if self._changing:
+            self.text, self._after = [END], {}
+        shared = common_prefix(self.text[:-1], tokens)
+        self.rewind(shared)
+        self.extend(tokens[shared:])
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append to the text."""
+        self._changing = True
         text, after = self.text, self._after
         for token in tokens:
             end = len(text) - 1
@@ -28,9 +39,11 @@ class NgramIndex:
                 after.setdefault(tuple(text[end - length : end]), []).append(end)
             text[end] = token
             text.append(END)
+        self._changing = False
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
+        self._changing = True
         for end in range(len(self) - 1, length - 1, -1):
             for run in range(min(self.longest, end) + 1):
                 key = tuple(self.text[end - run : end])
@@ -38,6 +51,7 @@ class NgramIndex:
                 if not self._after[key]:
                     del self._after[key]
         self.text[length:] = [END]
+        self._changing = False
 
     def matches(self, count: int) -> list[tuple[int, list[int]]]:
         """Earlier occurrences of the last tokens, longest run first.

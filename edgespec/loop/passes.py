@@ -1,6 +1,7 @@
 """Putting a pass together: how a prompt is cut into passes, what fits, and what a session need not read again."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def prefill(
         ContextFull: the tokens do not fit.
     """
     session.rewind(start_of(backend.capabilities, session, token_ids, want_last=want_last))
-    last, again = None, False
+    last, retries = None, PromptRetries()
     if progress and len(session.token_ids) < len(token_ids):
         progress(len(session.token_ids), len(token_ids))
     while len(session.token_ids) < len(token_ids):
@@ -49,10 +50,9 @@ def prefill(
         try:
             last = backend.forward([work])[0], len(work.token_ids) - 1
         except ContextFull:
-            if again or not may_read_anew(backend.capabilities, session, token_ids):
+            if not retries.allow(backend.capabilities, session, token_ids):
                 raise
             session.rewind(0)
-            again = True
             continue
         session.commit(list(range(len(work.token_ids))))
         if progress:
@@ -60,12 +60,21 @@ def prefill(
     return last if want_last else None
 
 
-def may_read_anew(limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
-    """After ContextFull: whether a prompt may have had no room only since the cache was put in order while it was read.
+@dataclass(slots=True)
+class PromptRetries:
+    """Decides after ContextFull whether a prompt is read again from its beginning, in an emptied session.
 
-    Then it cannot go on where it stands, but from its beginning.
+    That helps where the cache was put in order while the prompt was read: its cells may not be continued then.
     """
-    return bool(session.token_ids) and len(token_ids) <= limits.context_length
+
+    left: int = 1
+
+    def allow(self, limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
+        """Use one retry; False if none is left, or if an empty session would have no more room."""
+        if self.left == 0 or not session.token_ids or len(token_ids) > limits.context_length:
+            return False
+        self.left -= 1
+        return True
 
 
 def prompt_work(

@@ -1,7 +1,7 @@
 """What a generation cost and gained."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from edgespec.loop.tree import Source
@@ -51,6 +51,12 @@ class GenerationStats:
     def times_plain(self) -> float:
         """How many times the speed of plain decoding this was, by the measured cost of its passes; 0: not measured."""
         return self.plain_seconds / self.seconds if self.seconds else 0.0
+
+    def reset(self) -> None:
+        """Begin again."""
+        fresh = GenerationStats()
+        for one in fields(self):
+            setattr(self, one.name, getattr(fresh, one.name))
 
     def count(self, sources: Sequence[Source], drafted: int) -> None:
         """One more pass of the target over so many guesses has written tokens, which had these sources."""

@@ -9,7 +9,7 @@ from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
-from edgespec.loop.passes import check_room, common_prefix, may_read_anew, prefill, prompt_work, start_of
+from edgespec.loop.passes import PromptRetries, check_room, common_prefix, prefill, prompt_work, start_of
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
@@ -65,7 +65,7 @@ class Drafter:
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
         """The steps of `read`."""
-        limits, session, again = self.draft.capabilities, self.session, False
+        limits, session, retries = self.draft.capabilities, self.session, PromptRetries()
         session.rewind(start_of(limits, session, token_ids, want_last=True))
         self.evaluated = 0
         while True:
@@ -73,10 +73,9 @@ class Drafter:
             try:
                 passed = yield Wanted(self.draft, work)
             except ContextFull:
-                if again or not may_read_anew(limits, session, token_ids):
+                if not retries.allow(limits, session, token_ids):
                     raise
                 session.rewind(0)
-                again = True
                 continue
             session.commit(list(range(len(work.token_ids))))
             self._took(work, passed)

@@ -26,7 +26,6 @@ from math import exp, inf, log
 import numpy as np
 
 from edgespec.loop.hint_texts import END, LONGEST_INPUT, Beside, NgramIndex
-from edgespec.loop.passes import common_prefix
 from edgespec.loop.planner import Context
 from edgespec.loop.tree import DraftTree, Source, root_only
 from edgespec.planners.datastore import Datastore
@@ -167,9 +166,7 @@ class SssdPlanner:
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Index the prompt; what it shares with the text before is kept."""
-        shared = common_prefix(self._index.text[:-1], prompt_ids)
-        self._index.rewind(shared)
-        self._index.extend(prompt_ids[shared:])
+        self._index.become(prompt_ids)
 
     def plan(self, context: Context, budget: int) -> DraftTree:
         """Look the end of the text up in all sources and grow one tree."""

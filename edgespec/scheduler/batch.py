@@ -1,4 +1,4 @@
-"""What goes into one pass that several texts share: their trees, and a part of a prompt."""
+"""One pass put together: the draft trees of several sequences, and a chunk of a prompt."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -7,117 +7,132 @@ from time import perf_counter
 
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.draft_passes import run_shared
-from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import most_nodes
-from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import DraftTree, best_nodes
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
-from edgespec.scheduler.prompt_chunks import PromptPieces
-from edgespec.scheduler.session_pool import Slot
+from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
+from edgespec.scheduler.session_pool import Lane
 
-TIMES_FAIR = 2  # a text may guess so many times its share of a pass: what others leave, predictable ones take
+TIMES_FAIR = 2  # a sequence may draft this multiple of its share of a pass: predictable ones use what others leave
 
-Batch = list[tuple[Slot, Work]]
-Failed = list[tuple[Slot, Exception]]  # slots whose trees could not be planned
+Batch = list[tuple[Lane, Work]]
+Failed = list[tuple[Lane, Exception]]  # sequences whose trees could not be planned
 
 
-def prompts_ride_along(limits: Capabilities) -> bool:
-    """Whether parts of prompts and trees may share a pass."""
-    exact = limits.exact
-    return exact is None or (exact.prompts == exact.trees and not exact.blocks)
+def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
+    """Sequences to decode in the next pass, and one whose prompt is read.
+
+    If prompts and trees cannot share a pass, they alternate. `read_last`: the last pass read a prompt.
+    """
+    lanes = sorted(lanes, key=lambda lane: lane.used)
+    reading, writing = [lane for lane in lanes if lane.unread], [lane for lane in lanes if not lane.unread]
+    shared = can_share_passes(limits)
+    if reading and (shared or not writing or not read_last):
+        return writing if shared else [], reading[0]
+    return writing, None
 
 
 def plan(
-    writing: Sequence[Slot],
-    reader: Slot | None,
-    slots: Sequence[Slot],
+    writing: Sequence[Lane],
+    reader: Lane | None,
+    lanes: Sequence[Lane],
     limits: Capabilities,
-    cost: PassTimes | None,
-    pieces: PromptPieces,
+    times: PassTimes | None,
+    chunks: PromptChunks,
 ) -> tuple[Batch, Failed]:
-    """Trees of those who have waited longest, and then the next part of a prompt."""
-    part = reader.generation if reader else None
+    """Works of one pass.
+
+    Args:
+        writing: sequences to decode, as many as fit.
+        reader: a sequence whose prompt is read; its chunk is the last work.
+        lanes: all, for which see `plan_trees`.
+        limits: of the target.
+        times: of its passes; None: trees take all the room of a pass.
+        chunks: sizes of prompts' chunks.
+    """
+    prompt = reader.generation if reader else None
     room = most_nodes(limits, 0)
-    if part:
-        room -= min(TILE, part.unread, room // 2) + part.session.unread_committed
-    batch, failed = plan_trees(writing, slots, limits, room, cost, alone=reader is None)
-    if reader and part:
-        gone = [slot for slot, _ in failed]
-        others = any(slot.generation and not slot.generation.unread for slot in slots if slot not in gone)
-        batch.append((reader, plan_part(part, limits, batch, pieces if others else None)))
+    if prompt:
+        room -= chunks.rows(prompt, room)
+    batch, failed = plan_trees(writing, lanes, limits, room, times, single=reader is None)
+    if reader and prompt:
+        taken = sum(len(work.token_ids) + work.session.unread_committed for _, work in batch)
+        gone = [lane for lane, _ in failed]
+        single = not any(lane.generation and not lane.unread for lane in lanes if lane not in gone)
+        batch.append((reader, chunks.next(prompt, limits, taken, single=single)))
     return batch, failed
 
 
 def plan_trees(
-    writing: Sequence[Slot],
-    slots: Sequence[Slot],
+    writing: Sequence[Lane],
+    lanes: Sequence[Lane],
     limits: Capabilities,
     room: int,
-    cost: PassTimes | None,
+    times: PassTimes | None,
     *,
-    alone: bool,
+    single: bool,
 ) -> tuple[Batch, Failed]:
-    """Trees of those who have waited longest, as many as so many rows hold, and in them their best nodes.
+    """Trees of the sequences that have waited longest, as many as `room` rows hold, cut to their best nodes.
 
-    Of `slots` all others lose their guesses, since these need what their drafts' caches hold.
-
-    Returns:
-        The works, and the slots whose trees could not be planned.
+    Of `lanes`, all others lose their trees, which take cells of the draft. `single`: the pass has no prompt.
     """
-    group = list[Slot]()
-    for slot in sorted(writing, key=lambda slot: slot.passed):
-        if (rows := 1 + slot.session.unread_committed) > room:
+    group = in_turn(writing, room)
+    room -= sum(1 + lane.session.unread_committed for lane in group)
+    for lane in lanes if len(lanes) > 1 else ():
+        if lane.generation and lane not in group:
+            lane.generation.give_up()
+    fair = -(-TIMES_FAIR * room // len(group)) if len(group) > 1 else room
+    most = None if single and len(group) == 1 else min(room, fair)
+    started = perf_counter()
+    planned = run_shared([lane.generation.planning(most, len(group)) for lane in group if lane.generation])
+    seconds = perf_counter() - started
+    failed = [(lane, tree) for lane, tree in zip(group, planned, strict=True) if isinstance(tree, Exception)]
+    trees = [(lane, tree) for lane, tree in zip(group, planned, strict=True) if not isinstance(tree, Exception)]
+    if len(trees) > 1:
+        trees = cut(trees, limits, room, times, seconds)
+    return [(lane, lane.generation.work(tree)) for lane, tree in trees if lane.generation], failed
+
+
+def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
+    """The sequences that have waited longest, as many as have room for their roots."""
+    group = list[Lane]()
+    for lane in sorted(writing, key=lambda lane: lane.passed):
+        room -= 1 + lane.session.unread_committed
+        if room < 0:
             break
-        group.append(slot)
-        room -= rows
-    for slot in slots if len(slots) > 1 else ():
-        if slot.generation and slot not in group:
-            slot.generation.give_up()
-    trees, failed, spent = list[DraftTree](), list[tuple[Slot, Exception]](), perf_counter()
-    alone = alone and len(group) == 1
-    fair = room if len(group) == 1 else min(room, -(-TIMES_FAIR * room // max(1, len(group))))
-    most, texts = None if alone else fair, len(group)
-    found = run_shared([slot.generation.planning(most, texts) for slot in group if slot.generation])
-    for slot, tree in zip(group.copy(), found, strict=True):
-        if isinstance(tree, Exception):
-            group.remove(slot)
-            failed.append((slot, tree))
-        else:
-            trees.append(tree)
-    spent = perf_counter() - spent
-    if len(group) > 1:
-        length = fmean(len(slot.session.token_ids) for slot in group)
-        curve = cost.at(round(length)) if cost else None
-        added = roots = None
-        if limits.paths:
-            heads = [slot.session.unread_committed for slot in group]
-            added, roots = [rows_added(*one) for one in zip(trees, heads, strict=True)], len(heads) + sum(heads)
-        sizes = split([tree.log_probs[1:] for tree in trees], room, spent, curve, added, roots)
-        leaves = limits.leaves(len(group))
-        trees = [best_nodes(tree, size, leaves) for tree, size in zip(trees, sizes, strict=True)]
-    batch = [(slot, slot.generation.work(tree)) for slot, tree in zip(group, trees, strict=True) if slot.generation]
-    return batch, failed
+        group.append(lane)
+    return group
 
 
-def beside(batch: Batch) -> AbstractContextManager[None]:
-    """Within it the target makes this pass: the draft of a text that has it for itself may go on."""
-    slot, work = batch[0]
-    return slot.generation.beside() if slot.generation and len(batch) == 1 and not work.prompt else nullcontext()
+def cut(
+    trees: Sequence[tuple[Lane, DraftTree]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
+) -> list[tuple[Lane, DraftTree]]:
+    """Trees cut so that the pass is expected to gain most tokens per second; `seconds` were spent on planning."""
+    length = fmean(len(lane.session.token_ids) for lane, _ in trees)
+    curve = times.at(round(length)) if times else None
+    added = roots = None
+    if limits.paths:
+        heads = [lane.session.unread_committed for lane, _ in trees]
+        added = [rows_added(tree, head) for (_, tree), head in zip(trees, heads, strict=True)]
+        roots = len(heads) + sum(heads)
+    sizes = split([tree.log_probs[1:] for _, tree in trees], room, seconds, curve, added, roots)
+    leaves = limits.leaves(len(trees))
+    return [(lane, best_nodes(tree, size, leaves)) for (lane, tree), size in zip(trees, sizes, strict=True)]
 
 
-def plan_part(reading: Generation, limits: Capabilities, batch: Batch, pieces: PromptPieces | None) -> Work:
-    """The next part of a prompt, in the room that the trees leave; with `pieces`, so small that they wait a moment."""
-    start, session = reading.reads_on_at(), reading.session
-    taken = sum(len(work.token_ids) + work.session.unread_committed for _, work in batch)
-    room = limits.max_nodes - taken
-    if limits.exact:
-        room = min(room, limits.exact.prompts.most - taken - session.unread_committed)
-    quick = min(room, pieces.quick(taken, limits.max_nodes)) if pieces and not limits.streams else room
-    end, whole = start + quick, start + reading.unread
-    if end < whole and end - end % TILE > start:
-        end -= end % TILE
-    if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
-        end = whole  # a pass over what is left would be padded
-    return reading.prompt_work(end - start)
+def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes | None, chunks: PromptChunks) -> None:
+    """Add the time of a pass to what is known of passes."""
+    nodes, trees = sum(len(work.token_ids) for _, work in batch), [work for _, work in batch if not work.prompt]
+    has_prompt = len(trees) < len(batch)
+    chunks.learn(nodes, seconds, prompt=has_prompt)
+    # The planner learns of a pass over one tree. Rows predict no time if trees are evaluated path by path.
+    if times and len(batch) > 1 and not (has_prompt or limits.paths):
+        times.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
+
+
+def while_target_runs(batch: Batch) -> AbstractContextManager[None]:
+    """Within it the target makes this pass. The draft of a sequence that has the pass to itself may go on."""
+    lane, work = batch[0]
+    return lane.generation.beside() if lane.generation and len(batch) == 1 and not work.prompt else nullcontext()

@@ -1,4 +1,7 @@
-"""Asking for texts, and making passes with the thread that wants them, until there are several such threads."""
+"""Submit requests and iterate over their events.
+
+A single caller makes the passes with its own thread; as soon as two threads want passes, a worker thread makes them.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -6,49 +9,52 @@ from queue import SimpleQueue
 
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
-from edgespec.scheduler.requests import Chunk, Ended, Event, Job, Reading, Request, Wrote
+from edgespec.scheduler.requests import Chunk, Ended, Event, Handle, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 
 def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
-    """What happens to one text, until it is done. Arguments and errors as for `Scheduler.submit`."""
-    with closing(together(scheduler, [request], [stats] if stats is not None else ())) as found:
+    """The events of one request, to its end. Arguments and errors as for `Scheduler.submit`."""
+    with closing(events_of(scheduler, [request], [stats] if stats is not None else ())) as found:
         for _, event in found:
             yield event
 
 
-def together(
+def events_of(
     scheduler: Scheduler, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
 ) -> Generator[tuple[int, Event]]:
-    """As `events`, for several texts at once: the number of the text comes with each event."""
+    """As `events`, for several requests at once: (number of the request, event)."""
     found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
-    jobs, left = list[Job](), len(requests)
+    handles, left = list[Handle](), set(range(len(requests)))
     try:
         for number, request in enumerate(requests):
 
             def tell(event: Event, number: int = number) -> None:
                 found.put((number, event))
 
-            jobs.append(scheduler.submit(request, tell, stats[number] if stats else None))
+            handles.append(scheduler.submit(request, tell, stats[number] if stats else None))
         while left:
             while found.empty() and scheduler.thread is None:
                 if not scheduler.turn.acquire(blocking=False):
-                    scheduler.start()  # somebody else makes passes: from now on a thread of its own does
+                    scheduler.start()  # another thread makes a pass: from now on the worker thread does
                     break
                 try:
                     scheduler.step()
                 finally:
                     scheduler.turn.release()
             number, event = found.get()
-            left -= isinstance(event, Ended)
+            if isinstance(event, Ended):
+                left.discard(number)
             yield number, event
     finally:
-        for job in jobs:
-            job.cancel()
+        for handle in handles:
+            handle.cancel()
+        if handles and scheduler.thread is None:
+            scheduler.end_cancelled()  # nobody may ever make another step
 
 
 def chunks_in(event: Event, progress: Callable[[int, int], None] | None = None) -> Sequence[Chunk]:
-    """What an event tells a reader; raises what ended the text."""
+    """The chunks of an event; raises the error that ended the request."""
     if isinstance(event, Ended):
         if event.error is not None:
             raise event.error

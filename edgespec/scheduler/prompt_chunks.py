@@ -1,33 +1,66 @@
-"""How much of a prompt is read in one pass while others write: those shall not wait long."""
+"""Size of the part of a prompt that one pass reads, so that sequences that are decoded do not wait long."""
 
 import numpy as np
 
+from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.shapes import TILE
+from edgespec.loop.shapes import TILE, whole_tiles
 
-FIRST_PIECE = 2 * TILE  # tokens of a prompt's part while others write and no such pass was measured yet
-LONGEST_WAIT = 0.25  # seconds that those who write wait for a part of another's prompt, or as long as their own pass
+FIRST_CHUNK = 2 * TILE  # tokens, while other sequences are decoded and no pass with a prompt was measured
+LONGEST_WAIT = 0.25  # seconds; or as long as two passes without a prompt, if they take longer
 
 
-class PromptPieces:
-    """Learns what passes with parts of prompts take."""
+def can_share_passes(limits: Capabilities) -> bool:
+    exact = limits.exact
+    return exact is None or (exact.prompts == exact.trees and not exact.blocks)
+
+
+class PromptChunks:
+    """Learns the times of passes, and cuts prompts by them."""
 
     def __init__(self) -> None:
-        self._cost = PassTimes(slope=1.0)
+        self._times = PassTimes(slope=1.0)
         self.tree_seconds = 0.0  # of the last pass without a prompt
+        self.read_last = False  # the last pass had a chunk of a prompt
 
-    def add(self, nodes: int, seconds: float, *, prompt: bool) -> None:
-        """A pass over so many nodes, with a part of a prompt or without."""
+    def learn(self, nodes: int, seconds: float, *, prompt: bool) -> None:
+        self.read_last = prompt
         if prompt:
-            self._cost.add(nodes, seconds)
+            self._times.add(nodes, seconds)
         else:
             self.tree_seconds = seconds
 
-    def quick(self, taken: int, most: int) -> int:
-        """Tokens of a prompt, at most so many, that can be read besides the rows that are taken, in a moment."""
-        curve = self._cost.at(0)
+    def rows(self, reading: Generation, room: int) -> int:
+        """Rows of a pass that trees leave to the prompt."""
+        return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
+
+    def next(self, reading: Generation, limits: Capabilities, taken: int, *, single: bool) -> Work:
+        """The next chunk of a prompt.
+
+        Args:
+            reading: its sequence.
+            limits: of the target.
+            taken: rows of the pass that trees have.
+            single: no other sequence waits for this pass, so the chunk may be as long as fits.
+        """
+        start, session = reading.reads_on_at(), reading.session
+        room = limits.max_nodes - taken
+        if limits.exact:
+            room = min(room, limits.exact.prompts.most - taken - session.unread_committed)
+        size = room if single or limits.streams else min(room, self.fast(taken, limits.max_nodes))
+        end, whole = start + size, start + reading.unread
+        if end < whole and whole_tiles(end) > start:
+            end = whole_tiles(end)
+        if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
+            end = whole  # a pass over the rest would be padded
+        return reading.prompt_work(end - start)
+
+    def fast(self, taken: int, most: int) -> int:
+        """Tokens of a prompt, up to about `most`, that a pass with `taken` other rows reads within the longest wait."""
+        curve = self._times.at(0)
         if curve is None:
-            return FIRST_PIECE
+            return FIRST_CHUNK
         sizes = np.arange(TILE, most + TILE, TILE)
-        quick = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self.tree_seconds)
-        return TILE * max(1, int(np.count_nonzero(quick)))
+        fast = curve.seconds(sizes + taken) <= max(LONGEST_WAIT, 2 * self.tree_seconds)
+        return TILE * max(1, int(np.count_nonzero(fast)))

@@ -1,53 +1,77 @@
-"""Whose turn it is: of those who wait for a place, and of the texts that have one."""
+"""Admission order: which waiting request gets the next free session."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from threading import Condition
 from time import perf_counter
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
-from edgespec.loop.generate import Generation
-from edgespec.scheduler.requests import Job
+from edgespec.errors import Closed
+from edgespec.scheduler.requests import Handle, Status
 
-
-class Place(Protocol):
-    """Where a text is written."""
-
-    job: Job | None
-    generation: Generation | None
+Order: TypeAlias = Callable[[Handle], float]
 
 
-P = TypeVar("P", bound=Place)
-Order: TypeAlias = Callable[[Job], float]
+def first_come(handle: Handle) -> float:
+    """An `Order`: requests as they came."""
+    return 0.0
 
 
-def by_turn(waiting: Sequence[Job], order: Order | None) -> list[Job]:
-    """Admission order: requests as they came, or by `order`, smallest first; idle prefetch comes last."""
-    return sorted(waiting, key=lambda job: (job.hold is not None, order(job) if order else 0.0))
-
-
-def shortest_first(job: Job) -> float:
-    """An `order`: the highest response ratio next (Brinch Hansen, 1971).
+def shortest_first(handle: Handle) -> float:
+    """An `Order`: the highest response ratio next (Brinch Hansen, 1971).
 
     Short requests come first, by their `max_tokens`, but each one rises while it waits, so none waits for ever.
     """
-    return -(perf_counter() - job.since) / job.request.max_tokens
+    return -(perf_counter() - handle.since) / handle.request.max_tokens
 
 
-def wanted(places: Sequence[P]) -> list[P]:
-    """Those whose text goes on now; what is only prepared does so while there is nothing else."""
-    return asked(places) or [place for place in places if place.job and place.generation and _to_prepare(place)]
+class Queue:
+    """Requests that wait for a session, safe for any thread. Idle work comes after all others."""
 
+    def __init__(self, order: Order = first_come) -> None:
+        self.changed = Condition()
+        self.closed = False
+        self._order = order
+        self._handles = list[Handle]()
 
-def asked(places: Sequence[P]) -> list[P]:
-    """Those whose text somebody waits for."""
-    return [place for place in places if place.job and place.job.hold is None]
+    def put(self, handle: Handle) -> None:
+        """Add a request. Raises Closed."""
+        with self.changed:
+            if self.closed:
+                raise Closed
+            self._handles.append(handle)
+            self.changed.notify()
 
+    def put_back(self, handle: Handle) -> None:
+        """Restart a request that had a session: it is the first of its priority."""
+        with self.changed:
+            if handle not in self._handles:
+                self._handles.insert(0, handle)
+            handle.restart()
 
-def held(places: Sequence[P]) -> P | None:
-    """One whose text is only prepared."""
-    return next((place for place in places if place.job and place.job.hold is not None), None)
+    def remove(self, handle: Handle) -> None:
+        with self.changed:
+            if handle in self._handles:
+                self._handles.remove(handle)
 
+    def in_order(self) -> list[Handle]:
+        with self.changed:
+            waiting = [handle for handle in self._handles if handle.status is Status.WAITING]
+        return sorted(waiting, key=lambda handle: (handle.is_idle_work, self._order(handle)))
 
-def _to_prepare(place: Place) -> bool:
-    assert place.job
-    assert place.generation
-    return place.job.cancelled or bool(place.generation.unread) or not place.job.waits
+    def to_end(self) -> list[Handle]:
+        """Requests that have left: cancelled while they waited, or ended by a step that was interrupted."""
+        with self.changed:
+            return [one for one in self._handles if one.cancelled or one.status is Status.DONE]
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        with self.changed:
+            return sum(not (one.is_idle_work or one.cancelled) for one in self._handles)
+
+    def __len__(self) -> int:
+        return len(self._handles)

@@ -1,12 +1,14 @@
-"""What passes between the scheduler and those who want texts: requests, events, and how a request is called off."""
+"""Requests, the events that their readers get, and the status of a request on its way."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from threading import Lock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
+from edgespec.loop.backend import Vocab, Work
 from edgespec.loop.generate import LogProbs, Round
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import Family
@@ -18,33 +20,33 @@ from edgespec.loop.tree import Source
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A text that is wanted."""
+    """A prompt, and how to continue it."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     max_tokens: int
-    stop: Sequence[str] = ()  # strings that end the text
-    log_probs: int | None = None  # tell how probable tokens were, and so many of the likeliest
-    plain: bool = False  # guess nothing: plain decoding
-    grammar: Compiled | None = None  # what the text must look like
-    family: Family | None = None  # texts that may foretell this one
-    foresee: bool = False  # tell what the draft thinks will follow
-    shown: frozenset[int] = frozenset()  # control tokens whose names are part of the text
+    stop: Sequence[str] = ()  # strings that end the output
+    log_probs: int | None = None  # report log-probabilities, and this number of the likeliest tokens
+    plain: bool = False  # plain decoding: no draft tokens
+    grammar: Compiled | None = None  # what the output must match
+    family: Family | None = None  # hint texts for the planner
+    foresee: bool = False  # report what the draft expects to follow
+    shown: frozenset[int] = frozenset()  # control tokens whose names are part of the output
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What became certain with one token, or at the end without one."""
+    """One token, and the characters that it completes."""
 
-    text: str  # may be empty: half a character, or what may become a stop string
-    token_id: int | None  # None: what was held back of earlier tokens, where a text ended for lack of room
-    source: Source  # who guessed the token
+    text: str  # empty for half a character, and for what may become a stop string
+    token_id: int | None  # None: text held back from earlier tokens, where the request ended for lack of room
+    source: Source  # what proposed the token
     log_probs: LogProbs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """So much of the prompt is read."""
+    """Prefill progress: `done` of `total` prompt tokens."""
 
     done: int
     total: int
@@ -52,7 +54,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """A pass has written these tokens."""
+    """New tokens of one pass."""
 
     chunks: list[Chunk]
     round: Round
@@ -60,7 +62,7 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Foresaw:
-    """What the draft thinks will follow. Nothing of it is certain."""
+    """Tokens that the draft expects to follow. None of them is certain."""
 
     token_ids: list[int]
     shown: frozenset[int] = frozenset()  # as of the request
@@ -68,119 +70,212 @@ class Foresaw:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a text."""
+    """The last event of a request."""
 
     error: Exception | None = None
-    rest: str = ""  # of the text, which no token has told: see `Job.cut_short`
+    rest: str = ""  # text that no chunk has: see `Handle.cut_short`
 
 
 Event = Reading | Wrote | Foresaw | Ended
 
 
 class Cancelled(EdgespecError):
-    """Nobody wants the text any more."""
+    """The request was cancelled."""
 
 
-class Job:
-    """A request on its way."""
+class Status(Enum):
+    """Stations of a request, in this order; a restart leads back to WAITING."""
 
-    def __init__(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats, text: TextStream):
+    WAITING = "waiting"  # for a session
+    PREFETCHING = "prefetching"  # has a session, but is computed only while nothing else is to do
+    READING = "reading"  # its prompt
+    WRITING = "writing"
+    DONE = "done"
+
+
+class Handle:
+    """A request on its way. `cancel` may be called from any thread, all else by the scheduler."""
+
+    def __init__(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        stats: GenerationStats,
+        vocab: Vocab,
+        idle_limit: int | None = None,
+    ) -> None:
+        """As for `Scheduler.submit`. Raises UsageError for an empty stop string."""
         self.request = request
         self.stats = stats
+        self.status = Status.WAITING
         self.cancelled = False
-        self.text = text
-        self.rest = ""  # told when it has ended
-        self.emit = emit
+        self.idle_limit = idle_limit
         self.when_cancelled: Callable[[], None] = lambda: None
         self.since = perf_counter()
-        # None: somebody waits. Else nobody has asked yet: so many tokens may be prepared, while nothing else is to do.
-        self.hold: int | None = None
+        self.ended: Ended | None = None
+        self._emit = emit
+        self._vocab = vocab
+        self._told = list[int]()  # tokens that the reader knows
+        self._repeated = 0  # of them, those that were decoded since the last restart
+        self._rest = ""
+        self.text = self._new_text()
+
+    def _new_text(self) -> TextStream:
+        return TextStream(self._vocab, self.request.stop, self.request.shown)
 
     @property
-    def waits(self) -> bool:
-        """Prepared as far as it may be."""
-        return self.hold is not None and self.stats.tokens >= self.hold
+    def is_idle_work(self) -> bool:
+        """Nobody waits for it: it is prefetched while nothing else is to do."""
+        return self.idle_limit is not None
 
-    def cut_short(self) -> None:
-        """The text ends here, between two passes, as it would if no more tokens had been wanted."""
-        self.rest = self.text.finish()
-        self.stats.finish_reason = "stop" if self.text.stopped else "length"
+    @property
+    def is_prefetched(self) -> bool:
+        return self.idle_limit is not None and self.stats.tokens >= self.idle_limit
+
+    @property
+    def repeats(self) -> bool:
+        return self._repeated < len(self._told)
 
     def cancel(self, *, useful: bool = False) -> None:
-        """Stop after the pass that is being made, or within it if nobody else is in it. From any thread, also twice.
+        """Stop after the pass under way, or within it if no other request is in it. Safe to call twice.
 
-        `useful`: what the pass reads will be wanted by a request that comes now, so it is not ended within.
+        `useful`: a request that comes now needs what the pass computes, so the pass goes on.
         """
         if not self.cancelled:
             self.cancelled = True
             if not useful:
                 self.when_cancelled()
 
+    def promote(self) -> None:
+        self.idle_limit = None
+        if self.status is Status.PREFETCHING:
+            self.status = Status.READING
 
-class Passing:
-    """The jobs whose texts are in the pass under way, which is ended when nobody wants what it gives."""
+    def begin(self) -> None:
+        self.status = Status.PREFETCHING if self.is_idle_work else Status.READING
+
+    def restart(self) -> None:
+        """Wait again, from the beginning. Tokens belong to positions, so the same ones follow: see `write`."""
+        self.text, self._repeated = self._new_text(), 0
+        self.stats.reset()
+        self.status = Status.WAITING
+
+    def write(self, step: Round) -> list[Chunk]:
+        """Report the tokens of one pass, but for those that the reader knows.
+
+        Raises:
+            EdgespecError: after a restart other tokens came. Without a row class, rounding may do so.
+        """
+        chunks = chunks_of(step, self.text, self.stats)
+        known = self._told[self._repeated : self._repeated + len(chunks)]
+        if [chunk.token_id for chunk in chunks[: len(known)]] != known:
+            raise EdgespecError("the request was interrupted and cannot be continued")
+        self._repeated += len(known)
+        new = chunks[len(known) :]
+        if new:
+            self.tell(Wrote(new, step), [token for chunk in new if (token := chunk.token_id) is not None])
+        if self.status is Status.READING:
+            self.status = Status.WRITING
+        return new
+
+    def cut_short(self) -> None:
+        """End between two passes, as if no more tokens were wanted."""
+        self._rest = self.text.finish()
+        self.stats.finish_reason = "stop" if self.text.stopped else "length"
+
+    def end(self, error: Exception | None) -> None:
+        """Report the end. After an interruption it may be reported twice, but never lost."""
+        self.ended = self.ended or Ended(error, self._rest)
+        self.status = Status.DONE
+        self.tell(self.ended)
+
+    def tell(self, event: Event, tokens: Sequence[int] = ()) -> None:
+        """Pass an event to the reader; a reader that fails is gone. `tokens`: those that the event reports."""
+        try:
+            self._emit(event)
+            self._told.extend(tokens)
+            self._repeated += len(tokens)
+        except Exception:
+            self.cancel()
+        except BaseException:  # the reader may know the event or not
+            self.cancelled = True
+            raise
+
+
+class CurrentPass:
+    """The requests in the pass under way, which is interrupted when all of them are cancelled."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._closed = False  # nobody wants anything
+        self._closed = False
         self._interrupt = interrupt
-        self._jobs: list[Job] = []
+        self._handles: list[Handle] = []
         self._lock = Lock()
 
     @contextmanager
-    def of(self, jobs: list[Job]) -> Iterator[None]:
-        """Within, a pass is made for these."""
+    def of(self, handles: list[Handle]) -> Iterator[None]:
+        """Within, a pass is made for these requests."""
         with self._lock:
-            self._jobs = jobs
-        self.look()  # who has left since the last one was not heard
+            self._handles = handles
+        self.check()  # one may have been cancelled between two passes
         try:
             yield
         finally:
             with self._lock:
-                self._jobs = []
+                self._handles = []
 
     def close(self) -> None:
-        """From now on nobody wants anything."""
         self._closed = True
-        self.look()
+        self.check()
 
-    def look(self) -> None:
-        """End the pass under way if it is for nobody. From any thread."""
+    def check(self) -> None:
+        """Interrupt the pass under way if no request needs it. From any thread."""
         with self._lock:
-            if self._jobs and (self._closed or all(job.cancelled for job in self._jobs)):
+            if self._handles and (self._closed or all(handle.cancelled for handle in self._handles)):
                 self._interrupt()
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened since the model was loaded."""
+    """Totals since the model was loaded."""
 
     passes: int = 0
     pass_seconds: float = 0.0
     works: int = 0
-    nodes: int = 0  # guesses evaluated
-    requests: dict[str, int] = field(default_factory=dict)  # how they ended -> how many
+    nodes: int = 0  # draft tokens evaluated
+    requests: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     tokens: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in Source})
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def add_pass(self, seconds: float, works: int, nodes: int) -> None:
-        """One more."""
+    def add_pass(self, seconds: float, works: Sequence[Work]) -> None:
         self.passes += 1
         self.pass_seconds += seconds
-        self.works += works
-        self.nodes += nodes
+        self.works += len(works)
+        self.nodes += sum(len(work.token_ids) - 1 for work in works if not work.prompt)
+
+    def add_tokens(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.tokens[chunk.source.name.lower()] += 1
+
+    def add_end(self, handle: Handle) -> None:
+        """Count a request by how it ended. Idle work is not counted."""
+        if handle.is_idle_work or handle.ended is None:
+            return
+        error = handle.ended.error
+        reason = "failed" if error and not isinstance(error, Cancelled) else handle.stats.finish_reason
+        self.requests[reason] = self.requests.get(reason, 0) + 1
 
 
-def chunks_of(round_: Round, text: TextStream, stats: GenerationStats) -> list[Chunk]:
-    """A round's tokens as text, up to a stop string."""
+def chunks_of(step: Round, text: TextStream, stats: GenerationStats) -> list[Chunk]:
+    """A pass's tokens as text, up to a stop string."""
     chunks = list[Chunk]()
-    for i, (token, source) in enumerate(zip(round_.tokens, round_.sources, strict=True)):
+    for i, (token, source) in enumerate(zip(step.tokens, step.sources, strict=True)):
         piece = text.push(token)
-        if text.stopped or (round_.finished and i + 1 == len(round_.tokens)):
+        if text.stopped or (step.finished and i + 1 == len(step.tokens)):
             piece += text.finish()
-        chunks.append(Chunk(piece, token, source, round_.log_probs[i] if round_.log_probs else None))
+        chunks.append(Chunk(piece, token, source, step.log_probs[i] if step.log_probs else None))
         if text.stopped:
             stats.finish_reason = "stop"
-            stats.drop(round_.sources[i + 1 :])
+            stats.drop(step.sources[i + 1 :])
             break
     return chunks

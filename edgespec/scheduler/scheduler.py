@@ -1,65 +1,40 @@
-"""Many texts, one model: each pass of the target serves all of them.
+"""Many requests, one model: each pass of the target serves as many sequences as fit.
 
-A round:
-    1. requests come in, those that were cancelled leave, and one that waits gets a slot: a session and a planner
-    2. every text that is being written plans a tree, as if alone; the pass's rows go to the best nodes of all trees
-    3. prompts are read in the same pass, where the engine can do so without changing a bit, else in passes by turns
-    4. one `Backend.forward`; each text walks its tree, keeps what the target says, and tells its reader
+Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes are kept in row
+classes (`loading/exact.py`), or are equal but for rounding.
 
-Texts do not depend on company: noise belongs to the position, and passes are kept in shapes that agree to the bit
-(`exact.py`), or are equal but for rounding. A slot keeps its text when it is idle, and a prompt that begins alike
-starts from there: exact token prefixes only.
+The caller that wants text makes the passes, so a program with one thread needs no other. As soon as two threads want
+passes at once, or after `start`, a worker thread makes them.
 
-Whoever waits for a text makes the passes, so a program with one thread needs no other. As soon as two threads want
-passes at once, or `start` is called, a thread of its own makes them all.
+A step may be interrupted anywhere, also by Ctrl-C in the thread of a caller. Each session has a `Phase` that says what
+may be undone in it, and the next step begins with `SessionPool.recover`.
 """
 
-import atexit
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import fmean
-from threading import Condition, Lock, Thread
+from threading import Lock, Thread
 from time import perf_counter
 from typing import Any
 
-import edgespec.scheduler.session_pool as slots
 from edgespec.errors import Closed, ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import check_room, common_prefix, may_read_anew
+from edgespec.loop.passes import check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.text import TextStream
-from edgespec.scheduler.batch import Batch, beside, plan, prompts_ride_along
-from edgespec.scheduler.disk_cache import Shelf
-from edgespec.scheduler.prompt_chunks import PromptPieces
-from edgespec.scheduler.queue import Order, asked, by_turn, held, wanted
-from edgespec.scheduler.requests import (
-    Cancelled,
-    Counts,
-    Ended,
-    Event,
-    Foresaw,
-    Job,
-    Passing,
-    Reading,
-    Request,
-    Wrote,
-    chunks_of,
-)
-from edgespec.scheduler.session_pool import Slot
+from edgespec.scheduler.batch import Batch, choose, learn, plan, while_target_runs
+from edgespec.scheduler.prompt_chunks import PromptChunks
+from edgespec.scheduler.queue import Order, Queue, first_come
+from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request
+from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
+from edgespec.scheduler.worker import Worker
 
-MOST_AGAIN = 3  # times that a prompt is read once more
-AHEAD = 0.5  # of a pass's time, spent on looking ahead where a request wants it
+AHEAD = 0.5  # part of a pass's time that is spent on looking ahead, where a request wants it
 MOST_AHEAD = 128  # tokens
 
 
 class Scheduler:
-    """See the module."""
-
     def __init__(
         self,
         target: Backend,
@@ -67,51 +42,45 @@ class Scheduler:
         *,
         budget: int,
         cost: PassTimes | None = None,
-        order: Order | None = None,
+        order: Order = first_come,
     ) -> None:
         """
         Args:
             target: loaded for as many sessions as there are planners.
-            planners: one for each text that may be written at once.
-            budget: most guesses of a text in a pass.
-            cost: of the target's passes, which it learns on; None: the trees take all the room that a pass has.
-            order: of requests that wait, the one with the smallest value is served first; default: as they came. A
-                value must fall while its request waits, or a request may wait for ever.
+            planners: one for each sequence of a batch.
+            budget: most draft tokens of a sequence in a pass.
+            cost: times of the target's passes, which it learns; None: trees take all the room of a pass.
+            order: of waiting requests, the one with the smallest value is served first. A value must fall while its
+                request waits, or a request may wait for ever.
         """
         self.target = target
         self.counts = Counts()
+        self.pool = SessionPool(target, planners)
+        self.turn = Lock()  # held by the thread that calls `step`
         self._budget = budget
-        self._cost = cost
-        self._pieces = PromptPieces()
-        self._order = order
-        self._slots = [Slot(target.open(), planner) for planner in planners]
-        self.shelf: Shelf | None = None  # where texts are kept that sessions lose, and at the end
-        self._inbox: deque[Job] = deque()
-        self._waiting: list[Job] = []
-        self.turn = Lock()  # held by whoever calls `step`
-        self._wake = Condition()
-        self.thread: Thread | None = None  # that makes passes; None: those do who want texts (`asking.py`)
-        self._passing = Passing(target.interrupt)
-        self._closing = False
-        self._served = 0
-        self._read_last = False  # the last pass read a prompt
+        self._times = cost
+        self._chunks = PromptChunks()
+        self._queue = Queue(order)
+        self._pass_now = CurrentPass(target.interrupt)
+        self._worker = Worker(self._queue, self.pool, self.turn, self.step, self._end_all)
 
-    # What any thread may call.
+    # For any thread.
 
     def submit(
         self,
         request: Request,
         emit: Callable[[Event], None],
         stats: GenerationStats | None = None,
-        hold: int | None = None,
-    ) -> Job:
-        """Ask for a text.
+        idle_limit: int | None = None,
+    ) -> Handle:
+        """Queue a request.
 
         Args:
             request: what is wanted.
-            emit: told of every event, in whatever thread makes passes; must be quick.
-            stats: filled in as the text grows.
-            hold: only prepare so many of its tokens, while nothing else is to do, until `go_on`; gives way to others.
+            emit: receives every event, in the thread that makes passes; must be fast.
+            stats: filled in as tokens come.
+            idle_limit: None for a real request. Otherwise prefetch at most this many tokens while idle, until
+                `promote`; other requests may end it.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -119,339 +88,259 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        text = TextStream(self.target.vocab, request.stop, request.shown)
-        job = Job(request, emit, stats if stats is not None else GenerationStats(), text)
-        job.when_cancelled = self._was_cancelled
-        job.hold = hold
-        with self._wake:
-            if self._closing:
-                raise Closed()
-            self._inbox.append(job)
-            self._wake.notify()
-        return job
+        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self.target.vocab, idle_limit)
+        handle.when_cancelled = self._on_cancel
+        self._queue.put(handle)
+        return handle
 
-    def go_on(self, job: Job) -> bool:
-        """What was held is wanted now. False: it had to give way to another."""
-        with self._wake:
-            if not job.cancelled:
-                job.hold = None
-            self._wake.notify()
-        return job.hold is None
+    def promote(self, handle: Handle) -> bool:
+        """Make idle work a real request. False: it was ended to make room for another."""
+        with self._queue.changed:
+            if not handle.cancelled:
+                handle.promote()
+            self._queue.changed.notify()
+        return not handle.is_idle_work
 
-    def _was_cancelled(self) -> None:
-        self._passing.look()
-        with self._wake:  # what is only prepared may be all there is
-            self._wake.notify()
+    def _on_cancel(self) -> None:
+        self._pass_now.check()
+        with self._queue.changed:
+            self._queue.changed.notify()
 
     def start(self) -> None:
-        """From now on a thread makes the passes."""
-        with self._wake:
-            if self.thread is None and not self._closing:
-                self.thread = Thread(target=self._run, name="edgespec passes", daemon=True)
-                self.thread.start()
-                atexit.register(self.close)  # nothing may be in an engine while the program ends
+        """Have a worker thread make the passes from now on. Raises RuntimeError if there is no thread to be had."""
+        self._worker.start(self.close)
 
     def close(self) -> None:
-        """End all texts and the pass that is being made, and free sessions and planners. Safe to call twice."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._passing.close()
-        if self.thread:
-            self.thread.join()
-            atexit.unregister(self.close)
+        """End all requests and the pass under way, and free sessions and planners. Safe to call twice."""
+        self._queue.close()
+        self._pass_now.close()
+        self._worker.join(self.close)
         with self.turn:
             self._end_all(Closed())
-            while self.shelf and slots.save_one(self._slots, self.shelf):
-                pass
-            for slot in self._slots:
-                slot.planner.close()
-                slot.session.close()
-            self._slots.clear()
+            self.pool.close()
 
     @contextmanager
-    def _open(self) -> Iterator[None]:
+    def _between_steps(self) -> Iterator[SessionPool]:
         """Within, no pass is made and the sessions stay open. Raises Closed."""
         with self.turn:
-            if self._closing:
+            if self._queue.closed:
                 raise Closed
-            yield
+            self.pool.recover(self._queue.put_back)
+            yield self.pool
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError, Closed."""
-        with self._open():
-            slots.save_latest(self._slots, path, note)
+        with self._between_steps() as pool:
+            pool.save_latest(path, note)
 
     def load(self, path: str | Path) -> Any:
-        """Have an idle session start from what was saved; the note. Raises SessionFileError, ContextFull, Closed."""
-        with self._open():
-            return slots.load(self._slots, path)
+        with self._between_steps() as pool:
+            return pool.load(path)
 
     def forget(self) -> None:
-        """Idle sessions and drafts drop their texts: the next prompts are read from their beginning. Raises Closed."""
-        with self._open():
-            for slot in self._slots:
-                if slot.job is None:
-                    slots.empty(slot, self._slots)
-                    slot.planner.begin([0])
+        """Empty idle sessions, so that the next prompts are read from their beginning. Raises Closed."""
+        with self._between_steps() as pool:
+            pool.forget_all()
+
+    @property
+    def thread(self) -> Thread | None:
+        """Makes the passes; None: callers do (`drive.py`)."""
+        return self._worker.thread
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot yet, but for what is only prepared and for who has left."""
-        return sum(job.hold is None and not job.cancelled for job in [*self._inbox, *self._waiting])
+        """Requests that have no session yet. Idle work and cancelled requests do not count."""
+        return self._queue.waiting
 
     @property
     def active(self) -> int:
-        """Texts that are being read or written, but for what is only prepared."""
-        return len(asked(self._slots))
+        """Requests whose prompts are read or whose tokens are decoded. Idle work does not count."""
+        return self.pool.active
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens in the target's cache."""
-        return sum(len(slot.session.token_ids) for slot in self._slots)
+        return self.pool.tokens
 
-    # What only the thread that has the turn calls.
-
-    def _run(self) -> None:
-        while True:
-            try:
-                while self.shelf and not (self._closing or self.waiting or self.active):
-                    with self.turn:
-                        if not slots.save_one(self._slots, self.shelf):
-                            break
-                with self._wake:
-                    self._wake.wait_for(lambda: self._closing or self._inbox or self._waiting or wanted(self._slots))
-                    if self._closing:
-                        return
-                with self.turn:
-                    self.step()
-            except Exception as error:  # nobody else would tell those who wait
-                with self.turn:
-                    self._end_all(error)
+    # For the thread that holds `turn`.
 
     def step(self) -> None:
-        """One round, if there is anything to do."""
-        self._waiting.extend(self._inbox.popleft() for _ in range(len(self._inbox)))
-        for job in [job for job in self._waiting if job.cancelled]:
-            self._waiting.remove(job)
-            self._finish(job, Cancelled("cancelled"))
-        for slot in self._slots:
-            if slot.job and slot.job.cancelled:
-                self._end(slot, Cancelled("cancelled"))
-        while slots.is_overfull(self.target.capabilities, self._slots):
-            self._give_way([slot for slot in self._slots if slot.job], None)
+        """Make one pass, if there is anything to do."""
+        self.pool.recover(self._queue.put_back)
+        self._end_cancelled()
+        while self.pool.is_overfull:
+            self._give_way(self.pool.busy, None)
         self._admit()
-        active = sorted(wanted(self._slots), key=lambda slot: slot.used)
-        reading = [slot for slot in active if slot.generation and slot.generation.unread]
-        writing = [slot for slot in active if slot not in reading]
-        together = prompts_ride_along(self.target.capabilities)
-        if reading and (together or not writing or not self._read_last):
-            self._pass(writing if together else [], reading[0])
-        elif writing:
-            self._pass(writing, None)
-        for slot in writing:
-            self._foresee(slot)
+        lanes = self.pool.with_work
+        writing = [lane for lane in lanes if not lane.unread]
+        self.pool.mark(Phase.PASSING)
+        self._pass(*choose(lanes, self.target.capabilities, read_last=self._chunks.read_last))
+        for lane in writing:
+            self._foresee(lane)
+        self.pool.mark(Phase.SETTLED)
 
-    def _foresee(self, slot: Slot) -> None:
-        """Look ahead for who wants to know, for a part of the time that a pass takes."""
-        if not (slot.job and slot.generation and slot.job.request.foresee):
-            return
-        try:
-            if slot.generation.foresee(AHEAD * self._pieces.tree_seconds, MOST_AHEAD):
-                self._tell(slot.job, Foresaw(slot.generation.foreseen.copy(), slot.job.request.shown))
-        except Exception as error:  # this text's alone
-            self._fail(slot, error)
+    def end_cancelled(self) -> None:
+        """End cancelled requests now, unless a step is being made, which does so."""
+        if self.turn.acquire(blocking=False):
+            try:
+                self.pool.recover(self._queue.put_back)
+                self._end_cancelled()
+            finally:
+                self.turn.release()
+
+    def _end_cancelled(self) -> None:
+        for handle in self._queue.to_end():
+            self._finish(handle, Cancelled("cancelled"))
+            self._queue.remove(handle)
+        for lane in self.pool.busy:
+            if lane.is_complete:  # and the step that ended it was interrupted
+                self._end(lane, None)
+            elif lane.handle and lane.handle.cancelled:
+                self._end(lane, Cancelled("cancelled"))
 
     def _admit(self) -> None:
-        """Give the first of the waiting that need not wait longer a slot."""
-        if self._waiting and all(slot.job for slot in self._slots):
-            self._call_off_held()
-        idle = [slot for slot in self._slots if slot.job is None]
-        reading = [slot.generation for slot in wanted(self._slots) if slot.generation and slot.generation.unread]
-        for job in by_turn(self._waiting, self._order) if idle else ():
-            prompt = job.request.prompt_ids
-            shared = slots.most_shared(self._slots, prompt)
-            coming = max((common_prefix(other.token_ids, prompt) for other in reading), default=0)
-            on_disk = self.shelf.best(prompt)[1] if self.shelf else 0
-            while not slots.has_room(self.target.capabilities, self._slots, job.request):
-                if (job.hold is not None and self.active) or not self._call_off_held():
+        waiting = self._queue.in_order()
+        if waiting and not self.pool.idle:
+            self._end_idle_work()
+        reading = [lane.generation.token_ids for lane in self.pool.with_work if lane.generation and lane.unread]
+        for handle in waiting if self.pool.idle else ():
+            prompt = handle.request.prompt_ids
+            while not self.pool.has_room(handle.request):
+                if (handle.is_idle_work and self.active) or not self._end_idle_work():
                     return
-            if coming <= max(shared, on_disk):
-                self._waiting.remove(job)
-                self._begin(job, slots.slot_for(self.target.capabilities, prompt, self._slots))
+            if max((common_prefix(other, prompt) for other in reading), default=0) <= self.pool.known(prompt):
+                self._begin(handle)
                 return
-            # else another is just reading what this begins with: it starts from there, a little later
+            # else another request is reading what this one begins with: it starts from there, a little later
 
-    def _call_off_held(self) -> bool:
-        """One text that is only prepared gives way; False: there is none."""
-        with self._wake:  # nobody asks for it meanwhile
-            if (slot := held(self._slots)) and slot.job:
-                slot.job.cancel()
-        if slot:
-            self._end(slot, Cancelled("it gave way to another"))
-        return slot is not None
+    def _end_idle_work(self) -> bool:
+        """End one prefetched request, to make room; False: there is none."""
+        with self._queue.changed:  # it may not be promoted meanwhile
+            lane = next((one for one in self.pool.busy if one.handle and one.handle.is_idle_work), None)
+            if lane and lane.handle:
+                lane.handle.cancel()
+        if lane:
+            self._end(lane, Cancelled("it gave way to another"))
+        return lane is not None
 
-    def _begin(self, job: Job, slot: Slot) -> None:
-        request, prompt, self._served = job.request, job.request.prompt_ids, self._served + 1
-        slot.job, slot.used, slot.again, slot.looked_at = job, self._served, 0, False
+    def _begin(self, handle: Handle) -> None:
+        lane = self.pool.assign(handle)
+        with self._queue.changed:
+            handle.begin()
+        self._queue.remove(handle)
         try:
-            slots.prepare(self.target.capabilities, slot, prompt, self._slots, self.shelf)
-            slot.generation = Generation(
-                self.target, slot.session, slot.planner, prompt, request.sampling,
-                max_tokens=request.max_tokens, budget=0 if request.plain else self._budget, stats=job.stats,
-                log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-                family=request.family,
-            )  # fmt: skip
-            slot.generation.begin()
-            slot.forked = min(slot.forked, len(slot.session.token_ids))
-            slots.make_room(self.target.capabilities, self._slots, self.shelf)
-        except Exception as error:  # this text's alone
-            self._end(slot, error)
+            self.pool.begin(lane, self._budget)
+        except Exception as error:  # of this request
+            self._end(lane, error)
             return
-        self.counts.prompt_tokens += len(prompt)
-        self.counts.cached_tokens += job.stats.cached_tokens
-        self._tell(job, Reading(len(slot.session.token_ids), len(prompt) - 1))
+        self.counts.prompt_tokens += len(handle.request.prompt_ids)
+        self.counts.cached_tokens += handle.stats.cached_tokens
+        lane.report_read()
 
-    def _pass(self, writing: list[Slot], reader: Slot | None) -> None:
-        """One forward for texts that are written, as many as it has room for, and for the next part of a prompt."""
-        try:
-            batch, failed = plan(writing, reader, self._slots, self.target.capabilities, self._cost, self._pieces)
-            for slot, error in failed:  # that text's alone
-                self._end(slot, error)
-            started = perf_counter()
-            logits = self._forward(batch) if batch else []
-            if logits:  # else it was refused, or ended before its time
-                self._learn(batch, perf_counter() - started)
-            for (slot, work), found in zip(batch, logits, strict=False):
-                if work.prompt:
-                    self._was_read(slot, work)
-                else:
-                    self._took(slot, found, alone=len(batch) == 1)
-        except BaseException:  # Ctrl-C in a thread that makes its own passes: nodes must not stay
-            for slot in self._slots:
-                slot.session.rewind(len(slot.session.token_ids))
-            raise
+    def _pass(self, writing: list[Lane], reader: Lane | None) -> None:
+        """One forward pass, for as many sequences as it has room for, and for a chunk of a prompt."""
+        if not (writing or reader):
+            return
+        limits = self.target.capabilities
+        batch, failed = plan(writing, reader, self.pool.lanes, limits, self._times, self._chunks)
+        for lane, error in failed:
+            self._end(lane, error)
+        started = perf_counter()
+        logits = self._forward(batch) if batch else []
+        if logits:
+            seconds = perf_counter() - started
+            learn(batch, seconds, limits, self._times, self._chunks)
+            self.counts.add_pass(seconds, [work for _, work in batch])
+            self.pool.count_pass([lane for lane, _ in batch])
+        for (lane, work), found in zip(batch, logits, strict=False):
+            self._take(lane, work, found, single=len(batch) == 1)
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
         try:
-            with self._passing.of([slot.job for slot, _ in batch if slot.job]), beside(batch):
+            with self._pass_now.of([lane.handle for lane, _ in batch if lane.handle]), while_target_runs(batch):
                 return self.target.forward([work for _, work in batch])
         except ContextFull as error:
             self._make_room(batch, error)
         except Interrupted:
             pass
-        except Exception as error:  # nobody knows what is left of their texts in the cache
-            for slot, _ in batch:
-                self._fail(slot, error)
-        for slot, _ in batch:
-            if slot.generation:
-                slot.generation.give_up()
+        except Exception as error:  # the state of these sessions is unknown
+            for lane, _ in batch:
+                self._fail(lane, error)
+        for lane, _ in batch:
+            lane.give_up()
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
         """The cache is full, or has to be put in order."""
-        *_, (slot, work) = batch
-        limits = self.target.capabilities
-        prompt = slot.job.request.prompt_ids if slot.job and work.prompt else []
-        if prompt and slot.again < MOST_AGAIN and may_read_anew(limits, slot.session, prompt):
-            slots.empty(slot, self._slots)
-            slot.again += 1
+        *_, (lane, work) = batch
+        prompt = lane.handle.request.prompt_ids if lane.handle and work.prompt else []
+        if prompt and lane.retries.allow(self.target.capabilities, lane.session, prompt):
+            self.pool.empty(lane)
         else:
-            self._give_way([slot for slot, _ in batch], error)
+            self._give_way([lane for lane, _ in batch], error)
 
-    def _give_way(self, active: list[Slot], error: ContextFull | None) -> None:
-        """Forget a text that nobody writes, else end the youngest, or have it wait if nothing is written of it."""
-        if idle := slots.oldest_idle(self._slots):
-            slots.forget(idle, self._slots, self.shelf)
-        if idle or self._call_off_held():
+    def _give_way(self, lanes: Sequence[Lane], error: ContextFull | None) -> None:
+        """Forget an idle session, else end idle work or the youngest request; one without tokens waits again."""
+        if self.pool.forget_oldest() or self._end_idle_work():
             return
-        slot = max(active, key=lambda slot: slot.used)
-        job = slot.job
-        assert job
-        if job.stats.tokens:
-            job.cut_short()
-            self._end(slot, None)
+        lane = max(lanes, key=lambda lane: lane.used)
+        assert lane.handle
+        if lane.handle.stats.tokens and not lane.handle.repeats:
+            lane.handle.cut_short()
+            self._end(lane, None)
         elif error:
-            self._end(slot, error)
+            self._end(lane, error)
         else:
-            slot.job = slot.generation = None
-            self._waiting.insert(0, job)
+            self._queue.put_back(lane.handle)
+            self.pool.release(lane)
 
-    def _learn(self, batch: Batch, seconds: float) -> None:
-        nodes, trees = sum(len(work.token_ids) for _, work in batch), [work for _, work in batch if not work.prompt]
-        self.counts.add_pass(seconds, len(batch), sum(len(work.token_ids) - 1 for work in trees))
-        self._read_last = len(trees) < len(batch)
-        for number, (slot, _) in enumerate(batch):
-            slot.passed = self.counts.passes + number
-        self._pieces.add(nodes, seconds, prompt=self._read_last)
-        if self._read_last:
+    def _take(self, lane: Lane, work: Work, logits: Logits, *, single: bool) -> None:
+        if work.prompt:
+            lane.take_prompt(work)
             return
-        # Planners learn of passes over trees alone. Paths of other lengths are calls of their own: rows tell no cost.
-        if self._cost and len(batch) > 1 and not self.target.capabilities.paths:
-            self._cost.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
-
-    def _was_read(self, slot: Slot, work: Work) -> None:
-        assert slot.generation
-        assert slot.job
-        slot.generation.take_prompt(work)
-        self._tell(slot.job, Reading(len(slot.session.token_ids), len(slot.job.request.prompt_ids) - 1))
-
-    def _took(self, slot: Slot, logits: Logits, alone: bool) -> None:
-        """Keep what the target says of a tree, and tell the reader."""
-        job = slot.job
-        assert slot.generation
-        assert job
         try:
-            round_ = slot.generation.take(logits, alone=alone)
-            chunks = chunks_of(round_, job.text, job.stats)
-        except Exception as error:  # this text's alone
-            self._fail(slot, error)
+            self.counts.add_tokens(lane.take(logits, single=single))
+        except Exception as error:  # of this request
+            self._fail(lane, error)
             return
-        for chunk in chunks:
-            self.counts.tokens[chunk.source.name.lower()] += 1
-        self._tell(job, Wrote(chunks, round_))
-        if round_.finished or job.text.stopped:
-            self._end(slot, None)
+        if lane.is_complete:
+            self._end(lane, None)
 
-    def _end(self, slot: Slot, error: Exception | None) -> None:
-        """The slot is idle; its text stays."""
-        if slot.generation:
-            with suppress(Exception):  # the planner may be what has failed; else its draft keeps no guesses
-                slot.generation.give_up()
-        job, slot.job, slot.generation = slot.job, None, None
-        if job:
-            self._finish(job, error)
+    def _foresee(self, lane: Lane) -> None:
+        try:
+            lane.foresee(AHEAD * self._chunks.tree_seconds, MOST_AHEAD)
+        except Exception as error:  # of this request
+            self._fail(lane, error)
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
-        """The same, and nobody knows what is left of its text."""
-        self._end(slot, error)
-        slots.empty(slot, self._slots)
+    # Ends.
+
+    def _end(self, lane: Lane, error: Exception | None) -> None:
+        """End a request. The session keeps its tokens."""
+        if lane.handle:
+            self._finish(lane.handle, error)
+        self.pool.release(lane)
+
+    def _fail(self, lane: Lane, error: Exception) -> None:
+        """End a request; the state of its session is unknown."""
+        self._end(lane, error)
+        self.pool.renew(lane)
 
     def _end_all(self, error: Exception) -> None:
-        for slot in self._slots:
-            if slot.job:
-                self._end(slot, error)
-        with self._wake:  # who comes now is not lost
-            jobs = [*self._inbox, *self._waiting]
-            self._inbox.clear()
-            self._waiting.clear()
-        for job in jobs:
-            self._finish(job, error)
+        with suppress(Exception):
+            self.pool.recover(self._queue.put_back)
+        for lane in self.pool.busy:
+            self._end(lane, error)
+        for handle in dict.fromkeys(self._queue.to_end() + self._queue.in_order()):
+            self._queue.remove(handle)
+            self._finish(handle, error)
 
-    def _finish(self, job: Job, error: Exception | None) -> None:
+    def _finish(self, handle: Handle, error: Exception | None) -> None:
+        if handle.ended:  # by a step that was interrupted
+            handle.end(None)
+            return
         if error is not None:
-            with self._wake:
-                if job.hold is not None:
-                    job.cancel()  # nobody shall ask for it now
-            job.stats.finish_reason = "interrupted"
-        if job.hold is None:
-            reason = "failed" if error and not isinstance(error, Cancelled) else job.stats.finish_reason
-            self.counts.requests[reason] = self.counts.requests.get(reason, 0) + 1
-        self._tell(job, Ended(error, job.rest))
-
-    def _tell(self, job: Job, event: Event) -> None:
-        try:
-            job.emit(event)
-        except Exception:  # its reader is gone
-            job.cancel()
+            with self._queue.changed:
+                if handle.is_idle_work:
+                    handle.cancel()  # it may not be promoted now
+            handle.stats.finish_reason = "interrupted"
+        handle.end(error)
+        self.counts.add_end(handle)

@@ -1,215 +1,413 @@
-"""Which session a text gets, and what stays in the others.
+"""Sessions of the target with their planners: which one a request gets, and what leaves when there is no room.
 
-Sessions that are idle keep their texts. Where all take cells from one pool, those that were used least lately give way
-to texts that come; with a `Shelf` they are saved first.
+An idle session keeps its tokens, and a prompt that begins with the same ones starts from there. If all sessions take
+cells from one pool, new requests empty the least recently used idle ones. A `DiskCache` saves those first.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from edgespec.loop.backend import Capabilities, Session
+from edgespec.errors import UsageError
+from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.generate import Generation
-from edgespec.loop.passes import common_prefix, start_of
+from edgespec.loop.passes import PromptRetries, common_prefix, start_of
 from edgespec.loop.planner import Drafts, Planner
 from edgespec.loop.session_files import beside, has, load_beside
-from edgespec.loop.shapes import TILE
-from edgespec.scheduler.disk_cache import Shelf
-from edgespec.scheduler.requests import Job, Request
+from edgespec.loop.shapes import whole_tiles
+from edgespec.scheduler.disk_cache import DiskCache
+from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
 
-WORTH_SHARING = 8  # tokens by which another session's text must be the better start: a chat's fixed first words are 24
-WORTH_KEEPING = 64  # tokens that an idle session loses, for which another slot is taken
-RESERVED = 1024  # tokens of an answer that have room when its text begins; more take what is left
+WORTH_SHARING = 8  # tokens by which another session must be the better start: a chat's fixed first words are 24
+WORTH_KEEPING = 64  # tokens that an idle session would lose; from then on another one is taken
+RESERVED = 1024  # tokens of an answer that have room when it begins; longer ones take what is left
+PROMPT_RETRIES = 3
 
 
-@dataclass(slots=True)
-class Slot:
-    """A session of the target and what guesses for it."""
+class Phase(Enum):
+    """The part of a session and its planner that an exception in a step may leave undone."""
+
+    SETTLED = "settled"  # nothing
+    PASSING = "passing"  # nodes and drafts of a pass; the tokens are right
+    CHANGING = "changing"  # anything
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A session of the target, its planner, and the request that they serve, if any."""
 
     session: Session
     planner: Planner
-    job: Job | None = None
+    handle: Handle | None = None
     generation: Generation | None = None
-    used: int = 0  # when it was last given to a job: a number that grows
-    passed: int = 0  # the pass that it last took part in
-    again: int = 0  # times that its prompt is read once more, since the cache had to be put in order
-    source: "Slot | None" = None  # whose session its own was forked from, and how many tokens of it: they share cells
-    forked: int = 0
-    looked_at: bool = False  # whether its text, since it is idle, was considered for the shelf
+    phase: Phase = Phase.SETTLED
+    used: int = 0  # number of the request that it was last given to
+    passed: int = 0  # grows with each pass that it takes part in
+    retries: PromptRetries = field(default_factory=PromptRetries)
+    source: "Lane | None" = None  # the session was forked from this one, and shares cells with it
+    forked: int = 0  # tokens that it shares
+    looked_at: bool = False  # since it is idle, it was considered for the disk cache
 
     @property
     def draft(self) -> Session | None:
-        """The draft's session, if a draft guesses."""
         return self.planner.draft_session if isinstance(self.planner, Drafts) else None
 
+    @property
+    def unread(self) -> int:
+        return self.generation.unread if self.generation else 0
 
-def most_shared(slots: Sequence[Slot], prompt: Sequence[int]) -> int:
-    """Tokens that a prompt begins with and some text, too."""
-    return max(common_prefix(slot.session.token_ids, prompt) for slot in slots)
+    @property
+    def is_active(self) -> bool:
+        return self.handle is not None and self.handle.status in (Status.READING, Status.WRITING)
 
+    @property
+    def has_work(self) -> bool:
+        handle = self.handle
+        return handle is not None and (handle.cancelled or self.unread > 0 or not handle.is_prefetched)
 
-def slot_for(limits: Capabilities, prompt: Sequence[int], slots: Sequence[Slot]) -> Slot:
-    """The idle slot for a prompt."""
-    source, start = _best_of(limits, prompt[:-1], slots)
-    idle = [slot for slot in slots if slot.job is None]
-    empty = [slot for slot in idle if not slot.session.token_ids]
-    held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
-    if start and source.job is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
-        return source
-    others = [slot for slot in idle if slot is not source or not start]
-    return min(empty or others or idle, key=lambda slot: slot.used)
+    @property
+    def taken(self) -> int:
+        """Cells that its tokens take, but for those that it shares."""
+        tokens = self.session.token_ids
+        shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
+        return len(tokens) - whole_tiles(shared)
 
+    def take_prompt(self, work: Work) -> None:
+        assert self.generation
+        self.phase = Phase.CHANGING
+        self.generation.take_prompt(work)
+        self.phase = Phase.PASSING
+        self.report_read()
 
-def prepare(
-    limits: Capabilities,
-    slot: Slot,
-    prompt: Sequence[int],
-    slots: Sequence[Slot],
-    shelf: Shelf | None,
-) -> None:
-    """Have the slot's session start from the best that there is: its own text, another's, or one on the shelf.
+    def report_read(self) -> None:
+        if self.handle:
+            self.handle.tell(Reading(len(self.session.token_ids), len(self.handle.request.prompt_ids) - 1))
 
-    What it loses by that is saved first.
-    """
-    in_memory = most_shared(slots, prompt) if shelf else 0
-    source, start = _best_start(limits, slot, prompt[:-1], slots)
-    forks = source is not slot
-    held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt[:-1])
-    if shelf and slot.session.reusable_prefix(len(held)) - (0 if forks else common) >= shelf.least:
-        shelf.put(slot.session, slot.draft)
-    pass_on(slot, slots, 0 if forks else start)
-    if forks:
-        slot.session.close()
-        slot.session = source.session.fork()
-        slot.source, slot.forked = source, start
-    path, on_disk = shelf.best(prompt) if shelf else (None, 0)
-    if shelf and path and on_disk >= in_memory + shelf.least:
-        pass_on(slot, slots, 0)
-        slot.source = None
-        while not shelf.load(path, slot.session, slot.draft) and (other := oldest_idle(slots)):
-            forget(other, slots, shelf)
+    @property
+    def is_complete(self) -> bool:
+        """All tokens of its request are reported."""
+        handle, generation = self.handle, self.generation
+        stopped = generation is not None and generation.finished
+        return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
+    def take(self, logits: Logits, *, single: bool) -> list[Chunk]:
+        """Commit and report the tokens that a pass gained; the new chunks."""
+        assert self.handle
+        assert self.generation
+        self.phase = Phase.CHANGING
+        chunks = self.handle.write(self.generation.take(logits, alone=single))
+        self.phase = Phase.PASSING
+        return chunks
 
-def _best_start(limits: Capabilities, slot: Slot, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
-    """The slot to start from, this one unless another is clearly better, and how many tokens need not be read then."""
-    source, most = _best_of(limits, read, slots)
-    shares = limits.cells is not None and source.job is not None  # `has_room` counts on it
-    own = 0 if shares else start_of(limits, slot.session, read)
-    return (source, most) if most - own >= WORTH_SHARING else (slot, own)
+    def give_up(self) -> None:
+        """The planned tree is not evaluated."""
+        if self.generation:
+            self.generation.give_up()
 
+    def foresee(self, seconds: float, most: int) -> None:
+        """Look ahead if the request wants it, for `seconds` and at most `most` tokens, and report them."""
+        handle, generation = self.handle, self.generation
+        if handle and generation and handle.request.foresee and generation.foresee(seconds, most):
+            handle.tell(Foresaw(generation.foreseen.copy(), handle.request.shown))
 
-def _best_of(limits: Capabilities, read: Sequence[int], slots: Sequence[Slot]) -> tuple[Slot, int]:
-    """The slot whose session need not read most of these tokens, and how many; of equal ones what costs least to fork.
-
-    A text that begins alike is of no use where its cells were computed in another class.
-    """
-    starts = [start_of(limits, slot.session, read) for slot in slots]
-
-    def worth(number: int) -> tuple[int, bool, int]:
-        slot = slots[number]
-        return starts[number], slot.job is not None, -len(slot.session.token_ids)
-
-    best = max(range(len(slots)), key=worth)
-    return slots[best], starts[best]
+    def drop_pass(self) -> None:
+        """Forget nodes and drafts of a pass that did not end. Raises what the planner raises."""
+        self.session.rewind(len(self.session.token_ids))
+        if self.handle and self.generation:
+            prompt = self.handle.request.prompt_ids
+            self.planner.begin(prompt)
+            if written := self.generation.token_ids[len(prompt) :]:
+                self.planner.accept(written, 0.0)
+        self.phase = Phase.SETTLED
 
 
-def pass_on(slot: Slot, slots: Sequence[Slot], kept: int) -> None:
-    """Before all but so many of the slot's tokens go: who shares more of their cells counts them from now on."""
-    heirs = [other for other in slots if other.source is slot and other.forked]
-    heir = max(heirs, key=lambda other: other.forked, default=None)
-    if heir is None or heir.forked <= kept:
-        return
-    for other in heirs:
-        other.source = heir
-    heir.source, slot.source = slot.source, heir
-    slot.forked, forked = min(heir.forked, kept), slot.forked
-    heir.forked = min(heir.forked, forked) if heir.source else 0
+class SessionPool:
+    """All sessions of the target. One thread at a time may call its methods."""
 
+    def __init__(self, target: Backend, planners: Sequence[Planner]) -> None:
+        """As for `Scheduler`."""
+        self.disk_cache: DiskCache | None = None
+        self.lanes = [Lane(target.open(), planner) for planner in planners]
+        self._target = target
+        self._requests = self._passes = 0  # counts, by which sessions are put in order
 
-def empty(slot: Slot, slots: Sequence[Slot]) -> None:
-    """The slot loses its text."""
-    pass_on(slot, slots, 0)
-    slot.source, slot.forked = None, 0
-    slot.session.rewind(0)
+    @property
+    def limits(self) -> Capabilities:
+        return self._target.capabilities
 
+    @property
+    def active(self) -> int:
+        return sum(lane.is_active for lane in self.lanes)
 
-def taken(slot: Slot) -> int:
-    """Cells that the slot's text takes, but for those that it shares."""
-    text = slot.session.token_ids
-    shared = min(slot.forked, common_prefix(text, slot.source.session.token_ids)) if slot.source else 0
-    return len(text) - shared + shared % TILE
+    @property
+    def busy(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.handle]
 
+    @property
+    def idle(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.handle is None]
 
-def has_room(limits: Capabilities, slots: Sequence[Slot], request: Request) -> bool:
-    """Whether the pool has cells for a text besides those that are read or written, some of whose it may share."""
-    active = [_reserved(limits, slot) for slot in slots if slot.job]
-    if limits.cells is None or not active:
-        return True
-    source, shared = _best_of(limits, request.prompt_ids[:-1], slots)
-    common = shared - shared % TILE if source.job and shared >= WORTH_SHARING else 0
-    return sum(active) + _needed(limits, request) - common <= limits.cells
+    @property
+    def with_work(self) -> list[Lane]:
+        """Sessions for the next passes: active ones, else those of idle work that is to do."""
+        active = [lane for lane in self.lanes if lane.is_active]
+        return active or [lane for lane in self.lanes if lane.has_work]
 
+    @property
+    def tokens(self) -> int:
+        return sum(len(lane.session.token_ids) for lane in self.lanes)
 
-def make_room(limits: Capabilities, slots: Sequence[Slot], shelf: Shelf | None) -> None:
-    """Have idle texts give way to what is reserved for others."""
-    while limits.cells is not None and sum(_reserved(limits, slot) for slot in slots) > limits.cells:
-        if (slot := oldest_idle(slots)) is None:
-            return
-        forget(slot, slots, shelf)
+    # Requests come and go.
 
+    def known(self, prompt: Sequence[int]) -> int:
+        """Leading tokens of a prompt that a session or the disk cache has."""
+        on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
+        return max(self._in_memory(prompt), on_disk)
 
-def is_overfull(limits: Capabilities, slots: Sequence[Slot]) -> bool:
-    """Whether there are more tokens than cells in the pool, those aside that a pass needs."""
-    return limits.cells is not None and sum(map(taken, slots)) > limits.cells
-
-
-def oldest_idle(slots: Sequence[Slot]) -> Slot | None:
-    """The idle slot with a text that was used least lately."""
-    idle = [slot for slot in slots if slot.job is None and slot.session.token_ids]
-    return min(idle, key=lambda slot: slot.used, default=None)
-
-
-def forget(slot: Slot, slots: Sequence[Slot], shelf: Shelf | None) -> None:
-    """An idle slot loses its text, which is saved first."""
-    if shelf:
-        shelf.put(slot.session, slot.draft)
-    empty(slot, slots)
-
-
-def save_one(slots: Sequence[Slot], shelf: Shelf) -> bool:
-    """Save an idle slot's text; whether there may be more to save."""
-    for slot in slots:
-        if slot.job is None and slot.session.token_ids and not slot.looked_at:
-            slot.looked_at = True
-            shelf.put(slot.session, slot.draft)
+    def has_room(self, request: Request) -> bool:
+        """The cells suffice for this request besides those that are active."""
+        active = [self._reserved(lane) for lane in self.busy]
+        if self.limits.cells is None or not active:
             return True
-    return False
+        source, shared = self._best(request.prompt_ids[:-1])
+        common = whole_tiles(shared) if source.handle and shared >= WORTH_SHARING else 0
+        return sum(active) + self._needed(request) - common <= self.limits.cells
 
+    def assign(self, handle: Handle) -> Lane:
+        """Give a request the idle session that loses least by it; next comes `begin`."""
+        lane = self._idle_for(handle.request.prompt_ids)
+        self._requests += 1
+        lane.phase, lane.generation = Phase.CHANGING, None
+        lane.retries, lane.looked_at = PromptRetries(PROMPT_RETRIES), False
+        lane.handle, lane.used = handle, self._requests
+        return lane
 
-def save_latest(slots: Sequence[Slot], path: str | Path, note: Any) -> None:
-    """Save the text that was used last, and a note, unless the file has them. Raises SessionFileError."""
-    last = max(slots, key=lambda slot: slot.used)
-    if not has(path, last.session.token_ids, note):
-        last.session.save(path, note)
-    if last.draft and not has(beside(path), last.draft.token_ids, None):
-        last.draft.save(beside(path))
+    def begin(self, lane: Lane, budget: int) -> None:
+        """Have an assigned session begin with its request, with at most `budget` draft tokens a pass.
 
+        Raises:
+            Exception: what the engine, the planner or the disk cache raises; the request cannot begin then.
+        """
+        handle = lane.handle
+        assert handle
+        request = handle.request
+        self._prepare(lane, request.prompt_ids)
+        lane.generation = Generation(
+            self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
+            max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
+            log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
+            family=request.family,
+        )  # fmt: skip
+        lane.generation.begin()
+        lane.forked = min(lane.forked, len(lane.session.token_ids))
+        while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
+            if not self.forget_oldest():
+                break
+        lane.phase = Phase.SETTLED
 
-def load(slots: Sequence[Slot], path: str | Path) -> Any:
-    """Have an idle slot start from what was saved; the note. Raises SessionFileError, ContextFull."""
-    slot = min((slot for slot in slots if slot.job is None), key=lambda slot: slot.used)
-    pass_on(slot, slots, 0)
-    slot.source = None
-    note = slot.session.load(path)
-    load_beside(path, slot.draft)
-    return note
+    def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
+        """Have the session start from the best there is: its own tokens, another session's, or the disk cache's.
 
+        Tokens that it loses by that are saved first.
+        """
+        cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
+        source, start = self._start(lane, prompt[:-1])
+        forks = source is not lane
+        held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt[:-1])
+        if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
+            cache.put(lane.session, lane.draft)
+        self._pass_on(lane, 0 if forks else start)
+        if forks:
+            lane.session.close()
+            lane.session = source.session.fork()
+            lane.source, lane.forked = source, start
+        path, on_disk = cache.best(prompt) if cache else (None, 0)
+        if cache and path and on_disk >= in_memory + cache.least:
+            self._pass_on(lane, 0)
+            lane.source = None
+            while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
+                pass
 
-def _needed(limits: Capabilities, request: Request) -> int:
-    return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), limits.context_length)
+    def count_pass(self, lanes: Sequence[Lane]) -> None:
+        """These took part in a pass, so that others come first in the next."""
+        for lane in lanes:
+            self._passes += 1
+            lane.passed = self._passes
 
+    def release(self, lane: Lane) -> None:
+        """The request has left. The session keeps its tokens."""
+        with suppress(Exception):  # the planner may be what has failed
+            lane.give_up()
+        lane.handle = lane.generation = None
+        if lane.phase is Phase.PASSING:
+            lane.phase = Phase.SETTLED
 
-def _reserved(limits: Capabilities, slot: Slot) -> int:
-    held, new = len(slot.session.token_ids), taken(slot)
-    return max(held, _needed(limits, slot.job.request)) - held + new if slot.job else new
+    # After an exception.
+
+    def mark(self, phase: Phase) -> None:
+        for lane in self.busy:
+            lane.phase = phase
+
+    def recover(self, restart: Callable[[Handle], None]) -> None:
+        """Mend what an exception left undone: a request goes on with its right tokens, or `restart` is called."""
+        for lane in self.lanes:
+            handle = lane.handle
+            if lane.phase is Phase.PASSING and handle and not handle.ended:
+                with suppress(Exception):  # what its planner raises, it will raise again after a restart
+                    lane.drop_pass()
+            if lane.phase is Phase.SETTLED:
+                continue
+            if handle and handle.ended:
+                handle.end(None)  # its reader may not know
+            elif handle:
+                restart(handle)
+            self.renew(lane)
+
+    def renew(self, lane: Lane) -> None:
+        """Replace the session by an empty one, and reset its planner. The request, if any, is forgotten."""
+        lane.phase = Phase.CHANGING
+        lane.handle = lane.generation = None
+        self._pass_on(lane, 0)
+        lane.source, lane.forked = None, 0
+        with suppress(Exception):  # what fails here is tried again later, and then ends one request
+            lane.session.close()
+            lane.session = self._target.open()
+            lane.planner.begin([0])
+            lane.phase = Phase.SETTLED
+
+    # When there is no room.
+
+    @property
+    def is_overfull(self) -> bool:
+        """There are more tokens than cells, those aside that a pass needs."""
+        return self.limits.cells is not None and sum(lane.taken for lane in self.lanes) > self.limits.cells
+
+    def empty(self, lane: Lane) -> None:
+        """Drop the session's tokens."""
+        phase, lane.phase = lane.phase, Phase.CHANGING
+        self._pass_on(lane, 0)
+        lane.source, lane.forked = None, 0
+        lane.session.rewind(0)
+        lane.phase = phase
+
+    def forget(self, lane: Lane) -> None:
+        """Save an idle session to the disk cache, and empty it."""
+        if self.disk_cache:
+            self.disk_cache.put(lane.session, lane.draft)
+        self.empty(lane)
+
+    def forget_oldest(self) -> bool:
+        """Forget the least recently used idle session; False: none has tokens."""
+        idle = [lane for lane in self.idle if lane.session.token_ids]
+        if oldest := min(idle, key=lambda lane: lane.used, default=None):
+            self.forget(oldest)
+        return oldest is not None
+
+    def forget_all(self) -> None:
+        """Empty all idle sessions and their drafts; nothing is saved."""
+        for lane in self.idle:
+            self.empty(lane)
+            lane.planner.begin([0])
+
+    def save_one(self) -> bool:
+        """Save an idle session to the disk cache; False: all were considered."""
+        for lane in self.idle if self.disk_cache else ():
+            if lane.session.token_ids and lane.phase is Phase.SETTLED and not lane.looked_at:
+                lane.looked_at = True
+                if self.disk_cache:
+                    self.disk_cache.put(lane.session, lane.draft)
+                return True
+        return False
+
+    # Files that a user names.
+
+    def save_latest(self, path: str | Path, note: Any) -> None:
+        """Save the session that was used last, and a note, unless the file has both. Raises SessionFileError."""
+        last = max(self.lanes, key=lambda lane: lane.used)
+        if not has(path, last.session.token_ids, note):
+            last.session.save(path, note)
+        if last.draft and not has(beside(path), last.draft.token_ids, None):
+            last.draft.save(beside(path))
+
+    def load(self, path: str | Path) -> Any:
+        """Load a file into an idle session; its note.
+
+        Raises:
+            SessionFileError, ContextFull: as `Session.load`.
+            UsageError: no session is idle.
+        """
+        lane = min(self.idle, key=lambda lane: lane.used, default=None)
+        if lane is None:
+            raise UsageError("all sessions of this model are in use: load the file when a request has ended")
+        self._pass_on(lane, 0)
+        lane.source = None
+        note = lane.session.load(path)
+        load_beside(path, lane.draft)
+        return note
+
+    def close(self) -> None:
+        """Save idle sessions to the disk cache, and free all sessions and planners."""
+        while self.save_one():
+            pass
+        for lane in self.lanes:
+            lane.planner.close()
+            lane.session.close()
+        self.lanes.clear()
+
+    # The best start of a prompt.
+
+    def _in_memory(self, prompt: Sequence[int]) -> int:
+        return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
+
+    def _idle_for(self, prompt: Sequence[int]) -> Lane:
+        source, start = self._best(prompt[:-1])
+        empty = [lane for lane in self.idle if not lane.session.token_ids]
+        held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
+        if start and source.handle is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
+            return source
+        others = [lane for lane in self.idle if lane is not source or not start]
+        return min(empty or others or self.idle, key=lambda lane: lane.used)
+
+    def _start(self, lane: Lane, prompt: Sequence[int]) -> tuple[Lane, int]:
+        """The session to start from, its own unless another is clearly better, and the tokens that it spares."""
+        source, most = self._best(prompt)
+        shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
+        own = 0 if shares else start_of(self.limits, lane.session, prompt)
+        return (source, most) if most - own >= WORTH_SHARING else (lane, own)
+
+    def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
+        """The session that spares most tokens of a prompt, and their number; of equal ones the cheapest to fork.
+
+        Equal tokens spare nothing if their cells were computed in another row class.
+        """
+
+        def worth(lane: Lane) -> tuple[int, bool, int]:
+            return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
+
+        starts = {lane: start_of(self.limits, lane.session, prompt) for lane in self.lanes}
+        best = max(self.lanes, key=worth)
+        return best, starts[best]
+
+    # Cells.
+
+    def _pass_on(self, lane: Lane, kept: int) -> None:
+        """Call before truncating to `kept` tokens: the fork that shares most counts the shared cells from now on."""
+        forks = [other for other in self.lanes if other.source is lane and other.forked]
+        heir = max(forks, key=lambda other: other.forked, default=None)
+        if heir is None or heir.forked <= kept:
+            return
+        for other in forks:
+            other.source = heir
+        heir.source, lane.source = lane.source, heir
+        lane.forked, forked = min(heir.forked, kept), lane.forked
+        heir.forked = min(heir.forked, forked) if heir.source else 0
+
+    def _needed(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
+
+    def _reserved(self, lane: Lane) -> int:
+        held, new = len(lane.session.token_ids), lane.taken
+        return max(held, self._needed(lane.handle.request)) - held + new if lane.handle else new

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from edgespec.loop.stats import GenerationStats
-from edgespec.scheduler.requests import Chunk, Ended, Event, Job, Request, Wrote
+from edgespec.scheduler.requests import Chunk, Ended, Event, Handle, Request, Wrote
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.tool_calls import Call
 
 Listener = Callable[[Event], None]
-Submit = Callable[[Request, Listener], Job]  # the listener is called in the server's loop
+Submit = Callable[[Request, Listener], Handle]  # the listener is called in the server's loop
 
 
 @dataclass
@@ -95,16 +95,16 @@ class Answers:
         Raises:
             Exception: what ended an answer too early.
         """
-        queue, jobs = asyncio.Queue[tuple[int, Event]](), list[Job]()
+        queue, handles = asyncio.Queue[tuple[int, Event]](), list[Handle]()
 
         def listen(number: int, event: Event) -> None:
             queue.put_nowait((number, event))
 
         try:
             for number, answer in enumerate(self.all):
-                jobs.append(self._submit(answer.request, partial(listen, number)))
-                answer.stats = jobs[-1].stats
-            left = len(jobs)
+                handles.append(self._submit(answer.request, partial(listen, number)))
+                answer.stats = handles[-1].stats
+            left = len(handles)
             while left:
                 try:
                     number, event = await asyncio.wait_for(queue.get(), self._ping_seconds)
@@ -117,13 +117,13 @@ class Answers:
                 elif isinstance(event, Ended):
                     left -= 1
                     answer.end(event.rest)
-                    answer.stop_found = jobs[number].text.stop_found
+                    answer.stop_found = handles[number].text.stop_found
                     if event.error is not None:
                         raise event.error
                 yield number, event
         finally:
-            for job in jobs:
-                job.cancel()
+            for handle in handles:
+                handle.cancel()
 
     async def whole(self) -> None:
         """Wait for all of them."""

@@ -16,7 +16,7 @@ from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
 from edgespec.model import Model
-from edgespec.scheduler.requests import Event, Job, Request
+from edgespec.scheduler.requests import Event, Handle, Request
 from edgespec.server.answers import Answer, Answers, Listener
 from edgespec.server.conversation import Question
 from edgespec.server.errors import Refused
@@ -44,7 +44,7 @@ class Service:
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
         self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
-        self.take_over: Callable[[Request, Listener], Job | None] = _nobody  # the job that has begun a request already
+        self.take_over: Callable[[Request, Listener], Handle | None] = _nobody  # of what has begun a request already
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
 
     @cached_property
@@ -145,8 +145,8 @@ class Service:
         if scheduler.waiting + scheduler.active + wanted > room:
             raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
 
-    def submit(self, request: Request, listener: Listener) -> Job:
-        """Begin a request, or take over the job that has begun it. `listener` is called in the server's loop."""
+    def submit(self, request: Request, listener: Listener) -> Handle:
+        """Begin a request, or take over the one that has begun it. `listener` is called in the server's loop."""
         return self.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
 
 
@@ -160,5 +160,5 @@ def in_loop(listener: Listener) -> Listener:
     return emit
 
 
-def _nobody(request: Request, listener: Listener) -> Job | None:
+def _nobody(request: Request, listener: Listener) -> Handle | None:
     return None

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from edgespec.loop.passes import common_prefix
-from edgespec.scheduler.requests import Event, Job, Request
+from edgespec.scheduler.requests import Event, Handle, Request
 from edgespec.server.answers import Listener
 from edgespec.server.conversation import Conversation
 from edgespec.server.dialects.chat import ChatBody, question_of
@@ -37,7 +37,7 @@ class DraftBody(ChatBody):
 
 
 class Prepared:
-    """A job whose events are kept until somebody listens. In the server's loop alone."""
+    """A request whose events are kept until somebody listens. In the server's loop alone."""
 
     def __init__(self, service: Service, request: Request, tokens: int) -> None:
         """`tokens`: of the answer that are written ahead."""
@@ -45,14 +45,14 @@ class Prepared:
         self._scheduler = service.model.scheduler
         self._kept = list[Event]()
         self._listener: Listener = self._kept.append
-        self.job = self._scheduler.submit(request, in_loop(lambda event: self._listener(event)), hold=tokens)
+        self.handle = self._scheduler.submit(request, in_loop(lambda event: self._listener(event)), idle_limit=tokens)
         self._end: asyncio.TimerHandle | None = None
         self.keep()
 
     def keep(self) -> None:
         """Its client was heard of."""
         self._stop_timer()
-        self._end = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.job.cancel)
+        self._end = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.handle.cancel)
 
     def drop(self, wanted: Sequence[int] = ()) -> None:
         """End it; the session keeps its tokens.
@@ -61,7 +61,7 @@ class Prepared:
         were each ended by the next letter, nothing would ever be read.
         """
         self._stop_timer()
-        self.job.cancel(useful=self.begins(wanted))
+        self.handle.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt begins with this one, but for the last token."""
@@ -70,7 +70,7 @@ class Prepared:
 
     def adopt(self, listener: Listener) -> bool:
         """From now on it is wanted; `listener` gets all its events. False: it gave way to a request, or failed."""
-        if not self._scheduler.go_on(self.job):
+        if not self._scheduler.promote(self.handle):
             return False
         self._stop_timer()
         self._listener = listener
@@ -91,15 +91,15 @@ class TypingAhead:
         self._latest: OrderedDict[str, Prepared] = OrderedDict()
         service.take_over = self.take_over
 
-    def take_over(self, request: Request, listener: Listener) -> Job | None:
-        """The job that has begun this very request, if it is still there.
+    def take_over(self, request: Request, listener: Listener) -> Handle | None:
+        """The handle of what has begun this very request, if it is still there.
 
         Prompts that this request begins with, but for the last token, were on the way to it: they are dropped.
         """
         for name, prepared in self._latest.items():
             if prepared.request == request:
                 del self._latest[name]
-                return prepared.job if prepared.adopt(listener) else None
+                return prepared.handle if prepared.adopt(listener) else None
         for name, prepared in list(self._latest.items()):
             if prepared.begins(request.prompt_ids):
                 del self._latest[name]
@@ -136,7 +136,7 @@ class TypingAhead:
     def _prepare(self, name: str, request: Request, tokens: int) -> None:
         """Read a prompt, and write so many tokens of its answer, in place of what the client typed before."""
         known = self._latest.get(name)
-        if known and known.request == request and not known.job.cancelled:
+        if known and known.request == request and not known.handle.cancelled:
             known.keep()
         else:
             if known:

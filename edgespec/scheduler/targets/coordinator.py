@@ -33,7 +33,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
 from edgespec.loop.tree import Source, chain_of
-from edgespec.scheduler.requests import Ended, Event, Job, Reading, Request, Wrote, chunks_of
+from edgespec.scheduler.requests import Ended, Event, Handle, Reading, Request, Wrote, chunks_of
 from edgespec.scheduler.targets.guesser import Guesser
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
@@ -109,21 +109,21 @@ class Targets:
 
     # What the model calls.
 
-    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Job:
+    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
         """Ask for a text that a thread of its own writes; as `Scheduler.submit`."""
-        job = Job(request, emit, stats or GenerationStats(), TextStream(self._vocab, request.stop))
-        job.when_cancelled = self._wake
+        handle = Handle(request, emit, stats or GenerationStats(), self._vocab)
+        handle.when_cancelled = self._wake
 
         def write() -> None:
             try:
-                for event in self.events(request, job.stats, lambda: job.cancelled):
+                for event in self.events(request, handle.stats, lambda: handle.cancelled):
                     emit(event)
             except Exception as error:
                 emit(Ended(error))
 
         self.thread = threading.Thread(target=write, daemon=True)
         self.thread.start()
-        return job
+        return handle
 
     def start(self) -> None:
         """Nothing to start: every text has a thread."""

@@ -1,0 +1,54 @@
+"""The thread that makes the passes when callers do not."""
+
+import atexit
+from collections.abc import Callable
+from threading import Lock, Thread
+
+from edgespec.scheduler.queue import Queue
+from edgespec.scheduler.session_pool import SessionPool
+
+
+class Worker:
+    """Makes steps while there is work, and then saves idle sessions to the disk cache."""
+
+    def __init__(
+        self, queue: Queue, pool: SessionPool, turn: Lock, step: Callable[[], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """`step` and `fail` are called with `turn` held; `fail` gets what `step` raised."""
+        self.thread: Thread | None = None
+        self._queue, self._pool, self._turn, self._step, self._fail = queue, pool, turn, step, fail
+
+    def start(self, at_exit: Callable[[], None]) -> None:
+        """Start the thread, once. Raises RuntimeError if the system refuses one."""
+        with self._queue.changed:
+            if self.thread is None and not self._queue.closed:
+                thread = Thread(target=self._run, name="edgespec passes", daemon=True)
+                thread.start()
+                self.thread = thread
+                atexit.register(at_exit)  # no thread may be in an engine while the program ends
+
+    def join(self, at_exit: Callable[[], None]) -> None:
+        """Wait until the thread has ended, after the queue was closed."""
+        if self.thread:
+            self.thread.join()
+            atexit.unregister(at_exit)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._save_idle()
+                with self._queue.changed:
+                    self._queue.changed.wait_for(lambda: self._queue.closed or len(self._queue) or self._pool.with_work)
+                    if self._queue.closed:
+                        return
+                with self._turn:
+                    self._step()
+            except Exception as error:  # of no single request
+                with self._turn:
+                    self._fail(error)
+
+    def _save_idle(self) -> None:
+        while not (self._queue.closed or self._queue.waiting or self._pool.active):
+            with self._turn:
+                if not self._pool.save_one():
+                    return
