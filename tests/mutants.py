@@ -310,9 +310,8 @@ MUTANTS = [
     mutant(
         "session-fork-shorter",
         "llamacpp/session.py",
-        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)",
-        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp("
-        "self._memory, self.seq_ids[0], seq, 0, self.cached - 1)",
+        "self._memory, self.seq_ids[0], seq, 0, self.cached)\n        other.",
+        "self._memory, self.seq_ids[0], seq, 0, self.cached - 1)\n        other.",
         f"{CONTRACT}[smollm2_tiny-forks_are_independent]",
     ),
     mutant(
@@ -545,7 +544,7 @@ MUTANTS = [
     mutant(
         "scheduler-parts-within-tiles",
         "prompt_chunks.py",
-        "end -= end % TILE\n",
+        "end = whole_tiles(end)\n",
         "pass\n",
         "test_scheduler.py::test_a_part_of_a_prompt_ends_where_a_tile_does",
     ),
@@ -559,7 +558,7 @@ MUTANTS = [
     mutant(
         "slots-shared-cells-count-twice",
         "session_pool.py",
-        "return len(tokens) - shared + shared % TILE",
+        "return len(tokens) - whole_tiles(shared)",
         "return len(tokens)",
         "test_pool.py::test_forks_count_once",
     ),

@@ -26,11 +26,11 @@ CHECKS = [  # which call everything at least once; starting a process takes a se
 
 
 def load(model: Path, **options: int) -> Backend:
-    from edgespec.backends.llamacpp.lending.child_process import load_apart
+    from edgespec.backends.llamacpp.lending.child_process import load_in_child
 
     given = {"context_length": 256, "threads": 1, "exact": "off"}
     given |= {name: value for name, value in options.items() if value}
-    return load_apart(str(model), LoadOptions(**given), lambda done, total: None)  # type: ignore[arg-type]
+    return load_in_child(str(model), LoadOptions(**given), lambda done, total: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -78,7 +78,7 @@ def test_every_option_reaches_the_process_apart(monkeypatch: pytest.MonkeyPatch)
     from edgespec.backends.llamacpp import engine as engine_module
 
     told = list[LoadOptions]()
-    monkeypatch.setattr(engine_module, "load_apart", lambda path, options, progress: told.append(options))
+    monkeypatch.setattr(engine_module, "load_in_child", lambda path, options, progress: told.append(options))
     options = LoadOptions(budget=7, lenders=("127.0.0.1:50052",), kv_type="q8_0", draft_files=("small.gguf",))
     engine_module.engine.load(engine_module.engine.plan("big.gguf", options, this_machine()))
     assert told == [options]

@@ -8,14 +8,14 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from contract import check_session, loaded, random_tokens, work
-from edgespec.backends.llamacpp.cells import TILE, with_sources
+from edgespec.backends.llamacpp.cells import with_sources
 from edgespec.backends.llamacpp.session import LlamaSession, depth_first
 from test_contract import llamacpp_factory
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
-from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
 
 
 def test_the_first_children_come_first():

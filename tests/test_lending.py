@@ -136,7 +136,7 @@ def test_a_lender_that_lends_already_is_one_line(lender: tuple[str, Any], smollm
         "from edgespec.errors import ModelError\n"
         "apart.SECONDS_TO_BORROW = 4\n"
         f"options = LoadOptions(lenders=({lender[0]!r},))\n"
-        f"try: apart.load_apart({str(smollm2_tiny)!r}, options, lambda done, total: None)\n"
+        f"try: apart.load_in_child({str(smollm2_tiny)!r}, options, lambda done, total: None)\n"
         "except ModelError as error: print(error)\n"
     )
     with socket.create_connection((host, int(port))):  # whose greeting the lender waits for

@@ -24,7 +24,7 @@ from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import PLAIN, new_auto_state
@@ -33,7 +33,7 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler import drive
-from edgespec.scheduler.prompt_chunks import TILE, PromptChunks
+from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.requests import Cancelled, Ended, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 

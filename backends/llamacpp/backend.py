@@ -26,9 +26,9 @@ from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
 from .logits import LlamaLogits
 from .memory.attention import has_kernels
-from .memory.layer_hooks import LayerWatch
+from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
-from .memory.skip_padding import Sparing
+from .memory.skip_padding import SkipPadding
 from .memory.threads import crowd, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
@@ -48,7 +48,7 @@ class LlamaBackend:
         capabilities: Capabilities,
         sessions: int,
         in_order: bool,
-        watch: LayerWatch | Sparing | None = None,
+        watch: LayerHooks | SkipPadding | None = None,
         yielding: int = 0,
         *,
         ids: int,

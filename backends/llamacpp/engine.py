@@ -16,11 +16,11 @@ from edgespec.weights.plan import Plan
 from .backend import LlamaBackend
 from .context import ContextSize, check_options, kept_of, make_context
 from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
-from .lending.child_process import Apart, load_apart
+from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
 from .memory.gpu import devices, kept_off
-from .memory.layer_hooks import LayerWatch
+from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_mixture
 from .memory.planning import (
     MIN_NODES,
@@ -32,7 +32,7 @@ from .memory.planning import (
     start_streaming,
 )
 from .memory.probe_model import REPACKED, probe_file, probe_options
-from .memory.skip_padding import Sparing, may_spare
+from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import compute_cores, crowd
 from .memory.tolerance import tolerance
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
@@ -82,11 +82,11 @@ class LlamaEngine(Engine):
 
     def load(
         self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None
-    ) -> LlamaBackend | Apart:
+    ) -> LlamaBackend | ChildBackend:
         progress = progress or (lambda done, total: None)
         if isinstance(plan, LlamaPlan):
             return load_here(plan, way or plan.ways[-1], progress)
-        return load_apart(plan.path, plan.options, progress)
+        return load_in_child(plan.path, plan.options, progress)
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
@@ -175,7 +175,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     else:
         params_of_model |= kept_off(weights, plan.gpu_layers, plan.experts_here, platform=plan.platform)
     model = load_model(path, n_gpu_layers=plan.gpu_layers, **params_of_model)
-    watch: LayerWatch | Sparing | None = None
+    watch: LayerHooks | SkipPadding | None = None
     context = None
     try:
         if is_recurrent(model):
@@ -184,9 +184,9 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             computing = {name: value for name, value in computing.items() if name not in ALIKE}  # no row classes
         if weights:
             streamer, speed, kept = start_streaming(path, weights, known, progress)
-            watch = LayerWatch(streamer)
-        elif bitwise and may_spare(path):
-            watch = Sparing()
+            watch = LayerHooks(streamer)
+        elif bitwise and has_experts(path):
+            watch = SkipPadding()
         streams = bool(weights and weights.streamed)
         size = size.of(model)
         params = size.params(model)
@@ -195,15 +195,15 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         if watch and (streams or chosen or not weights):
             params.cb_eval = watch.callback
         elif watch and weights and weights.cached and bitwise:
-            watch.sparing = Sparing()  # the page cache is spared experts of padding, too
-            params.cb_eval = watch.sparing.callback
+            watch.skip_padding = SkipPadding()  # the page cache is spared experts of padding, too
+            params.cb_eval = watch.skip_padding.callback
         if streams or chosen or borrowed:
             params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
-        if watch and watch.sparing:
-            watch.sparing.learn(context)
-        elif isinstance(watch, LayerWatch) and weights and chosen:
+        if watch and watch.skip_padding:
+            watch.skip_padding.learn(context)
+        elif isinstance(watch, LayerHooks) and weights and chosen:
             watch.mixture = open_mixture(
                 path, weights, watch.nodes(context, whole=plan.gpu_layers != 0), notes, progress
             )

@@ -10,11 +10,11 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import ArrayLike
 
+from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
 
 KEPT = 8  # passes of about one size; times change with the sequence's length and with what else the machine does
 RECALLED = 2  # passes that a remembered cost counts for: a few new ones outvote it
-TILED = 64  # nodes from which on llama.cpp's attention has another kernel: after a long text 64 may cost less than 40
 NEAR = 3  # sizes closer than this ratio do not show how cost grows
 STEEP, FLAT = 0.5, 0.01  # of a plain pass, what each more node costs until that is seen; FLAT: weights are streamed
 
@@ -48,7 +48,7 @@ class Curve:
     """
 
     sizes: FloatArray  # [k], rising
-    took: FloatArray  # [k] seconds; falling at `TILED` nodes if anywhere
+    took: FloatArray  # [k] seconds; falling at `TILE` nodes if anywhere
     slope: float  # seconds of each node, or weight, beyond the largest size
     experts: tuple[int, int] | None = None  # of a layer, and used by a token, if passes read those used
     sequences: float = 1  # that share each pass, with as many nodes each
@@ -140,7 +140,7 @@ class PassTimes:
 
     def _curve(self, seen: list[tuple[float, float]]) -> Curve:
         size = [nodes for nodes, _ in seen]
-        narrow = sum(nodes < TILED for nodes in size)
+        narrow = sum(nodes < TILE for nodes in size)
         took = [seconds for _, seconds in seen]
         took = [*accumulate(took[:narrow], max), *accumulate(took[narrow:], max)]
         far = [i for i, nodes in enumerate(size) if nodes * NEAR <= size[-1]]

@@ -6,8 +6,8 @@ from edgespec.loop.backend import Capabilities
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Pass
+from edgespec.loop.shapes import TILE, whole_tiles
 
-TILE = 64  # prompts are cut at multiples of it: some engines' attention sums tiles of 64 tokens
 FIRST_CHUNK = 2 * TILE  # tokens, while other sequences are decoded and no pass with a prompt was measured
 LONGEST_WAIT = 0.25  # seconds; or as long as two passes without a prompt, if they take longer
 
@@ -51,8 +51,8 @@ class PromptChunks:
             room = min(room, limits.exact.prompts.most - taken - session.unread_committed)
         size = room if single or limits.streams else min(room, self.fast(taken, limits.max_nodes))
         end, whole = start + size, start + reading.unread
-        if end < whole and end - end % TILE > start:
-            end -= end % TILE
+        if end < whole and whole_tiles(end) > start:
+            end = whole_tiles(end)
         if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
             end = whole  # a pass over the rest would be padded
         return reading.prompt_pass(end - start)

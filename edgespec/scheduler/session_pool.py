@@ -17,8 +17,8 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.passes import Pass, PromptRetries, common_prefix, start_of
 from edgespec.loop.planner import Planner
 from edgespec.loop.session_files import beside, has, load_beside
+from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.prompt_chunks import TILE
 from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
 
 WORTH_SHARING = 8  # tokens by which another session must be the better start: a chat's fixed first words are 24
@@ -73,7 +73,7 @@ class Lane:
         """Cells that its tokens take, but for those that it shares."""
         tokens = self.session.token_ids
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
-        return len(tokens) - shared + shared % TILE
+        return len(tokens) - whole_tiles(shared)
 
     def accept_prompt(self, pass_: Pass) -> None:
         assert self.generation
@@ -173,7 +173,7 @@ class SessionPool:
         if self.limits.cells is None or not active:
             return True
         source, shared = self._best(request.prompt_ids[:-1])
-        common = shared - shared % TILE if source.handle and shared >= WORTH_SHARING else 0
+        common = whole_tiles(shared) if source.handle and shared >= WORTH_SHARING else 0
         return sum(active) + self._needed(request) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:

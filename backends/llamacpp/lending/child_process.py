@@ -62,8 +62,8 @@ class Part:
     short: bool
 
 
-class Apart:
-    """See `edgespec.loop.backend.Backend`; made by `load_apart`."""
+class ChildBackend:
+    """See `edgespec.loop.backend.Backend`; made by `load_in_child`."""
 
     name = "llamacpp"
 
@@ -76,20 +76,20 @@ class Apart:
         self.plan = facts.plan
         self.wait_seconds = 0.0
 
-    def open(self) -> "ApartSession":
-        return ApartSession(self, self.child.call("open"))
+    def open(self) -> "ChildSession":
+        return ChildSession(self, self.child.call("open"))
 
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = self.child.call("keep_to", exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        sessions = [cast(ApartSession, work.session) for work in batch]
+        sessions = [cast(ChildSession, work.session) for work in batch]
         works = [
             Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt, work.short)
             for session, work in zip(sessions, batch, strict=True)
         ]
         self.wait_seconds = self.child.call("forward", works)
-        return [ApartLogits(self.child, index) for index in range(len(batch))]
+        return [ChildLogits(self.child, index) for index in range(len(batch))]
 
     def interrupt(self) -> None:
         self.child.flag.value = b"x"
@@ -102,10 +102,10 @@ class Apart:
         self.child.end()
 
 
-class ApartSession:
+class ChildSession:
     """See `edgespec.loop.backend.Session`."""
 
-    def __init__(self, backend: Apart, number: int) -> None:
+    def __init__(self, backend: ChildBackend, number: int) -> None:
         self.number = number
         self.token_ids: list[int] = []
         self.unread_committed = 0
@@ -125,8 +125,8 @@ class ApartSession:
         except ModelError:  # the process is gone, and the text with it; the next pass says so
             self.token_ids, self.unread_committed = [], 0
 
-    def fork(self) -> "ApartSession":
-        other = ApartSession(self._backend, self._backend.child.call("fork", self.number))
+    def fork(self) -> "ChildSession":
+        other = ChildSession(self._backend, self._backend.child.call("fork", self.number))
         other._update("rewind", len(self.token_ids))
         return other
 
@@ -153,7 +153,7 @@ class ApartSession:
         self.token_ids += added
 
 
-class ApartLogits:
+class ChildLogits:
     """See `edgespec.loop.backend.Logits`."""
 
     def __init__(self, child: "Child", index: int) -> None:
@@ -264,7 +264,7 @@ def flag_in(file: int) -> Any:
     return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
 
 
-def load_apart(path: str, options: LoadOptions, progress: Progress) -> Apart:
+def load_in_child(path: str, options: LoadOptions, progress: Progress) -> ChildBackend:
     """Load a model in a process of its own, with layers in the memory of `options.lenders`.
 
     Raises:
@@ -283,7 +283,7 @@ def load_apart(path: str, options: LoadOptions, progress: Progress) -> Apart:
     try:
         child.call("borrow", list(lenders), seconds=SECONDS_TO_BORROW if lenders else None)
         facts = child.call("load", path, options, progress=progress)
-        return Apart(path, child, facts)
+        return ChildBackend(path, child, facts)
     except BaseException:
         child.end(0)  # it may be waiting for a lender
         raise

@@ -7,10 +7,10 @@ from ..ggml.callback import NodeCallback
 from ..ggml.files import ggml_base
 from ..ggml.stop import Stop
 from .mixture import Mixture
-from .skip_padding import Sparing
+from .skip_padding import SkipPadding
 
 
-class LayerWatch:
+class LayerHooks:
     """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
 
     Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
@@ -26,7 +26,7 @@ class LayerWatch:
         self.nodes = self._watched.nodes
         self.streamer = streamer
         self.mixture: Mixture | None = None  # whose experts are read as they are chosen
-        self.sparing: Sparing | None = None  # where the page cache keeps its experts
+        self.skip_padding: SkipPadding | None = None  # where the page cache keeps its experts
         self.stop: Stop | None = None  # when it is set, the pass ends
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
@@ -37,7 +37,7 @@ class LayerWatch:
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         """A pass starts; arguments as for `Mixture.begin`. Raises ModelError: the weights cannot be read any more."""
         self.streamer.begin()
-        if chooser := self.mixture or self.sparing:
+        if chooser := self.mixture or self.skip_padding:
             chooser.begin(prompt=prompt, rows=rows, padding=padding)
         self.error = None
         self._learning = bool(self._streamed) and not self._last_nodes
@@ -71,7 +71,7 @@ class LayerWatch:
     def finish(self) -> None:
         """The pass is over, or was given up."""
         self.streamer.finish()
-        if chooser := self.mixture or self.sparing:
+        if chooser := self.mixture or self.skip_padding:
             chooser.finish()
 
     def _asked(self, name: bytes, tensor: int) -> bool:

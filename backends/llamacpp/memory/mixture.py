@@ -84,7 +84,7 @@ class Layer:
 
 
 class Mixture:
-    """Keeps an `ExpertMemory` in step with a pass. `LayerWatch` tells it every node."""
+    """Keeps an `ExpertMemory` in step with a pass. `LayerHooks` tells it every node."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
         """
@@ -280,7 +280,7 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
     Args:
         path: of the model; for a split one its first file.
         plan: that gives experts slots.
-        nodes: of a pass: `LayerWatch.nodes`.
+        nodes: of a pass: `LayerHooks.nodes`.
         notes: what a person should know is added.
         progress: told how much of what is read first has been read.
 

@@ -16,20 +16,20 @@ from ..ggml.stop import Stop
 from .mixture import node_at
 
 
-def may_spare(path: str) -> bool:
+def has_experts(path: str) -> bool:
     """Whether a model has experts."""
     return bool(own_values(path).get("expert_count"))
 
 
-class Sparing:
-    """Told by llama.cpp which node it computes next; what the backend asks of it is as of `LayerWatch`."""
+class SkipPadding:
+    """Told by llama.cpp which node it computes next; what the backend asks of it is as of `LayerHooks`."""
 
     streamer = mixture = error = None
     wait_seconds = 0.0
 
     def __init__(self) -> None:
         self.stop: Stop | None = None
-        self.sparing: Sparing | None = self
+        self.skip_padding: SkipPadding | None = self
         self._watched = NodeCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self._name_of = ggml_base().ggml_get_name
