@@ -127,7 +127,7 @@ def open_backends(
 def crowding(target: Backend) -> int:
     """Bytes of the target that are read in every pass, if without its draft none would be; else 0."""
     plan = getattr(target, "plan", None)
-    return plan.streamed_bytes if plan is not None and plan.crowded else 0
+    return plan.streamed_bytes if plan is not None and plan.fits_without_draft else 0
 
 
 def open_draft(

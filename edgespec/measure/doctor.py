@@ -58,8 +58,6 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class Tried:
-    """What loading the models and running passes has shown."""
-
     plan: Plan | None = None
     streams: bool = False
     notes: list[str] = field(default_factory=list)
@@ -69,12 +67,10 @@ class Tried:
 
 
 def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:
-    """What a pass should take: it reads while it computes, so the longer of the two."""
     return max(made.seconds - made.waited, reading_seconds(diagnosis, made))
 
 
 def reading_seconds(diagnosis: Diagnosis, made: Pass) -> float:
-    """What the disk needs for the weights that a pass reads."""
     return (diagnosis.plan.streamed_bytes + made.read) / diagnosis.disk if diagnosis.plan else 0.0
 
 
@@ -251,14 +247,12 @@ def _load(engine: str, path: str, options: dict[str, Any]) -> Backend:
 
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:
-    """`diagnose` on every installed engine that reads the model, the one to use first: the fastest of a chat."""
     folder = is_folder(find_model(target, options.get("models_file")).target)
     found = [diagnose(target, backend=name, **options) for name in installed_backends(folder)]
     return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
 
 
 def recommendation(found: Sequence[Diagnosis]) -> str:
-    """Which engine to use, of several that were tried, the best first, for a person."""
     speeds = [max(tokens_per_second(one).values(), default=0.0) for one in found]
     if len(found) < 2 or not speeds[0]:
         return ""
@@ -275,7 +269,6 @@ def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
 
 
 def report(diagnosis: Diagnosis) -> str:
-    """For a person."""
     speed = f"{diagnosis.disk / 1e9:.2f} GB/s"
     lines = [
         ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
@@ -348,7 +341,6 @@ def _aligned(lines: list[tuple[str, str]]) -> str:
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
-    """For JSON."""
     found = asdict(diagnosis)
     plan = diagnosis.plan
     found["plan"] = plan and {

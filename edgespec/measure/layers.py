@@ -84,7 +84,6 @@ def _load(path: Path) -> Backend:
 
 
 def agreement(model: Backend, answers: Sequence[Recording]) -> float:
-    """The share of recorded tokens that the model would write at their places."""
     right = total = 0
     for answer in answers:
         token_ids = [*answer.prompt_ids, *answer.output_ids][:CONTEXT]

@@ -30,8 +30,6 @@ ROUNDING = 1e-6  # of a sum of probabilities, here or in sampling.py
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where two texts differ."""
-
     index: int  # in the output
     position: int  # in the whole text, prompt included
     plain_token: int | None  # None: plain decoding had already ended
@@ -190,7 +188,6 @@ def _can_win(
 
 
 def _can_be_in(token: int, low: Float32Array, high: Float32Array, params: SamplingParams) -> bool:
-    """Can the filters keep the token? Its logit at `high` is the best case."""
     above = low > high[token]
     places = params.top_k or len(low)
     if np.count_nonzero(above) >= places:
@@ -229,5 +226,4 @@ def _can_be_out(
 
 
 def _share(part: Float32Array, rest: Float32Array) -> float:
-    """Probability of `part` in the softmax of both together."""
     return 1 / (1 + math.exp(min(log_sum_exp(rest) - log_sum_exp(part), 700.0)))

@@ -33,8 +33,6 @@ ROUNDS = 2  # in which passes of all sizes are timed
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of guessing."""
-
     planner: str
     budget: int  # most guesses of a pass; 0: none
     tokens_per_pass: float
@@ -44,14 +42,11 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of greedy text."""
         return self.tokens_per_pass / (self.draft_seconds + self.pass_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All of one pair."""
-
     target: str
     draft: str  # "": none
     rows: list[Row]  # plain decoding first
@@ -61,23 +56,19 @@ class Measured:
 
     @property
     def plain(self) -> Row:
-        """Without guesses."""
         return self.rows[0]
 
     @property
     def best(self) -> Row:
-        """What to use: plain decoding unless something is clearly quicker."""
         best = max(self.rows, key=lambda row: row.tokens_per_second)
         return best if best.tokens_per_second >= WORTH * self.plain.tokens_per_second else self.plain
 
     def best_of(self, planner: str) -> Row | None:
-        """The fastest row of a planner."""
         rows = [row for row in self.rows if row.planner == planner]
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
 
 def budgets(most: int) -> list[int]:
-    """Those that are tried where a pass may have so many guesses."""
     return sorted({budget for budget in BUDGETS if budget <= most} | {most}) if most > 0 else []
 
 
@@ -142,7 +133,6 @@ def _rows(
     budget: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Row]:
-    """Time passes, and replay the answers by each of these planners with every budget."""
     tried = budgets(min(budget, most_nodes(backends[0].capabilities, 0) - 1))
     seconds = pass_seconds(backends[0], [1, *(one + 1 for one in tried)], progress)
     wanted = [(name, one) for name in names for one in ([0] if name == "none" else tried)]
@@ -164,7 +154,6 @@ def pass_seconds(target: Backend, nodes: Sequence[int], progress: Callable[[str,
 
 
 def without_disturbance(seconds: dict[int, float]) -> dict[int, float]:
-    """A pass takes no longer than one over more nodes: where it seemed to, something else kept the machine busy."""
     return {nodes: min(took for more, took in seconds.items() if more >= nodes) for nodes in seconds}
 
 
@@ -223,12 +212,10 @@ def _choices(backend: Backend, token_ids: Sequence[int], count: int) -> Any:
 
 
 def expected_tokens(right: float, depth: int = 8) -> float:
-    """Tokens per pass of one guessed sequence, if each token is right with this chance."""
     return sum(right**i for i in range(depth + 1))
 
 
 def drafts_here(target: str, models_file: str | None) -> list[str]:
-    """GGUF files that might draft for a target: those with a name, in the hub's cache, and beside the target."""
     places = [Path(target).absolute().parent]
     with suppress(ImportError):
         from huggingface_hub import constants

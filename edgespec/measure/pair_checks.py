@@ -37,8 +37,6 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One line each."""
-
     refusals: list[str]
     warnings: list[str]
 

@@ -22,7 +22,6 @@ from edgespec.models.registry import OWN, read_models
 
 
 def table(found: Measured) -> str:
-    """All rows."""
     tasks = list(found.plain.by_task)
     how = "streamed" if found.streams else "in memory"
     title = f"{Path(found.target).name}, {how}" + (f", passes: {found.exact}" if found.exact else "")
@@ -42,7 +41,6 @@ def table(found: Measured) -> str:
 
 
 def recommendation(found: Measured) -> str:
-    """In a line."""
     best, plain = found.best, found.plain.tokens_per_second
     if best == found.plain:
         quickest = max(found.rows[1:], key=lambda row: row.tokens_per_second, default=None)
@@ -88,7 +86,6 @@ def picture(found: Measured, out: Path) -> None:
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:
-    """For `measured` in models.yaml."""
     best = found.best
     return {
         "machine": machine(),
@@ -160,13 +157,11 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _indent(text: str) -> str:
-    """Of the list's dashes."""
     dashes = [line for line in text.splitlines() if line.lstrip().startswith("- name:")]
     return dashes[-1][: dashes[-1].index("-")] if dashes else "  "
 
 
 def ranking(all_found: Sequence[tuple[str, Measured]]) -> str:
-    """Drafts side by side, the quickest first."""
     view = Table(title="drafts, each with its best budget", title_justify="left")
     for heading in ("draft", "budget", "tokens per pass", "tokens/s", "x plain"):
         view.add_column(heading, justify="left" if heading == "draft" else "right")

@@ -60,7 +60,6 @@ def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
 
 
 def recording_file(path: str, max_tokens: int) -> Path:
-    """Where a target's answers of at most so many tokens are kept."""
     key = hashlib.sha256(f"{identity(path)}, {max_tokens}".encode()).hexdigest()[:16]
     return cache_folder() / "recordings" / f"{Path(path).stem}-{key}.jsonl"
 
@@ -105,7 +104,6 @@ def record(
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """What was recorded; a line that was cut off is none."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError:

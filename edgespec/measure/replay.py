@@ -22,8 +22,6 @@ MAX_LEAVES = 256  # llama.cpp's limit
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A prompt, and what a model wrote after it."""
-
     prompt_ids: list[int]
     output_ids: list[int]
     category: str = ""
@@ -31,8 +29,6 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a planner gained on one recorded text."""
-
     acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
     plan_seconds: list[float]  # of each pass
 

@@ -29,28 +29,22 @@ VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """One question."""
-
     text: str
     category: str
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one planner did so far."""
-
     runs: list[GenerationStats] = field(default_factory=list)
     by_category: dict[str, list[GenerationStats]] = field(default_factory=lambda: defaultdict(list))
     ties: int = 0
     unexplained: int = 0
 
     def add(self, stats: GenerationStats, category: str) -> None:
-        """One more run."""
         self.runs.append(stats)
         self.by_category[category].append(stats)
 
     def total(self, name: str) -> float:
-        """The sum of one figure over all runs."""
         return float(sum(getattr(stats, name) for stats in self.runs))
 
 
@@ -203,7 +197,6 @@ def _report(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for a person."""
     shapes = f", passes: {report['exact']}" if report["exact"] else ""
     title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}{shapes}"
     view = Table(title=title, title_justify="left")

@@ -25,7 +25,6 @@ class Fit:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The best first: the largest that stays in memory, then by what is streamed, then what does not run."""
         if not self.target:
             return 2, 0
         if "too" in self.verdict:

@@ -87,8 +87,6 @@ SCALING_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that share tensor names and layouts."""
-
     model_type: str  # as in config.json
     class_name: str
     layer: Mapping[str, str]  # tensors of a layer: GGUF name -> name in the folder
@@ -335,7 +333,6 @@ def folder_tensors(
 
 
 def _halves(rows: Float32Array, heads: int) -> Float32Array:
-    """Rows of each head from (0, n/2, 1, n/2 + 1, …), as llama.cpp rotates them, back to 0, 1, 2, …"""
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -30,8 +30,6 @@ SPARE = 10**9  # bytes of the disk that are left alone
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """What follows `hf:`."""
-
     repository: str  # OWNER/NAME
     revision: str = MAIN
     file: str = ""  # a GGUF file; of a split one, any part
@@ -39,14 +37,11 @@ class HubSource:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a model folder rather than a file."""
         return not self.file and self.type is None
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file on the hub, as the hub describes it."""
-
     name: str
     size: int
     sha256: str  # "" if the hub does not say: then it is a small file, or the hub is a mirror
@@ -61,15 +56,12 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files that a source needs, at one commit."""
-
     source: HubSource
     commit: str
     files: list[HubFile]  # the first is what an engine is given, unless it is a folder
 
     @property
     def missing(self) -> list[HubFile]:
-        """Those that are not in the cache."""
         return [file for file in self.files if not file.is_here]
 
 
@@ -105,7 +97,6 @@ def choose_file(names: Sequence[str], type_: str) -> str | None:
 
 
 def cached(source: HubSource) -> str | None:
-    """The file or folder behind a source if all of it is in the cache; nothing is asked of the hub."""
     hub = _library(source)
     from huggingface_hub import constants
 
@@ -133,7 +124,6 @@ def tokenizer_of(source: HubSource, fetch: bool) -> str:
 
 
 def _snapshot(source: HubSource, cache: str) -> Iterator[str]:
-    """Names of the GGUF files of a revision that are in the cache."""
     folder = Path(cache) / f"models--{source.repository.replace('/', '--')}"
     reference = folder / "refs" / source.revision
     snapshot = folder / "snapshots" / (reference.read_text() if reference.is_file() else source.revision)
@@ -328,7 +318,6 @@ def _library(source: HubSource) -> Any:
 
 @contextmanager
 def _errors(source: HubSource) -> Iterator[None]:
-    """What the library and the network's libraries raise, as one line."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

@@ -22,8 +22,6 @@ ITEM_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
-
     name: str
     dtype: str  # "BF16"
     shape: tuple[int, ...]

@@ -27,8 +27,6 @@ WARM_UP = "Say hello."
 
 @dataclass(slots=True)
 class Result:
-    """Sums over all answers of one server at one concurrency."""
-
     tokens: int = 0
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)  # seconds until each answer's first word
@@ -36,14 +34,11 @@ class Result:
 
     @property
     def speed(self) -> float:
-        """Tokens per second; 0 after a failure."""
         return self.tokens / self.seconds if self.seconds and not self.failed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The servers and their options."""
-
     program: str | None  # llama-server; None: only this package's server
     model: str  # a GGUF file
     draft: str | None = None
@@ -154,7 +149,6 @@ def ask(
 
 
 def table(found: dict[tuple[str, int], Result]) -> str:
-    """Every server, and this one against the best mode of the other."""
     concurrencies = list(dict.fromkeys(k for _, k in found))
     lines = [f"at once  server                        tokens/s  x at {concurrencies[0]}  first word, mean"]
     for k in concurrencies:

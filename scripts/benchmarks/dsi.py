@@ -55,17 +55,14 @@ Round = Callable[[float, float, int, int], float]  # T, t, k, A -> seconds in wh
 
 
 def dsi_round(target: float, draft: float, lookahead: int, right: int) -> float:
-    """A round of DSI by the closed form."""
     return min(-(-right // lookahead) * lookahead * draft + target, (right + 1) * target)
 
 
 def dsi_round_as_released(target: float, draft: float, lookahead: int, right: int) -> float:
-    """The same as the paper's program counts."""
     return min(-(-(right + 1) // lookahead) * lookahead * draft + target, (right + 1) * target)
 
 
 def si_round_as_released(target: float, draft: float, lookahead: int, right: int) -> float:
-    """A round of SI as the paper's program counts."""
     return target + -(-(right + 1) // lookahead) * (lookahead * draft + target)
 
 
@@ -111,12 +108,10 @@ def best_dsi(
 
 
 def enough(target: float, draft: float, lookahead: int, copies: int) -> bool:
-    """Whether so many copies of the target are never all busy when one is needed (the paper's equation 1)."""
     return math.ceil(round(target / (lookahead * draft), 9)) <= copies
 
 
 def speedups(setting: Setting) -> tuple[float, float]:
-    """SI / DSI of a row of Table 2: by the closed form, and as the paper's program counts."""
     p, target, draft = setting.acceptance, setting.target, setting.draft
     first = (setting.first_target - 1) * target + (setting.first_draft - 1) * draft
     si = min(expected_si(p, target, draft, k) for k in LOOKAHEADS)
@@ -129,8 +124,6 @@ def speedups(setting: Setting) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of Figure 2, in target passes for TOKENS."""
-
     draft: float  # of a target pass
     acceptance: float
     plain: float
@@ -139,7 +132,6 @@ class Cell:
 
 
 def figure_2(step: float = 0.05) -> Iterator[Cell]:
-    """SI at its best lookahead, DSI at its best for which seven copies suffice; T = 1."""
     count = round(1 / step)
     shares = [0.01, *(round(i * step, 9) for i in range(1, count)), 0.99]
     for draft in shares:

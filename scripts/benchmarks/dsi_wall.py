@@ -42,11 +42,9 @@ class Sleeping:
         return getattr(self._inner, name)
 
     def interrupt(self) -> None:
-        """As `Backend.interrupt`."""
         self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        """As `Backend.forward`."""
         started = perf_counter()
         logits = self._inner.forward(batch)
         if self._interrupted.wait(max(0.0, started + self._seconds - perf_counter())):
@@ -65,7 +63,6 @@ class SleepingSpec:
     model: int = 1
 
     def open(self) -> Backend:
-        """Make it."""
         small = random_model(
             self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8
         )  # whose passes are quick
@@ -89,7 +86,6 @@ class Recorded:
         """Nothing to read."""
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """The text's next tokens, or wrong ones."""
         self.stopped.clear()
         due = perf_counter()
         for position in range(len(token_ids), len(self.text)):
@@ -100,11 +96,9 @@ class Recorded:
             yield token if self.knows(position) else (token + 1) % SIZE
 
     def knows(self, position: int) -> bool:
-        """Whether it is right there."""
         return Random(f"{self.seed} {position}").random() < self.right
 
     def rounds(self) -> list[int]:
-        """How many guesses are right between two wrong ones."""
         found, right = list[int](), 0
         for position in range(len(PROMPT), len(self.text)):
             if self.knows(position):
@@ -115,7 +109,6 @@ class Recorded:
         return [*found, right]
 
     def stop(self) -> None:
-        """The guess under way is not wanted."""
         self.stopped.set()
 
     def close(self) -> None:
@@ -131,7 +124,6 @@ class Measured:
 
 
 def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
-    """What plain decoding writes after a prompt."""
     rounds = generate_tokens(
         target, target.open(), NonePlanner(), prompt, sampling,
         max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),

@@ -54,8 +54,6 @@ Copies = Callable[[Any, int], CopyEngine]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size of pass."""
-
     nodes: int
     seconds: float  # a pass, median
     compute_seconds: float  # the same without copies
@@ -64,14 +62,11 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The pass against the slowest of its parts; 1 is the best there can be."""
         return self.seconds / max(self.compute_seconds, self.copy_seconds, self.disk_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One format."""
-
     dtype: str
     layers: int  # of the model measured
     full_layers: int  # of the shape asked for
@@ -85,19 +80,15 @@ class Report:
     costs: dict[int, tuple[float, float]] = field(default_factory=dict)  # nodes -> seconds of one layer, of one more
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
 
 
 class NoVocab:
-    """The model's tokens have no texts."""
-
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
-    """A Llama of that shape on the host. All layers share one layer's random weights until they are packed."""
     kind = torch.bfloat16 if dtype == NF4 else getattr(torch, dtype)
     config = transformers.LlamaConfig(**shape, attn_implementation=ATTENTION, dtype=kind)
     small = copy.deepcopy(config)
@@ -118,7 +109,6 @@ def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
 
 
 def _alias(layer: Any, index: int) -> Any:
-    """The layer under another number, with the same tensors."""
     shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
     other = copy.deepcopy(layer, shared)
     other.self_attn.layer_idx = index
@@ -143,7 +133,6 @@ def bandwidth(device: Any, size: int, repeats: int = 5) -> float:
 
 
 def random_tree(nodes: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tokens and parents."""
     generator = np.random.default_rng(nodes)
     parents = [int(generator.integers(max(-1, i - 16), i)) for i in range(nodes)]
     return generator.integers(0, size, nodes).astype(np.int32), np.array(parents, np.int32)
@@ -166,7 +155,6 @@ def pass_seconds(backend: TorchBackend, sizes: Sequence[int]) -> Iterator[tuple[
 
 
 def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> int:
-    """How many of the shape's layers the host can hold."""
     return int(max(2, min(shape["num_hidden_layers"], host_bytes * HOST_SHARE // layer_bytes)))
 
 
@@ -180,13 +168,11 @@ def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident
 
 
 def cache_bytes(model: Any, device: Any, sizes: Sequence[int]) -> int:
-    """Of one layer's keys and values."""
     _, *rest = cache_shape(model.config, sum(_limits(device, sizes)))
     return int(math.prod(rest) * model.dtype.itemsize)
 
 
 def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
-    """Tokens of text, and of a pass."""
     return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
 
 
@@ -196,7 +182,6 @@ def host_memory() -> int:
 
 
 def _free(device: Any) -> None:
-    """Give a closed model's memory back at once: the next one is planned by what is free."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -29,7 +29,6 @@ def modes(draft: str | None) -> dict[str, list[str]]:
 
 
 def options(model: str, *, parallel: int, context_length: int, threads: int) -> list[str]:
-    """What it is started with in each of its modes: so many texts, each with a whole context."""
     size = str(parallel * context_length)
     about = ["-m", model, "-np", str(parallel), "-c", size, "-t", str(threads), "-tb", str(threads)]
     return [*about, "-ctxcp", "0", "--cache-ram", "0", "--no-webui"]  # nothing is asked twice

@@ -31,14 +31,11 @@ NODES = (1, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of one check."""
-
     name: str
     good: bool | None  # None: a figure, neither good nor bad
     text: str
 
     def line(self) -> str:
-        """For a person."""
         return f"{ {True: 'ok', False: 'FAILED', None: '  '}[self.good]:7} {self.name}: {self.text}"
 
 
@@ -67,7 +64,6 @@ def streamed(folder: Path, share: float, delay: float = 0.0) -> Iterator[Any]:
 
 
 def rows(backend: Any, passes: int) -> Any:
-    """All logits of so many passes: chains and trees, with commits and rewinds between them."""
     draw, session, found = np.random.default_rng(1), backend.open(), list[Any]()
     for number in range(passes):
         count = int(draw.integers(1, 12))
@@ -84,7 +80,6 @@ def rows(backend: Any, passes: int) -> Any:
 
 
 def check_equality(folder: Path, share: float, delay: float, passes: int) -> Found:
-    """Streamed against in memory, to the bit."""
     memory = engine.load(str(folder), context_length=1024, resident=True)
     expected = rows(memory, passes)
     memory.close()
@@ -97,7 +92,6 @@ def check_equality(folder: Path, share: float, delay: float, passes: int) -> Fou
 
 
 def check_growth(folder: Path, passes: int) -> Found:
-    """Many passes must leave nothing in memory, and page nothing out."""
     with streamed(folder, 0.6) as backend:
         session = backend.open()
         one = Work(session, np.array([5], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
@@ -114,7 +108,6 @@ def check_growth(folder: Path, passes: int) -> Found:
 
 
 def page_outs() -> int:
-    """Pages that the system has written out since it started; 0 where it does not tell."""
     if sys.platform != "darwin":
         return 0
     text = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False).stdout
@@ -150,7 +143,6 @@ def _seconds(backend: Any, count: int) -> tuple[float, float]:
 
 
 def check_devices() -> list[Found]:
-    """What MLX and llama.cpp see."""
     info = {name: value for name, value in mx.device_info().items() if "size" in name or "name" in name}
     found = [Found("machine", None, f"{platform.platform()}, mlx {mx.__version__}, {mx.default_device()}, {info}")]
     try:

@@ -25,8 +25,6 @@ SLOW = -0.5  # how fast states fade
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformer of Llama's kind, or of Granite 4's. The default is that of a model of 70 billion weights."""
-
     layers: int = 80
     width: int = 8192
     feed_forward: int = 28672
@@ -36,7 +34,6 @@ class Shape:
     hybrid: int = 0  # one layer of so many has attention, the others a recurrent state (Mamba 2); 0: all have attention
 
     def has_attention(self, layer: int) -> bool:
-        """Or a recurrent state."""
         return not self.hybrid or layer % self.hybrid == self.hybrid - 1
 
     def check(self) -> None:
@@ -56,8 +53,6 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor to write."""
-
     name: str
     type: Any  # gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # the last in bytes
@@ -183,7 +178,6 @@ def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> Non
 
 
 def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and sizes of every tensor, rows first, in the order that llama.cpp's own tools write."""
     keys = shape.width // shape.heads * shape.kv_heads
     yield "output.weight", (vocab, shape.width)
     yield "output_norm.weight", (shape.width,)
@@ -220,7 +214,6 @@ def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _in_blocks(sizes: tuple[int, ...]) -> bool:
-    """Matrices, but not norms of groups, nor what has only a few numbers in a row."""
     return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % BLOCK == 0
 
 

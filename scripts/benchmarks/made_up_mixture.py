@@ -32,8 +32,6 @@ PARTS = ("ffn_gate", "ffn_up", "ffn_down")
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of every layer."""
-
     count: int = 16
     used: int = 2  # by a token
     parts: int = 1  # that the dense feed forward is cut into
@@ -139,7 +137,6 @@ def _turn(tensor: Any, heads: int, shape: tuple[int, ...]) -> Bytes:
 
 
 def _copies(tensor: Any, part: str, each: tuple[int, int], experts: Experts) -> Bytes:
-    """All experts of one weight: copies of the first part, then of the second; the last one is filled up with zeros."""
     import gguf
 
     data = tensor.data.view(np.uint8)
@@ -152,7 +149,6 @@ def _copies(tensor: Any, part: str, each: tuple[int, int], experts: Experts) -> 
 
 
 def _multiply(rows: Bytes, kind: str, size: int, by: int) -> None:
-    """Multiply weights, in place: the scales of their blocks."""
     if kind == "F32":
         rows.view(np.float32)[...] *= by
         return

@@ -25,8 +25,6 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A control group with a memory limit, version 1 or 2."""
-
     def __init__(self, folder: Path, version: int) -> None:
         self.folder = folder
         self._version = version
@@ -175,7 +173,6 @@ def process_needs(task: Task) -> int:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all passes of all runs of one variant, by number of nodes."""
     good = [result for result in results if "failed" not in result]
     report: dict[str, Any] = {"failed": [result["failed"] for result in results if "failed" in result]}
     report["passes"] = {
@@ -191,7 +188,6 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text_summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over all texts of one variant."""
     good = [result for result in results if "failed" not in result]
     failed = [result["failed"] for result in results if "failed" in result]
     runs = [run for result in good for run in result["runs"]]

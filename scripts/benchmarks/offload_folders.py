@@ -22,8 +22,6 @@ DRAFT_BUFFERS = 300 << 20  # bytes of a draft's caches and buffers
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A model on an engine."""
-
     engine: str
     target: str
     draft: str = ""

@@ -15,8 +15,6 @@ WAYS = ("Enter only", "typing ahead", "typing ahead, pause")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """One prompt."""
-
     seconds: Sequence[float]  # from Enter to the first token, for each of `WAYS`
     same: bool  # all answers are equal
 

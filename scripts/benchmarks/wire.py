@@ -78,16 +78,12 @@ REQUESTS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A difference that is meant."""
-
     where: str  # a regular expression for "name: place", all of it
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What llama-server's answer has and ours does not, or has otherwise."""
-
     where: str  # "name: place"
     theirs: Shape
     ours: Shape
@@ -96,7 +92,6 @@ class Difference:
         return f"{self.where}: llama-server {json.dumps(self.theirs)[:90]}, here {json.dumps(self.ours)[:90]}"
 
     def known(self) -> Known | None:
-        """Why it is meant, if it is."""
         return next((known for known in KNOWN if re.fullmatch(known.where, self.where)), None)
 
 
@@ -130,7 +125,6 @@ def record(port: int) -> dict[str, Any]:
 
 
 def asked(port: int, path: str, body: Any) -> dict[str, Any]:
-    """One answer."""
     with closing_connection(port) as connection:
         sent = body if body is None or isinstance(body, str) else json.dumps(body)
         connection.request("GET" if body is None else "POST", path, sent, {"Content-Type": "application/json"})
@@ -180,14 +174,12 @@ def events_of(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def choice_of(data: Any) -> int:
-    """Which choice an event belongs to; what belongs to none comes last."""
     if not isinstance(data, dict) or "choices" not in data:
         return 0 if isinstance(data, dict) else 1 << 30
     return data["choices"][0]["index"] if data["choices"] else 1 << 29
 
 
 def kind_of(event: tuple[str, Any]) -> str:
-    """What an event is for."""
     name, data = event
     if not isinstance(data, dict):
         return str(data)
@@ -203,7 +195,6 @@ def kind_of(event: tuple[str, Any]) -> str:
 
 
 def ends_of(data: Any) -> list[str]:
-    """Why the texts ended, by the names of all dialects."""
     if not isinstance(data, dict):
         return []
     named = [data.get("stop_reason"), data.get("status"), *(c["finish_reason"] for c in data.get("choices", ()))]
@@ -211,7 +202,6 @@ def ends_of(data: Any) -> list[str]:
 
 
 def tokens_of(data: Any) -> list[tuple[str, dict[str, float]]]:
-    """What was written in chat, if log probabilities were asked for: each token, with those of the best ones."""
     for choice in data.get("choices", ()) if isinstance(data, dict) else ():
         if "message" in choice and choice.get("logprobs"):
             return [
@@ -222,7 +212,6 @@ def tokens_of(data: Any) -> list[tuple[str, dict[str, float]]]:
 
 
 def shape(value: Any) -> Shape:
-    """Types in the place of values."""
     if isinstance(value, Mapping):
         return {str(key): shape(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -232,7 +221,6 @@ def shape(value: Any) -> Shape:
 
 
 def merged(shapes: Sequence[Shape]) -> Shape:
-    """One shape for all: where they differ, "a|b"; a field that some lack stays."""
     first = shapes[0]
     if all(isinstance(one, dict) for one in shapes):
         keys = dict.fromkeys(key for one in shapes for key in one)
@@ -288,7 +276,6 @@ def _missing(theirs: Shape, ours: Shape, where: str) -> Iterator[Difference]:
 
 
 def _fits(theirs: Shape, ours: Shape) -> bool:
-    """Whether a client that reads llama-server's can read ours."""
     if not isinstance(theirs, str) or not isinstance(ours, str):
         return False
     known = set(theirs.split("|"))

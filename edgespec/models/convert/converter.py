@@ -166,7 +166,6 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
 
 
 def _tensors(folder: Path) -> int:
-    """How many tensors a folder has, by the headers of its files."""
     count = 0
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:

@@ -107,7 +107,6 @@ def check_tokenizer(tokenizer: "Tokenizer", vocab: Vocab, texts: Sequence[str]) 
 
 
 def tokenizer_specials(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The header's special tokens by their name in tokenizer_config.json."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {new: metadata.get(f"tokenizer.ggml.{old}_token_id") for old, new in names.items()}
@@ -115,7 +114,6 @@ def tokenizer_specials(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
-    """tokenizer_config.json. Its class takes tokenizer.json as it is, where others would build their own."""
     template = metadata.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -166,7 +164,6 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece names no merges: any two tokens that make a token may merge, the best score first."""
     found = [
         (-scores[i], i, token[:cut], token[cut:])
         for token, i in vocab.items()

@@ -37,8 +37,6 @@ PATTERNED = ("attention.sliding_window", "attention.sliding_window_pattern", "le
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make a file."""
-
     type: str = ""  # a name of llama.cpp's such as Q4_K_M; "": weights stay as they are
     types: tuple[tuple[str, str], ...] = ()  # (regular expression of tensors' names, type), the first match counts
     imatrix: str = ""  # "": where the type demands one; none, auto, or a file: a matrix, or a text to compute one from
@@ -61,14 +59,11 @@ PURPOSES = {
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written, or would be."""
-
     bytes: int  # of tensors, as they lie in the file
     file_bytes: int  # with the header; 0 in a rehearsal
 
 
 def merge(purpose: str | None, given: Recipe) -> Recipe:
-    """A purpose's recipe with what is given in its place."""
     base = PURPOSES[purpose] if purpose else Recipe()
     return Recipe(
         given.type or base.type, given.types + base.types, given.imatrix or base.imatrix, given.drop, base.why
@@ -196,7 +191,6 @@ def quantise(
 
 
 def _matrix(source: Path, asked: str, beside: Path, report: Progress) -> tuple[str, str]:
-    """The file of an importance matrix, and what it is called in the header."""
     if asked != "auto" and is_gguf(Path(asked)):
         return asked, Path(asked).name
     text, out = beside.with_name(f"{beside.name}.txt"), beside.with_name(f"{beside.name}.imatrix")
@@ -230,7 +224,6 @@ def check_out(out: Path) -> None:
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A name beside `out` that becomes `out` at the end; what lies beside under names that begin alike goes."""
     partial = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
@@ -269,7 +262,6 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
 
 @cache
 def _types() -> dict[str, list[str]]:
-    """Names of types of files and of tensors that llama.cpp knows."""
     try:
         import gguf
     except ImportError as error:
