@@ -1,7 +1,7 @@
-"""How a model will run on this machine: memory, disk, seconds per pass, and what limits them.
+"""A model on this machine: memory, disk, seconds per pass, and what limits them.
 
-Everything is measured: the disk with direct reads of the model's own file, the passes with the model itself, loaded as
-`edgespec run` would load it. Only the tokens per pass are taken from experience.
+The disk is measured with direct reads of the model's own file, passes with the model as `edgespec run` loads it. Only
+the tokens per pass are taken from experience.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,10 +112,10 @@ def diagnose(
         kv_type: as for `edgespec.load`.
         exact: as for `edgespec.load`.
         lenders: as for `edgespec.load`.
-        budget: most guessed tokens per pass.
+        budget: most draft tokens per pass.
         context_length: most tokens of text.
         models_file: a models.yaml besides the built-in one.
-        say: told what is being measured.
+        say: called with the phase.
 
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
@@ -167,10 +167,7 @@ def diagnose(
 
 
 def _read_disk(file: str) -> Reading:
-    """How the disk that a model lies on is read, and how fast; found out where it is not known and can be kept.
-
-    Raises ModelError, UsageError.
-    """
+    """Speed and best way to read the disk of a file; measured where it is not known. Raises ModelError, UsageError."""
     known = recall_reading(file)
     if not known.speed and can_remember():
         found = find_reading(file)[0]
@@ -201,20 +198,20 @@ def _try(
     say: Callable[[str], None],
 ) -> Tried:  # fmt: skip
     """Load a target, and perhaps a draft, as `edgespec run` would, and make passes. Raises NoRoom."""
-    path, *beside = paths
+    path, *drafts = paths
     tried, budget = Tried(), options["budget"]
     planned = engine == "llamacpp" and "lenders" not in options  # else the process that borrows does it
     if planned:
         say("memory")
         memory = import_module("edgespec.backends.llamacpp.memory.planning")
         size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
-        on_gpu = memory.choose_gpu_layers(path, size, memory=room, beside=beside, resident=False)
+        on_gpu = memory.choose_gpu_layers(path, size, memory=room, beside=drafts, resident=False)
         tried.plan, _, tried.notes = memory.plan_memory(
-            path, size, memory=room, beside=beside, gpu_layers=on_gpu,
+            path, size, memory=room, beside=drafts, gpu_layers=on_gpu,
             experts_here=memory.keeps_experts(path, on_gpu, size),
         )  # fmt: skip
     say("passes")
-    streaming: dict[str, Any] = {"memory": room, "beside": beside, "progress": _reading(say), "exact": exact}
+    streaming: dict[str, Any] = {"memory": room, "beside": drafts, "progress": _reading(say), "exact": exact}
     if exact != "off":
         streaming["agrees"] = probe_before_load(engine, path, exact, keep=True, say=say)
     with closing(_load(engine, path, options | streaming)) as backend:
@@ -235,7 +232,7 @@ def _try(
         between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
         tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))
     at_home = {name: value for name, value in options.items() if name != "lenders"}
-    for other in beside:
+    for other in drafts:
         with closing(_load(engine, other, at_home | RESIDENT)) as backend:
             tried.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
     return tried
@@ -322,7 +319,7 @@ def report(diagnosis: Diagnosis) -> str:
 
 
 def learned_line(pace: dict[str, Any]) -> str:
-    """What runs have learned, for a person: seconds of passes after short texts, and how often the draft was right."""
+    """Learned pass times for short sequences and the acceptance of the draft, as one line."""
     took = {name: sorted(row[1:] for row in pace[name] if row[0] == 0) for name in ("target", "draft")}
     parts = [
         f"{name}'s passes " + ", ".join(f"{nodes:.0f}: {1000 * seconds:.0f} ms" for nodes, seconds in rows)

@@ -1,8 +1,7 @@
-"""What a draft gains a target on this machine: recorded answers replayed with every budget, passes timed.
+"""The gain of a draft on this machine: recorded answers are replayed with every budget, and passes are timed.
 
-At temperature 0 a text does not depend on how it was guessed, so the target is not needed to count the tokens that a
-pass would gain; its passes are timed once for each number of nodes. tokens/s = tokens / (drafting + passes); while
-weights are streamed, reading goes on during drafting, so what is foretold then is a little too low.
+At temperature 0 the tokens do not depend on the planner, so a replay needs no target. tokens/s = tokens / (drafting +
+passes). While weights are streamed, reading goes on during drafting, so the prediction is a little too low.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from edgespec.planners.choice import make_planner
 
 BUDGETS = (2, 4, 6, 8, 16, 32, 64, 128, 256)
 WORTH = 1.05  # times plain decoding's speed: less is within what is measured wrongly
-TEACHER = 512  # tokens of the quick look
+TEACHER = 512  # tokens for `agreement`
 RANKS = (1, 2, 4, 8, 16)
 ROUNDS = 2  # in which passes of all sizes are timed
 
@@ -34,7 +33,7 @@ ROUNDS = 2  # in which passes of all sizes are timed
 @dataclass(frozen=True, slots=True)
 class Row:
     planner: str
-    budget: int  # most guesses of a pass; 0: none
+    budget: int  # draft tokens per pass
     tokens_per_pass: float
     draft_seconds: float  # per pass
     pass_seconds: float
@@ -92,12 +91,12 @@ def measure_pair(
         draft: a name, path or source; None: only what needs no draft.
         asked: (task, question).
         max_tokens: of an answer.
-        budget: most guesses that are tried.
+        budget: most draft tokens per pass.
         memory: what the program may take, as for `edgespec.load`.
         context_length: tokens of text.
         models_file: a models.yaml besides the built-in one.
         progress: called with what is done, how far and of how much.
-        say: told what takes some seconds.
+        say: called with a line about a slow step.
     """
     options: dict[str, Any] = {"memory": memory, "context_length": context_length, "budget": budget, "say": say}
     backends = open_backends(entry, draft, models_file, **options)
@@ -107,12 +106,12 @@ def measure_pair(
             backends[0], asked, recording_file(path, max_tokens), max_tokens,
             lambda done, total: progress("recording answers", done, total),
         )  # fmt: skip
-        apart = draft is not None and limits.streams  # without the draft there is more memory for the target
-        names = [] if apart else ["none", "sssd"]
+        separate = draft is not None and limits.streams  # without the draft there is more memory for the target
+        names = [] if separate else ["none", "sssd"]
         rows = _rows([*names, *(["specexec"] if draft else [])], backends, answers, budget, progress)
     finally:
         close_all(backends)
-    if apart:
+    if separate:
         say("without the draft")
         backends = open_backends(entry, None, models_file, **options)
         try:
@@ -144,7 +143,7 @@ def _rows(
 
 
 def pass_seconds(target: Backend, nodes: Sequence[int], progress: Callable[[str, int, int], None]) -> dict[int, float]:
-    """Seconds of passes over so many nodes, by turns, so that a busy machine slows all alike."""
+    """Seconds of passes over each of `nodes`, interleaved, so that a busy machine slows all alike."""
     found = dict.fromkeys(nodes, float("inf"))
     for number in range(ROUNDS * len(nodes)):
         progress("timing passes", number, ROUNDS * len(nodes))
@@ -178,14 +177,14 @@ def _row(name: str, budget: int, backends: Sequence[Backend], answers: Sequence[
 def agreement(
     entry: Entry, draft: str, *, memory: str | None, models_file: str | None = None, say: Callable[[str], None]
 ) -> dict[int, float]:
-    """How often the draft has the target's next token among its k best, k of `RANKS`: one pass of each over one text.
+    """Share of positions where the target's next token is among the draft's k best, k of `RANKS`.
 
     Args:
         entry: the target.
         draft: a name, path or source.
         memory: as for `edgespec.load`.
         models_file: a models.yaml besides the built-in one.
-        say: told what takes some seconds.
+        say: called with a line about a slow step.
     """
     backends = open_backends(
         entry, draft, models_file, memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True,

@@ -1,4 +1,4 @@
-"""What was measured of a pair, for a person, as a picture, and as an entry of models.yaml."""
+"""The measurements of a pair as tables, a picture, and an entry of models.yaml."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def recommendation(found: Measured) -> str:
     best, plain = found.best, found.plain.tokens_per_second
     if best == found.plain:
         quickest = max(found.rows[1:], key=lambda row: row.tokens_per_second, default=None)
-        told = f"; the best guesses ({_name(quickest)}) make {_times(quickest, plain)}" if quickest else ""
+        told = f"; the best drafts ({_name(quickest)}) make {_times(quickest, plain)}" if quickest else ""
         return f"recommended: no draft, plain decoding{told}"
     use = f"{best.tokens_per_second:.2f} tokens/s, {_times(best, plain)} plain decoding"
     if best.planner == "sssd":
@@ -77,7 +77,7 @@ def picture(found: Measured, out: Path) -> None:
     left.axhline(1, color="grey", linestyle="--", label="plain")
     right.axhline(found.plain.tokens_per_second, color="grey", linestyle="--", label="plain")
     for axes, what in ((left, "tokens per pass"), (right, "tokens/s")):
-        axes.set(xlabel="guesses per pass", ylabel=what, xscale="log")
+        axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
         axes.set_xticks(places := [row.budget for row in found.rows if row.budget], [str(place) for place in places])
         axes.set_ylim(bottom=0)
         axes.legend()

@@ -1,4 +1,4 @@
-"""Planners side by side on real prompts, each text checked against plain decoding."""
+"""Compare planners on real prompts; every answer is checked against plain decoding."""
 
 import json
 from collections import defaultdict
@@ -138,7 +138,7 @@ def run_bench(
                 for name in names:
                     store = datastore if name in USE_DATASTORE else None
                     planner = make_planner(name, backends, store, paces[name], ahead=ahead, **options[name])
-                    # A fresh cache for every text: nobody profits from what another planner left behind.
+                    # A fresh cache for every answer: no planner profits from another.
                     with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)

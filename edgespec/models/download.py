@@ -1,7 +1,7 @@
-"""Fetching a large file so that no byte is fetched twice: in pieces, several at once, kept when a connection is cut.
+"""Fetch a large file in pieces, several at once. A cut connection loses no byte.
 
-Beside the partial file lies a record of how many bytes of each piece are there. A checksum over the whole decides at
-the end, so a record that a crash left behind its data, or before it, does no harm.
+A record next to the partial file holds the bytes of each piece. The checksum at the end finds a record that does not
+match its data after a crash.
 """
 
 import errno
@@ -42,14 +42,14 @@ def download(
 
     Args:
         request: opens a streamed answer to a GET with this range. Errors of the connection may be of any type.
-        path: where to; beside it lie `*.edgespec-partial` and `*.edgespec-record` while it is not complete.
+        path: of the file; `*.edgespec-partial` and `*.edgespec-record` lie next to it until it is complete.
         size: bytes of the file.
         sha256: of the file, 64 hexadecimal digits.
         progress: called a few times a second, in this thread.
 
     Raises:
         EdgespecError: the server does not have it, sends something else, or keeps cutting the connection; the disk is
-            full. What was fetched stays, unless its checksum is wrong.
+            full. Fetched bytes stay, unless the checksum is wrong.
     """
     there = Partial(path, size)
     try:

@@ -1,7 +1,7 @@
-"""Single values from a GGUF's header, read without an engine.
+"""Single values from a GGUF's header, read without an engine and without the package gguf.
 
-The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, how many tensors, how many keys; then for each
-key its name, the type of its value, and the value. Lists, such as the vocabulary, are skipped.
+The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, number of tensors, number of keys. Each key has a
+name, a type and a value. Lists, such as the vocabulary, are skipped.
 """
 
 import re

@@ -1,8 +1,7 @@
-"""What a GGUF calls a model, and what transformers and mlx-lm call it: configuration, tensor names, tensor layouts.
+"""Names of GGUF, transformers and mlx-lm for one model: configuration, tensor names, tensor layouts.
 
-Written from what llama.cpp's convert_hf_to_gguf.py does on the way in and from what llama.cpp computes: where a header
-does not say something (Gemma's attention scale, say), llama.cpp's own rule decides. Whatever is not understood
-is refused, because a folder that loads and computes something else is worse than none.
+It reverses llama.cpp's convert_hf_to_gguf.py. Where a header is silent (Gemma's attention scale), llama.cpp's own rule
+holds. Anything else is refused, because a folder that computes something else is worse than none.
 """
 
 import math
@@ -212,7 +211,7 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
         config["rope_scaling"] = scaling
 
     experts = {"num_experts_per_tok": read("expert_used_count", 0)}
-    # llama.cpp tells Gemma 2 27B and Gemma 3 27B by their number of layers.
+    # llama.cpp recognises Gemma 2 27B and Gemma 3 27B by their number of layers.
     wide = hidden // heads if config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}.get(name) else head_dim
     gemma = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if family is MIXTRAL:
@@ -342,7 +341,14 @@ def check_magic(path: str | Path) -> None:
     file = Path(path)
     if not file.is_file():
         raise ModelError(f"{path}: {'is a folder, not a GGUF file' if file.exists() else 'there is no such file'}")
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
+    if (magic := _magic(file)) != b"GGUF":
         raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
+
+
+def is_gguf(path: str | Path) -> bool:
+    return _magic(path) == b"GGUF"
+
+
+def _magic(path: str | Path) -> bytes:
+    with open(path, "rb") as stream:
+        return stream.read(4)

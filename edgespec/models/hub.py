@@ -1,7 +1,7 @@
-"""Models on the Hugging Face hub: which files a source means, which of them are here, and fetching the others.
+"""Models on the Hugging Face hub: the files of a source, those that are in the cache, and fetching the others.
 
-The cache is the hub's own, so other programs share the files. Large ones are fetched by `download.py`, since
-huggingface_hub from 1.18 on starts anew after every cut; small ones, and those without a checksum, by the library.
+The cache is the hub's own, so other programs share the files. `download.py` fetches large ones, because
+huggingface_hub from 1.18 on starts again after every cut. The library fetches the others.
 """
 
 import json
@@ -25,7 +25,7 @@ BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IG
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a model folder
-SPARE = 10**9  # bytes of the disk that are left alone
+SPARE = 10**9  # bytes of the disk that stay free
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class HubFile:
 
     @property
     def is_here(self) -> bool:
-        """Whether its bytes are in the cache."""
         return self.path.exists() or bool(self.sha256 and self.blob.exists())
 
 
@@ -66,7 +65,7 @@ class Listing:
 
 
 def parse(rest: str) -> HubSource:
-    """A source without its `hf:`.
+    """Parse a source without its `hf:`.
 
     Raises:
         UsageError: it has none of these forms.
@@ -142,7 +141,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def ask(source: HubSource) -> Listing:
-    """What the hub has of a source, now.
+    """The files of a source on the hub, now.
 
     Raises:
         ModelError: no such repository or file, or the hub does not answer.
@@ -196,7 +195,7 @@ def _sha256(etag: str | None) -> str:
 
 
 def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) -> None:
-    """Refuse what is not what models.yaml says.
+    """Refuse files that differ from models.yaml.
 
     Args:
         listing: what the hub has.
@@ -219,7 +218,7 @@ def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) ->
 
 
 def check_space(listings: Sequence[Listing]) -> None:
-    """Refuse to begin what the disk has no room for. Raises EdgespecError with both sizes."""
+    """Refuse downloads that the disk has no room for. Raises EdgespecError with both sizes."""
     from huggingface_hub import constants
 
     needed = sum(file.size for listing in listings for file in listing.missing)
@@ -251,7 +250,7 @@ def fetch(
     Args:
         listing: from `ask`, checked.
         progress: called with what is done with which file, bytes done and bytes in all.
-        say: told, as a line, what a person should know.
+        say: called with a line for the user.
 
     Raises:
         EdgespecError: it cannot be fetched; what is there stays for the next try.
@@ -264,7 +263,7 @@ def fetch(
         elif file.size > 1 << 20:
             say(f"{file.name}: no checksum is known, so this is fetched by huggingface_hub, which cannot resume")
     with _errors(source):
-        for file in listing.files:  # links; by the revision that was asked for, so that the cache remembers it
+        for file in listing.files:  # by the requested revision, so that the cache remembers it
             path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
         if source.is_folder:
             return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
@@ -296,7 +295,7 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
             say(f"{file.name}: another program is fetching it; waiting")
             lock.acquire()
         try:
-            if not file.blob.exists():  # else the other program was quick
+            if not file.blob.exists():
                 label = file.name.rpartition("/")[2]
                 download(
                     request, file.blob, file.size, file.sha256,

@@ -163,7 +163,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
 
 
 def is_folder(source: str) -> bool:
-    """Whether a source is a model folder, here or on the hub, rather than a file.
+    """True if a source is a model folder, here or on the hub.
 
     Raises:
         ModelError: a folder has no config.json, or the package that has it is not installed.
@@ -185,7 +185,7 @@ def local_path(
         source: see models.yaml.
         weights: those of a folder on the hub are wanted, too.
         fetch: ask the hub; else only its cache.
-        say: told how far fetching is.
+        say: called with the progress.
 
     Raises:
         UsageError: a hub source is neither a repository nor a file in one.

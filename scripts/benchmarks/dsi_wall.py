@@ -1,7 +1,7 @@
-"""What several targets really take, beside the closed form: with models that sleep, so seven need no seven machines.
+"""Several targets measured against the closed form, with models that sleep, so seven need no seven machines.
 
-A pass computes a small random model, whose texts can be compared to the bit, and then sleeps until its time is over.
-Guesses are the recorded text with seeded errors.
+A pass computes a small random model, whose tokens can be compared, and then sleeps until its time is over. Draft tokens
+are the recorded sequence with seeded errors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ PROMPT = (0, 5, 9, 3)
 
 
 class Sleeping:
-    """A backend whose passes take so many seconds, unless they are interrupted."""
+    """A backend whose passes take `seconds`, unless they are interrupted."""
 
     def __init__(self, inner: Backend, seconds: float) -> None:
         self._inner, self._seconds, self._interrupted = inner, seconds, Event()
@@ -57,15 +57,13 @@ class Sleeping:
 
 @dataclass(frozen=True)
 class SleepingSpec:
-    """A copy of the random model whose passes take so many seconds."""
+    """A copy of the random model whose passes take `seconds`."""
 
     seconds: float = 0.0
     model: int = 1
 
     def open(self) -> Backend:
-        small = random_model(
-            self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8
-        )  # whose passes are quick
+        small = random_model(self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8)
         inner = ReferenceBackend(small, context_length=256)
         sleeping: Any = Sleeping(inner, self.seconds)
         made: Backend = sleeping
@@ -74,7 +72,7 @@ class SleepingSpec:
 
 @dataclass
 class Recorded:
-    """Guesses a recorded text, each in so many seconds; a part of its tokens wrong, the same ones each time."""
+    """Drafts a recorded sequence, `seconds` per token; a share of its tokens is wrong, the same ones each time."""
 
     text: Sequence[int]
     right: float  # of 1
@@ -120,7 +118,7 @@ class Measured:
     """Seconds for TOKENS."""
 
     wall: float
-    closed: float  # form, of the same guesses
+    closed: float  # form, of the same drafts
 
 
 def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
@@ -176,10 +174,10 @@ def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Pla
 def measure(
     places: Sequence[Place], target: float, draft: float, lookahead: int, acceptance: float, seed: int = 0
 ) -> Measured:
-    """Write TOKENS once, with passes of so many seconds. The places stay open.
+    """Generate TOKENS once. The places stay open.
 
     Raises:
-        EdgespecError: the text is not that of plain decoding.
+        EdgespecError: the tokens are not those of plain decoding.
     """
     sampling, spec = SamplingParams(temperature=1.0, seed=seed), SleepingSpec(target)
     text = plain_text(SleepingSpec().open(), PROMPT, sampling, TOKENS)
@@ -193,6 +191,6 @@ def measure(
         written = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         wall = perf_counter() - started
         if written != text:
-            raise EdgespecError("the text is not that of plain decoding: this is a bug")
+            raise EdgespecError("the tokens are not those of plain decoding: this is a bug")
     cost = partial(dsi_round, target, draft, lookahead)
     return Measured(wall, seconds_of(guesser.rounds(), TOKENS, cost))

@@ -1,7 +1,7 @@
-"""What a pass costs when weights are streamed: a random-weight model of a given shape, against what is possible.
+"""Seconds of passes with streamed weights: a random-weight model of a given shape, against the possible.
 
-No pass can be quicker than its computation, nor than its copies: max(compute, bytes / bandwidth). Computation is
-measured without any copying, on a few resident layers of the same model, and extrapolated to all of them.
+A pass takes at least max(compute, bytes / bandwidth). Computation is measured without copies on a few resident layers,
+and extrapolated to all of them.
 """
 
 import copy
@@ -94,7 +94,7 @@ def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1
     torch.manual_seed(0)
-    with torch.device(device):  # random numbers are quicker there
+    with torch.device(device):  # faster there
         model = transformers.LlamaForCausalLM(small).to(kind)
     model = model.to("cpu").eval().requires_grad_(False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # not to be rounded to 16 bits
@@ -139,7 +139,7 @@ def random_tree(nodes: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray
 
 
 def pass_seconds(backend: TorchBackend, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """(nodes, median seconds of a pass) for trees after a text of CONTEXT tokens, all logits wanted."""
+    """(nodes, median seconds of a pass) for trees after CONTEXT tokens, all logits wanted."""
     size = backend.vocab.size
     session = backend.open()
     prefill(backend, session, [i % size for i in range(CONTEXT)])
@@ -159,7 +159,7 @@ def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> 
 
 
 def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident: int) -> int:
-    """Bytes of a device on which so many layers stay, if there are more."""
+    """Bytes of a device on which `resident` layers stay, if there are more."""
     device = torch.device("cpu")
     model, (context, nodes) = random_model(shape | ONE, dtype, device), _limits(device, sizes)
     work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(sizes) + 1)
@@ -257,7 +257,7 @@ def layer_costs(
     shape: dict[str, Any], dtype: str, device: Any, sizes: Sequence[int], vocab: Vocab, copies: Copies,
     options: dict[str, Any],
 ) -> dict[int, tuple[float, float]]:  # fmt: skip
-    """Of passes over so many nodes: seconds with one resident layer, and of each layer more. Raises UsageError."""
+    """Nodes -> seconds of a pass with one resident layer, and of each further layer. Raises UsageError."""
     few = []
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)

@@ -1,7 +1,7 @@
-"""What cannot be tested but on a Mac: weights in slots that its GPU reads while the next ones are written, and memory.
+"""Checks that only a Mac can run: slots that its GPU reads while the next ones are written, and memory.
 
-Every check compares a streamed model with the same model in memory, on whatever device MLX has: so the program runs,
-and its checks hold, on Linux's processor as well.
+Every check compares a streamed model with the same model in memory, on any device of MLX, so the program also runs on
+Linux.
 """
 
 import platform
@@ -41,10 +41,10 @@ class Found:
 
 @contextmanager
 def streamed(folder: Path, share: float, delay: float = 0.0) -> Iterator[Any]:
-    """The model with that part of its weights as memory for them, and so many seconds added to every read."""
+    """The model with `share` of its weights as memory for them, and `delay` seconds added to every read."""
     plan_memory, read = engine.plan_memory, SlotStore.read
 
-    def part(model: Any, path: Path, config: Any, windows: Any, size: Any, memory: Any, beside: int) -> Any:
+    def part(model: Any, path: Path, config: Any, windows: Any, size: Any, memory: Any, draft: int) -> Any:
         layout = find_layout(model, path)
         return make_plan(layout.tensors, int(layout.size * share), 0, page=1, whole=True), size, layout, []
 
@@ -155,13 +155,13 @@ def check_devices() -> list[Found]:
 
 
 def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) -> list[Found]:
-    """Everything, told as it comes.
+    """Run all checks.
 
     Args:
         folders: models for MLX.
         passes: of the check for growth.
-        quick: few passes and one delay: to see that the program runs.
-        say: told every result.
+        quick: few passes and one delay.
+        say: called with every result.
     """
     found = list[Found]()
 

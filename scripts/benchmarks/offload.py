@@ -30,7 +30,7 @@ class Group:
         self._version = version
 
     def limit(self, size: int) -> None:
-        """Allow so many bytes, none of them swapped; forget the peak."""
+        """Allow `size` bytes, none of them swapped; reset the peak."""
         self._write("memory.limit_in_bytes" if self._version == 1 else "memory.max", size)
         if self._version == 1:
             self._write("memory.max_usage_in_bytes", 0)
@@ -118,12 +118,12 @@ def text_speeds(
         room: bytes for the target's weights; what the process, its caches and the draft need is added.
         prompts: questions.
         variants: as for `side_by_side.parse_variant`.
-        budget: most guessed tokens per pass; None: as many as pay.
+        budget: most draft tokens per pass; None: as many as pay.
         max_tokens: per prompt.
         plain_tokens: per prompt without drafts, whose speed hardly depends on the length; 0: that is left out.
         sampling: fields of SamplingParams.
-        rounds: the prompts are dealt into so many parts; variants take turns part by part.
-        say: told what is being done.
+        rounds: parts of the prompts; variants alternate part by part.
+        say: called with a line about the measurement that starts.
     """
     files = [target, draft] if draft else [target]
     most = DEFAULT_BUDGET if budget is None else budget

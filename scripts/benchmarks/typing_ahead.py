@@ -1,4 +1,4 @@
-"""What typing ahead gains: prompts are typed at a person's speed; measured is the time to the answer's first word."""
+"""The gain of typing ahead: prompts are typed at a person's speed; measured is the time to the answer's first word."""
 
 import json
 import time

@@ -1,7 +1,7 @@
-"""What servers answer on the wire: the same requests to llama-server and to this one, and where they differ.
+"""Compare answers on the wire: the same requests to llama-server and to this one.
 
-Compared is the shape of answers: statuses, fields and their types, the order of events, reasons of the end. Fields that
-llama-server has and this server does not are listed in `KNOWN`, each with a reason.
+Compared are statuses, fields and their types, the order of events, and reasons of the end. Differences that are meant
+are listed in `KNOWN`, each with a reason.
 """
 
 import json
@@ -120,7 +120,7 @@ KNOWN = (
 
 
 def record(port: int) -> dict[str, Any]:
-    """What the server answers to `REQUESTS`: name -> its status, shape, order of events, and what it wrote."""
+    """Answers to `REQUESTS`: name -> status, shape, order of events, and tokens."""
     return {name: asked(port, path, body) for name, (path, body) in REQUESTS.items()}
 
 
@@ -149,7 +149,7 @@ def asked(port: int, path: str, body: Any) -> dict[str, Any]:
 def same_tokens(
     theirs: Sequence[tuple[str, dict[str, float]]], ours: Sequence[tuple[str, dict[str, float]]], tolerance: float
 ) -> bool:
-    """Whether two greedy texts are equal up to a tie, and their log probabilities up to rounding.
+    """True if greedy tokens are equal up to a tie, and their log probabilities up to rounding.
 
     Args:
         theirs: each token with the log probabilities of the best ones.
@@ -237,7 +237,7 @@ def _kind(one: Shape) -> str:
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float) -> list[Difference]:
-    """What llama-server's recorded answers have and ours do not, or have otherwise.
+    """Parts of llama-server's recorded answers that ours lack or have otherwise.
 
     Args:
         theirs: from `record`.

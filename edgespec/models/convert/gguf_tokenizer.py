@@ -1,7 +1,6 @@
 """A GGUF's vocabulary as tokenizer.json and tokenizer_config.json.
 
-Built with the package `tokenizers` to give llama.cpp's token ids, which are what edgespec's other engines see: no
-normalisation of Unicode, and digits split where llama.cpp splits them.
+The token ids are llama.cpp's: Unicode is not normalised, and digits split as in llama.cpp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 CONTROL, USER_DEFINED = 3, 4  # llama_token_type in llama.h
 SPACE = "▁"
 
-# How llama.cpp cuts text before merging (llama-vocab.cpp), by `tokenizer.ggml.pre`.
+# Split patterns of llama.cpp (llama-vocab.cpp), by `tokenizer.ggml.pre`.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
