@@ -3,7 +3,7 @@
 Written from Apple's sources and documentation; not measured.
 """
 
-import mmap  # has no flags on Windows
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import replace

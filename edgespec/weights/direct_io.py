@@ -33,7 +33,6 @@ class DirectFiles:
         check_sizes(self.paths, self._files, self.sizes)
 
     def whole_pages(self, extent: Extent) -> Extent:
-        """The aligned range to read for an extent."""
         start, stop = extent.start // ALIGNED * ALIGNED, -(-extent.stop // ALIGNED) * ALIGNED
         return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
 

@@ -33,11 +33,9 @@ Load = tuple[int, int]  # number of the layer, of the weight
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of one weight of one expert."""
-
     load: Load
     file: int
-    start: int  # in the file
+    start: int
     stop: int
     address: int
 
@@ -58,24 +56,24 @@ class ExpertMemory:
         self.residents = [Residents(layer.count, slots) for layer in layers]
         self.wait_seconds = 0.0  # the computation waited for the disk
         self.bytes_read = 0
-        self.wanted = self.hits = 0  # experts used by passes, and those found in a pool
+        self.wanted = self.hits = 0
         self._libc = libc()
         self._files = DirectFiles(paths)
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._changed = threading.Condition()  # a load is read, nothing is left, or a read failed
-        self._left: dict[Load, int] = {}  # pieces to read
-        self._loading: dict[Load, list[int]] = {}  # their experts
+        self._left: dict[Load, int] = {}
+        self._loading: dict[Load, list[int]] = {}
         self._unread = 0
         self._error: ModelError | None = None
         self._overflowing: set[int] = set()  # layers with experts in overflow slots
         self._ahead_of = -1  # the layer that is read before its router has chosen; -1: none
-        self._ahead: list[tuple[int, int]] = []  # (expert, slot)
-        self._begun: set[int] = set()  # its weights
-        self._ranges: list[tuple[int, int]] = []  # to unmap
+        self._ahead: list[tuple[int, int]] = []
+        self._begun: set[int] = set()
+        self._ranges: list[tuple[int, int]] = []
         self._threads: list[threading.Thread] = []
         try:
             self._block_sizes = overflows(layers, slots)
-            self._blocks = [self._reserve(size) for size in self._block_sizes]  # current addresses
+            self._blocks = [self._reserve(size) for size in self._block_sizes]
             self._starts = [
                 [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
                 for layer in layers
@@ -91,10 +89,9 @@ class ExpertMemory:
             raise
 
     def _reserve(self, size: int) -> int:
-        """The address, on a huge page's border, of `size` bytes without memory yet."""
         address = new_memory(self._libc, size + HUGE)
         self._ranges.append((address, size + HUGE))
-        self._libc.madvise(address, size + HUGE, MADV_HUGEPAGE)  # only advice
+        self._libc.madvise(address, size + HUGE, MADV_HUGEPAGE)
         return -(-address // HUGE) * HUGE
 
     def base(self, number: int, tensor: int) -> int:
@@ -147,7 +144,7 @@ class ExpertMemory:
             OSError: memory cannot be moved.
         """
         residents = self.residents[number]
-        if self._ahead_of not in (-1, number):  # the prediction was wrong
+        if self._ahead_of not in (-1, number):
             self.finish()
         for other in self._overflowing - {number}:
             self.residents[other].leave_overflow()
@@ -167,7 +164,7 @@ class ExpertMemory:
                 raise
         for expert, _ in self._ahead:
             if expert not in wanted:
-                residents.forget(expert)  # not all of its weights will be read
+                residents.forget(expert)
         also = [read for read in self._ahead if read[0] in wanted]
         self._start(number, [reads if weight in self._begun else [*also, *reads] for weight in weights], weights)
         self._ahead_of, self._ahead, self._begun = -1, [], set()
@@ -203,7 +200,6 @@ class ExpertMemory:
             raise self._error
 
     def finish(self) -> None:
-        """End or give up a pass: forget what was not read yet."""
         self._drop_pieces()
         with self._changed:
             while self._unread:

@@ -31,10 +31,8 @@ SlotArray = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one layer."""
-
     index: int
-    count: int  # experts
+    count: int
     tensors: tuple[Tensor, ...]  # one weight of all experts each, in the order of use
 
     def expert_size(self, number: int) -> int:
@@ -80,13 +78,11 @@ def _whole(size: int) -> int:
 
 
 def memory_of(layers: Sequence[ExpertLayer], slots: int) -> int:
-    """Bytes of pools with `slots` slots, and of the overflow."""
     pools = sum(pool_size(layer, i, slots) for layer in layers for i in range(len(layer.tensors)))
     return pools + sum(overflows(layers, slots))
 
 
 def overflows(layers: Sequence[ExpertLayer], slots: int) -> list[int]:
-    """Bytes of overflow for the i-th tensor of any layer."""
     return [max(overflow_size(layer, i, slots) for layer in layers) for i in range(len(layers[0].tensors))]
 
 
@@ -96,8 +92,6 @@ def most_slots(layers: Sequence[ExpertLayer], room: int) -> int:
 
 
 class Residents:
-    """The experts and slots of one layer."""
-
     def __init__(self, count: int, slots: int, fading: float = FADING) -> None:
         """Args:
         count: experts.
@@ -109,7 +103,7 @@ class Residents:
         self._fading = fading
         self._slot_of = np.full(count, -1, np.int32)  # -1: not in memory
         self._in_slot = np.full(slots, -1, np.int32)  # by slot; -1: empty
-        self._over: list[int] = []  # in overflow slots
+        self._over: list[int] = []
 
     def place(self, wanted: Sequence[int], *, count: bool = True) -> list[tuple[int, int]]:
         """Give every wanted expert a slot.
@@ -150,7 +144,6 @@ class Residents:
         return found
 
     def leave_overflow(self) -> None:
-        """Release the overflow: the layer is computed."""
         for expert in self._over:
             self._slot_of[expert] = -1
         self._over = []

@@ -5,7 +5,7 @@ LinuxStore        reads past the page cache (O_DIRECT) and moves pages (mremap) 
 CachedLinuxStore  for kernels that cannot move pages: reads into the page cache; not measured
 """
 
-import mmap  # has no flags on Windows
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +33,6 @@ MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A mapped piece of a file."""
-
     start: int  # address
     stop: int
     offset: int  # of `start` in the file
@@ -80,9 +78,9 @@ class LinuxStore:
                 offset += extent.size
             size = max(size, offset)
         self._slot_size = -(-size // HUGE) * HUGE
-        self._slots: list[tuple[int, int]] = []  # (address, address to unmap)
-        self._shown: dict[int, Layer] = {}  # by slot
-        self._moved: set[Extent] = set()  # to the engine's addresses
+        self._slots: list[tuple[int, int]] = []
+        self._shown: dict[int, Layer] = {}
+        self._moved: set[Extent] = set()
         self._cached: list[int] = []
         self._direct: list[int] = []
         self.is_direct = True
@@ -126,7 +124,7 @@ class LinuxStore:
 
     def look_up(self, extents: Sequence[Extent]) -> None:
         self.drop(extents)
-        for extent in extents:  # only advice: no reading ahead
+        for extent in extents:
             self._libc.madvise(self._address(extent), extent.size, MADV_RANDOM)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:

@@ -25,7 +25,7 @@ from edgespec.errors import NoRoom
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import HUGE
 
-SLOTS = 2  # one computed, one being read
+SLOTS = 2
 MORE_SLOTS = 4  # for small parts: readers that wake late cost up to 0.3 of a short pass
 SMALL_PART = 32 << 20  # bytes, read in about 20 ms
 PART = HUGE  # bytes; a smaller part is not worth the stop before its layer
@@ -33,7 +33,7 @@ SMALL = 256 << 10  # bytes; smaller weights (norms, biases) are pinned
 MARGIN = 64 << 20  # bytes of libraries, work buffers and page tables
 SAFETY = 0.05  # share of free memory that is left unused
 
-SLOW = 0.5  # tokens per second below which a user is warned
+SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
 EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
@@ -41,11 +41,9 @@ EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A weight in a file."""
-
     name: str  # "blk.7.ffn_up.weight"
     file: int  # index, for models in several files
-    start: int  # first byte in the file
+    start: int
     size: int  # bytes
 
 
@@ -64,8 +62,6 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The streamed part of a layer."""
-
     index: int
     extents: tuple[Extent, ...]
 
@@ -78,18 +74,18 @@ class Layer:
 class Plan:
     """All sizes in bytes."""
 
-    memory: int  # for everything
-    needed: int  # besides these weights
+    memory: int
+    needed: int  # by all but these weights
     pinned: tuple[Extent, ...]
-    streamed: tuple[Layer, ...]  # in the order of their computation
-    cached: tuple[Extent, ...]  # of experts
+    streamed: tuple[Layer, ...]
+    cached: tuple[Extent, ...]
     slots: int  # layers in memory at once, of the streamed
-    layers: int  # of the model
-    looked_up: tuple[Extent, ...] = ()  # read row by row
+    layers: int
+    looked_up: tuple[Extent, ...] = ()
     experts: int = 0  # of a layer
     slots_of_experts: int = -1  # of each layer, in memory; -1: as many as the page cache keeps
     pool_bytes: int = 0  # memory of these slots, and of what moves behind them
-    draft_bytes: int = 0  # of `needed`
+    draft_bytes: int = 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -152,7 +148,6 @@ class Plan:
 
 
 def two_digits(number: float) -> str:
-    """A positive number with two significant digits."""
     return f"{number:.{max(0, 1 - math.floor(math.log10(number)))}f}"
 
 
@@ -198,7 +193,7 @@ def make_plan(
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     others_need, needed = needed, needed + experts_at_once
-    rows = away or any(tensor.name == "output.weight" for tensor in tensors)  # else they are the output as well
+    rows = away or any(tensor.name == "output.weight" for tensor in tensors)
     pages = _whole_pages(tensors, page, rows)
     experts = [extent for index in with_experts for extent in pages.get((index, "experts"), ())]
     movable = range(count - on_device - kept)
@@ -299,7 +294,6 @@ def _part_size(sizes: Sequence[int], excess: int, unit: int, slots: int) -> int:
 
 
 def _largest_part(sizes: Sequence[int], slots: int) -> int:
-    """Larger parts would take more for slots than they free."""
     return sorted(sizes)[-slots - 1] if len(sizes) > slots else 0
 
 
@@ -308,7 +302,6 @@ def _freed(sizes: Sequence[int], part: int, slots: int) -> int:
 
 
 def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
-    """The first `size` bytes of a layer, up to the next end."""
     extents = []
     for extent in layer.extents:
         if size > 0:
@@ -321,7 +314,6 @@ def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
 
 
 def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
-    """`count` layers, evenly over the model."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
@@ -351,7 +343,7 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
         stop = tensor.start + tensor.size
         if runs:
             before, last = runs[-1]
-            if (before, last.file) == (owner, tensor.file) and tensor.start - last.stop < page:  # but for padding
+            if (before, last.file) == (owner, tensor.file) and tensor.start - last.stop < page:
                 runs[-1] = owner, Extent(last.file, last.start, stop)
                 continue
         runs.append((owner, Extent(tensor.file, tensor.start, stop)))
@@ -364,7 +356,6 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
 
 
 def _merge(extents: Iterable[Extent]) -> list[Extent]:
-    """Sorted, neighbours and overlaps joined."""
     merged: list[Extent] = []
     for extent in sorted(extents):
         last = merged[-1] if merged else None

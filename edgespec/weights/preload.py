@@ -12,7 +12,6 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]:
-    """Extents as reads of at most `size` bytes."""
     for extent in extents:
         for start in range(extent.start, extent.stop, size):
             yield Extent(extent.file, start, min(start + size, extent.stop))

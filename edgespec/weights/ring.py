@@ -38,23 +38,18 @@ class Slots(Protocol):
     def hide(self, slot: int, layer: Layer) -> None:
         """Take the layer's memory back to the slot. A failure can be tried again."""
 
-    def close(self) -> None:
-        """Undo everything. Safe to call twice."""
+    def close(self) -> None: ...
 
 
 class Store(Slots, Protocol):
-    """Weights that the engine has mapped, on one system."""
-
-    note: str  # how pinned weights are kept, for the user
+    note: str
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         """Read these, and keep them in memory as far as this process may."""
 
-    def drop(self, extents: Sequence[Extent]) -> None:
-        """Drop from memory what loading the model has left of these."""
+    def drop(self, extents: Sequence[Extent]) -> None: ...
 
-    def look_up(self, extents: Sequence[Extent]) -> None:
-        """Only single rows are needed of these: read no more."""
+    def look_up(self, extents: Sequence[Extent]) -> None: ...
 
 
 class Streamer:
@@ -77,14 +72,14 @@ class Streamer:
         self._size = size
         self._pass = 0
         self._changed = threading.Condition()
-        self._next = 0  # the first layer not given to threads
+        self._next = 0
         self._freed = 0  # layers before this one are computed or left out
         self._occupant: list[int | None] = [None] * plan.slots
         self._left: dict[int, int] = {}  # layer being read -> missing pieces
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
-        self._reading = 0  # threads
-        self._error: EdgespecError | None = None  # until the next pass, nothing is read
+        self._reading = 0
+        self._error: EdgespecError | None = None
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"edgespec-read-{i}", daemon=True)
@@ -149,13 +144,11 @@ class Streamer:
         return sum(layer.index < index for layer in self._layers)
 
     def finish(self) -> None:
-        """End or give up a pass: the next starts at the first layer."""
         with self._changed:
             self._pass += 1
             self._free(self._pass * len(self._layers))
 
     def close(self) -> None:
-        """Stop reading and free all memory. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -179,7 +172,7 @@ class Streamer:
                     self._left[count] -= 1
                     if not self._left[count]:
                         del self._left[count]
-                        if count >= self._freed:  # else: given up
+                        if count >= self._freed:
                             self._store.show(slot, layer)
                             self._shown.add(count)
                         self._changed.notify_all()
