@@ -267,7 +267,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     monkeypatch.setattr("edgespec.measure.pair.measure_pair", lambda *_, **__: pytest.fail("began to measure"))
     missing = str(tmp_path / "missing" / "a.png")
     for there, path, code, says in ((object(), missing, 2, "there is no folder"), (None, "a.png", 1, "[bench]")):
-        monkeypatch.setattr("edgespec.measure.pictures.find_spec", lambda _, there=there: there)
+        monkeypatch.setattr("edgespec.measure.pair_report.find_spec", lambda _, there=there: there)
         status, out, err = run("pair", str(smollm2_tiny), "--png", path)
         assert (status, out, err.count("\n")) == (code, "", 1)
         assert says in err

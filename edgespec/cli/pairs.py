@@ -48,6 +48,7 @@ def pair(
     from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
     from edgespec.measure.pair_report import (
         append_entry,
+        check_picture,
         check_writable,
         figures,
         picture,
@@ -55,7 +56,6 @@ def pair(
         recommendation,
         table,
     )
-    from edgespec.measure.pictures import check_picture
     from edgespec.measure.recording import questions
 
     if png:

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from datetime import date
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -14,10 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, RegistryError, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
-from edgespec.measure.pictures import check_picture, save_picture
 from edgespec.models.registry import OWN, read_models
 
 
@@ -62,6 +62,19 @@ def _times(row: Row, plain: float) -> str:
     return f"{row.tokens_per_second / plain:.2f} ×"
 
 
+def check_picture(path: str | Path) -> None:
+    """See that a picture can be drawn into a file; call it before minutes are spent on figures.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+        UsageError: there is no such folder.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingPackage("matplotlib", "bench", "the picture")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise UsageError(f"the picture cannot be written to {path}: there is no folder {folder}")
+
+
 def picture(found: Measured, out: Path) -> None:
     """Tokens per pass and per second by budget. Raises as `check_picture`, or EdgespecError: it cannot be written."""
     check_picture(out)
@@ -82,7 +95,10 @@ def picture(found: Measured, out: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
-    save_picture(figure, out)
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -88,7 +88,7 @@ def compare(
     """
     found: dict[tuple[str, int], Result] = {}
     rounds = min(rounds, len(prompts))
-    with _limited(servers.limit) as group:
+    with memory_group() if servers.limit else nullcontext() as group:
         for number in range(rounds):
             for k in at_once:
                 for name, command in servers.commands(k).items():
@@ -103,17 +103,6 @@ def compare(
                         result.failed = str(error) or type(error).__name__
                     say(f"  {result.failed or f'{result.speed:.2f} tokens/s so far'}")
     return found
-
-
-@contextmanager
-def _limited(limit: int | None) -> Iterator[Group | None]:
-    if not limit:
-        yield None
-        return
-    with memory_group() as group:
-        if group is None:
-            raise EdgespecError("servers are compared under a memory limit, and no control group may be made here")
-        yield group
 
 
 @contextmanager

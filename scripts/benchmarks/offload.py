@@ -50,26 +50,24 @@ class Group:
 
 
 @contextmanager
-def memory_group() -> Iterator[Group | None]:
-    """A new control group under this process's own; None where that is not allowed."""
+def memory_group() -> Iterator[Group]:
+    """A new control group under this process's own. Raises EdgespecError where that is not allowed."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     version = 1 if "memory" in paths else 2
     base = GROUPS / "memory" / paths["memory"] if version == 1 else GROUPS / paths.get("", "")
-    folder = base / f"edgespec-{os.getpid()}"
+    group = Group(base / f"edgespec-{os.getpid()}", version)
     try:
-        folder.mkdir()
-        group = Group(folder, version)
+        group.folder.mkdir()
         group.limit(1 << 40)
-    except OSError:
-        if folder.is_dir():
-            folder.rmdir()
-        yield None
-        return
+    except OSError as error:
+        if group.folder.is_dir():
+            group.folder.rmdir()
+        raise EdgespecError("this needs a memory limit, and no control group may be made here") from error
     try:
         yield group
     finally:
-        folder.rmdir()
+        group.folder.rmdir()
 
 
 def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> dict[str, Any]:
@@ -129,8 +127,6 @@ def text_speeds(
     most = DEFAULT_BUDGET if budget is None else budget
     shared: dict[str, Any] = {"budget": most, "by_cost": budget is None, "sampling": sampling}
     with memory_group() as group:
-        if group is None:
-            raise EdgespecError("answers are compared under a memory limit, and no control group may be made here")
         needed = process_needs(Task(target, draft, budget=most))
         limit = room + needed
         plain_tasks = {
