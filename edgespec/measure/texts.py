@@ -169,10 +169,10 @@ def _report(
             "mean_of_prompts": sum(lengths) / len(lengths),
             "tokens_per_second": speed,
             "ratio_to_plain": speed / plain_speed,
-            "draft_share": tally.total("draft_seconds") / seconds,
-            "target_share": tally.total("target_seconds") / seconds,
-            "wait_share": tally.total("wait_seconds") / seconds,
-            "plan_share": tally.total("plan_seconds") / seconds,
+            **{
+                f"{part}_share": tally.total(f"{part}_seconds") / seconds
+                for part in ("draft", "target", "wait", "plan")
+            },
             "by_prompt": [{"tokens": stats.tokens, "passes": stats.passes} for stats in tally.runs],
             "ties": tally.ties,
             "unexplained": tally.unexplained,
@@ -201,30 +201,17 @@ def table(report: dict[str, Any]) -> str:
     title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}{shapes}"
     view = Table(title=title, title_justify="left")
     view.add_column("planner")
-    for heading in (
-        "acceptance length",
-        "tokens/s",
-        "x plain",
-        "draft",
-        "target",
-        "disk",
-        "planning",
-        "plain's text",
-    ):
+    headings = ("acceptance length", "tokens/s", "x plain", "draft", "target", "disk", "planning", "plain's tokens")
+    for heading in headings:
         view.add_column(heading, justify="right")
     for name, row in report["planners"].items():
         equal = f"{report['prompts'] - row['ties'] - row['unexplained']} equal"
+        shares = row["draft_share"], row["target_share"] - row["wait_share"], row["wait_share"]
         view.add_row(
-            name,
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio_to_plain']:.2f}",
-            f"{100 * row['draft_share']:.0f} %",
-            f"{100 * (row['target_share'] - row['wait_share']):.0f} %",
-            f"{100 * row['wait_share']:.0f} %",
-            f"{100 * row['plan_share']:.1f} %",
+            name, f"{row['acceptance_length']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['ratio_to_plain']:.2f}",
+            *(f"{100 * share:.0f} %" for share in shares), f"{100 * row['plan_share']:.1f} %",
             ", ".join([equal, *(f"{row[key]} {word}" for key, word in VERDICTS if row[key])]),
-        )
+        )  # fmt: skip
     categories = list(next(iter(report["planners"].values()))["by_category"])
     text = StringIO()
     console = Console(file=text, width=110)

@@ -63,22 +63,11 @@ ATTENTION_BIASES = _biases(ATTENTION, "attn_q", "attn_k", "attn_v", "attn_output
 MLP_BIASES = _biases(MLP, "ffn_gate", "ffn_up", "ffn_down")
 
 # Header keys, after the architecture's name, that mean the same in every family.
-COMMON_KEYS = frozenset(
-    {
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
-        "rope.freq_base",
-        "rope.dimension_count",
-    }
-)
+COMMON_KEYS = frozenset({
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
+})  # fmt: skip
 SCALING_KEYS = frozenset(
     {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
 )
