@@ -1,10 +1,10 @@
-# `make run`, `make pair` and `make test`; each makes its own virtual environment in .venv first.
+# `make run`, `make pair`, `make test` and `make test-all`; each makes its own virtual environment in .venv first.
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 BIN := .venv/bin
 DROP := 10-13
 
-.PHONY: run pair test lint clean
+.PHONY: run pair test test-all lint clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -17,11 +17,15 @@ pair: .venv/pair build/draft.gguf
 build/draft.gguf: .venv/pair
 	mkdir -p build
 	rm -f $@
-	$(BIN)/python scripts/convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
+	$(BIN)/edgespec convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
 
-# In two processes at once.
+# In two processes at once: a module's tests mostly run in one of them, and share what they load.
 test: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Also whole grids, long searches and soaks: half an hour.
+test-all: .venv/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal --exhaustive
 
 lint: .venv/test
 	$(BIN)/ruff check .

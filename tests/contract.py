@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ContextFull, Interrupted, SessionFileError, UsageError
-from edgespec.loop.backend import Backend, Logits, Session, Work
+from edgespec.loop.backend import Backend, KeepsNodes, Logits, Session, Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import nodes_below, parents_among, path_to
 
@@ -109,6 +109,14 @@ def check_session(
     close_enough(backend, row, known[path])
     session.commit([])
     assert session.token_ids == list(text)
+
+
+def keep_below(session: Session, path: Sequence[int]) -> list[int]:
+    """Commit `path`, and keep the nodes below it where the session can. Returns the old numbers of those."""
+    if isinstance(session, KeepsNodes):
+        return session.commit_keeping(path).tolist()
+    session.commit(path)
+    return []
 
 
 def raises(kind: type[Exception], action: Callable[[], object]) -> None:
@@ -214,7 +222,7 @@ def nodes_below_a_commit(factory: Factory) -> None:
             backend.forward([work(session, tokens[half:], TREE[half:], first=half, wanted=[])])
             for turn in range(2):
                 below = nodes_below(parents, path[-1] if path else -1)
-                kept = session.commit(path, below=True).tolist()
+                kept = keep_below(session, path)
                 assert kept in ([], below)
                 text = text + [tokens[node] for node in path]
                 assert session.token_ids == text

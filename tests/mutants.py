@@ -281,7 +281,7 @@ MUTANTS = [
     # llama.cpp's cells and sessions.
     mutant(
         "session-positions",
-        "llamacpp/session.py",
+        "common/nodes.py",
         "positions[parent] + 1 if parent >= 0 else length",
         "positions[parent] if parent >= 0 else length",
         f"{CONTRACT}[smollm2_tiny-tree_equals_chains]",
@@ -289,29 +289,30 @@ MUTANTS = [
     mutant(
         "session-ancestor-unseen",
         "llamacpp/session.py",
-        "seq, self.held, positions[old] + 1)",
-        "seq, self.held, positions[old])",
+        "stop = self.positions[old] + 1",
+        "stop = self.positions[old]",
         f"{CONTRACT}[smollm2_tiny-growth_layer_by_layer]",
     ),
     mutant(
         "session-dropped-nodes-stay",
         "llamacpp/session.py",
-        "length + kept if seq == keep else length, -1",
-        "length + kept, -1",
+        "start = length + count if seq == last else length",
+        "start = length + count",
         f"{CONTRACT}[smollm2_tiny-random_growth]",
     ),
     mutant(
         "session-fork-shorter",
         "llamacpp/session.py",
-        "other.ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)",
-        "other.ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held - 1)",
+        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)",
+        "other.seq_ids:\n            llama_cpp.llama_memory_seq_cp("
+        "self._memory, self.seq_ids[0], seq, 0, self.cached - 1)",
         f"{CONTRACT}[smollm2_tiny-forks_are_independent]",
     ),
     mutant(
         "session-rewind-one-more",
         "llamacpp/session.py",
-        "self.held = min(self.held, length)",
-        "self.held = min(self.held, length + 1)",
+        "self.cached = min(self.cached, length)",
+        "self.cached = min(self.cached, length + 1)",
         f"{CONTRACT}[smollm2_tiny-rewind_and_go_on]",
     ),
     mutant(
@@ -352,22 +353,22 @@ MUTANTS = [
     mutant(
         "ids-lent-without-the-text",
         "ids.py",
-        "session.ids[0], seq, 0, session.held)",
-        "session.ids[0], seq, 0, 0)",
+        "session.seq_ids[0], seq, 0, session.cached)",
+        "session.seq_ids[0], seq, 0, 0)",
         "test_leaf_ids.py::test_ids_go_where_leaves_are",
     ),
     mutant(
         "cells-shared-within-a-tile",
         "cells.py",
-        "most - most % TILE",
+        "whole_tiles(most)",
         "most",
         "test_cells.py::test_texts_share_whole_tiles_with_the_one_that_has_most_of_them",
     ),
     mutant(
         "cells-order-counts-shared-twice",
         "cells.py",
-        "self.end += session.held - shared",
-        "self.end += session.held",
+        "self.end += session.cached - shared",
+        "self.end += session.cached",
         "test_leaf_ids.py::test_forks_share_cells_also_in_a_cache_that_was_put_in_order[q8_0]",
     ),
     # Recurrent layers.
@@ -747,7 +748,7 @@ MUTANTS = [
     mutant(
         "saved-prompt-counts-as-written",
         "shapes.py",
-        'return cls(details["read"]',
+        'return cls(details.get("read", 0)',
         "return cls(0",
         "test_pool.py::test_the_next_program_starts_from_what_was_saved",
     ),
@@ -774,9 +775,9 @@ MUTANTS = [
         "test_exact.py::test_blocks_of_a_prompt",
     ),
     mutant(
-        "exact-company-ignored",
+        "exact-other-rows-ignored",
         "exact.py",
-        "if group.trees and group.company and",
+        "if group.trees and group.row_independent and",
         "if group.trees and",
         "test_exact.py::test_a_class_without_room_for_a_tree_is_none",
     ),

@@ -69,7 +69,7 @@ def logits(backend: Any) -> Any:
 
 def load(path: str, room: int | None = None, **options: Any) -> tuple[Any, dict[str, float]]:
     """A model, and MiB of its weights by where llama.cpp says that they lie; the device has so much memory."""
-    from edgespec.backends.llamacpp import backend
+    from edgespec.backends.llamacpp import engine
     from edgespec.backends.llamacpp.ggml import files
     from edgespec.backends.llamacpp.memory import planning as memory
 
@@ -78,7 +78,7 @@ def load(path: str, room: int | None = None, **options: Any) -> tuple[Any, dict[
         memory.devices = lambda: [replace(device, free=room) for device in real()]
     files.size_lines.clear()
     try:
-        model = backend.load(path, **OPTIONS | options)
+        model = engine.load(path, **OPTIONS | options)
     finally:
         memory.devices = real
     places: dict[str, float] = {}

@@ -1,16 +1,16 @@
 """A model in a process of its own, as borrowed layers need it, is a backend like any other; here nobody lends."""
 
-import inspect
+import pickle
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import contract
 import pytest
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend
+from edgespec.loop.engines import LoadOptions
 
 pytest.importorskip("llama_cpp")
 
@@ -27,8 +27,9 @@ CHECKS = [  # which call everything at least once; starting a process takes a se
 def load(model: Path, **options: int) -> Backend:
     from edgespec.backends.llamacpp.lending.child_process import load_apart
 
-    given = {"context_length": 256, "threads": 1} | {name: value for name, value in options.items() if value}
-    return load_apart(str(model), [], given, lambda done, total: None)
+    given = {"context_length": 256, "threads": 1, "exact": "off"}
+    given |= {name: value for name, value in options.items() if value}
+    return load_apart(str(model), LoadOptions(**given), lambda done, total: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -73,10 +74,11 @@ def test_what_a_lender_does_not_take_is_refused(smollm2_tiny: Path) -> None:
 
 
 def test_every_option_reaches_the_process_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec.backends.llamacpp import backend as backend_module
+    from edgespec.backends.llamacpp import engine as engine_module
 
-    told = list[dict[str, Any]]()
-    monkeypatch.setattr(backend_module, "load_apart", lambda path, lenders, given, progress: told.append(given))
-    backend_module.load("big.gguf", budget=7, lenders=["127.0.0.1:50052"])
-    options = set(inspect.signature(backend_module.load).parameters) - set(backend_module.NOT_APART)
-    assert (set(told[0]), told[0]["budget"]) == (options, 7)
+    told = list[LoadOptions]()
+    monkeypatch.setattr(engine_module, "load_apart", lambda path, options, progress: told.append(options))
+    options = LoadOptions(budget=7, lenders=("127.0.0.1:50052",), kv_type="q8_0", draft_files=("small.gguf",))
+    engine_module.engine.load(engine_module.engine.plan("big.gguf", options))
+    assert told == [options]
+    assert pickle.loads(pickle.dumps(options)) == options

@@ -5,7 +5,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from conftest import Run
 
 import edgespec
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
-from edgespec.loop import backend as backend_module
-from edgespec.loop.engines import choose_backend, load_options
+from edgespec.loop import engines
+from edgespec.loop.engines import ENGINE_OPTIONS, LoadOptions, check_supported, choose_backend, find_engine
 
 FOLDER_ENGINES = ["torch", "mlx"]
 
@@ -57,7 +56,7 @@ def broken(tiny: Path, tmp_path: Path) -> Path:
 def machine(monkeypatch: pytest.MonkeyPatch, system: str, processor: str, installed: Sequence[str]) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: processor)
-    monkeypatch.setattr(backend_module, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(engines, "find_spec", lambda name: name if name in installed else None)
 
 
 MAC, PC = ("darwin", "arm64"), ("linux", "x86_64")
@@ -185,7 +184,8 @@ def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: p
 
     options = ["--backend", "torch", "--ctx", "128", "--gpu-memory"]
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="gpu_memory is for GPUs")
-    monkeypatch.setattr(torch, "load", partial(torch.load, copies=Recorder))
+    watched = lambda plan, *rest: torch.load_folder(plan.path, plan.options, Recorder)  # noqa: E731
+    monkeypatch.setattr(torch.engine, "load", watched)
     refused(run, "run", str(tiny), "hi", *options, "1M", code=2, says="1 MiB of GPU memory cannot hold 2 layers")
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="'ten' is not a size")
 
@@ -273,12 +273,17 @@ class TestPairs:
 
 
 def test_every_engine_names_its_options() -> None:
-    """What `edgespec.load` can hand on, each engine's `load` says itself whether it has it."""
     has("llama_cpp")
-    assert {"threads", "gpu_layers", "memory", "beside", "resident", "in_order"} <= load_options("llamacpp")
-    assert "path" not in load_options("reference")
+    fields = set(LoadOptions.__dataclass_fields__)
+    assert set(ENGINE_OPTIONS) < fields
+    for name in ("llamacpp", "reference"):
+        assert find_engine(name).supported <= {*ENGINE_OPTIONS, "draft_files"} <= fields
+    assert {"threads", "gpu_layers", "memory", "draft_files"} <= find_engine("llamacpp").supported
+    assert not find_engine("reference").supported
     with pytest.raises(UsageError, match="there is no backend 'other'"):
-        load_options("other")
+        find_engine("other")
+    with pytest.raises(UsageError, match="the backend reference has no option 'memory'; its options: none"):
+        check_supported(["reference"], LoadOptions(memory="1G"))
 
 
 def test_the_old_argument_for_the_order_is_taken_with_a_warning() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,16 +10,20 @@ import time
 from pathlib import Path
 from subprocess import PIPE
 
+import click
 import numpy as np
 import pytest
 from conftest import Run
 
 import edgespec
+from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.machine import measurements as remembered
 from edgespec.measure.doctor import learned_line
 from edgespec.planners.choice import check_planner
 
+# What is not about passes that agree to the bit does without them: to find them takes longer than most tests.
+ANY_PASSES = ["--exact", "off"]
 EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
 
 
@@ -109,7 +114,6 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--temperature", "-1"], 2, "temperature is -1.0"),
         (["x.gguf", "hi", "--temperature", "nan"], 2, "temperature is nan"),
         (["x.gguf", "hi", "--top-p", "0"], 2, "top_p is 0.0"),
-        (["x.gguf", "hi", "--logit-bias", "5"], 2, "ID=BIAS"),
         (["x.gguf", "hi", "--planner", "magic"], 2, "there is no planner 'magic'"),
         (["x.gguf", "hi", "--planner", "specexec"], 2, "needs a draft model"),
         (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
@@ -133,6 +137,9 @@ def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: 
         (["--min-probability", "2"], "min_probability=…", "min_probability is 2.0"),
         (["--no-coupling"], "coupling=False", "has no option 'coupling'"),
         (["--no-memory-of-costs"], f"set {remembered.OFF}=1", "no such file"),
+        (["--presence-penalty", "nan"], "generate(…, presence_penalty=…)", "presence_penalty is nan"),
+        (["--frequency-penalty", "nan"], "generate(…, frequency_penalty=…)", "frequency_penalty is nan"),
+        (["--logit-bias", "5"], "generate(…, logit_bias={ID: BIAS})", "ID=BIAS"),
     ],
 )
 def test_options_that_go_are_accepted_with_a_note(run: Run, option: list[str], instead: str, says: str) -> None:
@@ -145,11 +152,30 @@ def test_options_that_go_are_accepted_with_a_note(run: Run, option: list[str], i
     assert option[0] not in run("run", "--help")[1]
 
 
-def test_a_server_takes_the_old_option_for_the_order_with_a_note(run: Run) -> None:
-    _, _, err = run("serve", "nothing.gguf", "--first-come")
-    assert err.startswith("note: --first-come goes with the next version; requests are always served as they came\n")
+@pytest.mark.parametrize(
+    ("option", "note"),
+    [
+        (["--first-come"], "requests are always served as they came"),
+        (["--api-key", "key"], "use --api-key-file or $EDGESPEC_API_KEY, which others cannot see"),
+    ],
+)
+def test_a_server_takes_old_options_with_a_note(run: Run, option: list[str], note: str) -> None:
+    _, _, err = run("serve", "nothing.gguf", *option)
+    assert err.startswith(f"note: {option[0]} goes with the next version; {note}\n")
     assert "no such file" in err
-    assert "--first-come" not in run("serve", "--help")[1]
+    assert f"{option[0]} " not in run("serve", "--help")[1]
+
+
+@pytest.mark.parametrize("name", ["run", "serve", "bench"])
+def test_help_lists_every_option_once_by_section(run: Run, name: str) -> None:
+    _, out, _ = run(name, "--help")
+    sections = re.findall(r"^(\w[\w ]*):$", out, re.MULTILINE)
+    assert sections[:4] == ["Model", "Memory", "Drafting", "Server" if name == "serve" else "Sampling"]
+    listed = re.findall(r"^  (-.+?)(?:  |$)", out, re.MULTILINE)
+    shown = [one for one in cli.commands[name].params if isinstance(one, click.Option) and not one.hidden]
+    for option in shown:
+        assert sum(option.opts[-1] in row.replace(",", " ").split() for row in listed) == 1, option.opts
+    assert len(listed) == len(shown) + 1  # and --help
 
 
 @pytest.mark.parametrize(
@@ -191,7 +217,7 @@ def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content
 
 
 def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(smollm2: Path) -> None:
-    done = start("run", str(smollm2), "Why is the sky blue?", "-n", "24")
+    done = start("run", str(smollm2), "Why is the sky blue?", "-n", "24", *ANY_PASSES)
     assert "light" in done.stdout
     assert "acceptance length" in done.stderr
 
@@ -209,12 +235,15 @@ def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> N
 
 def test_same_seed_same_text(run: Run, smollm2_tiny: Path) -> None:
     arguments = ["run", str(smollm2_tiny), "Tell me a story.", "--json", "-n", "16", "-t", "1", "--planner", "none"]
-    first, again, other = (json.loads(run(*arguments, "--seed", seed)[1])["tokens"] for seed in ("5", "5", "6"))
+    first, again, other = (
+        json.loads(run(*arguments, *ANY_PASSES, "--seed", seed)[1])["tokens"] for seed in ("5", "5", "6")
+    )
     assert first == again != other
 
 
 def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -> None:
     arguments = ["run", str(smollm2), "Count: one two three", "--raw", "--json", "-n", "40", "--planner", "none"]
+    arguments += ANY_PASSES
     whole = json.loads(run(*arguments)[1])["text"]
     stop = whole[8:11]
     cut = json.loads(run(*arguments, "--stop", stop)[1])
@@ -224,6 +253,7 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -
 
 def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
     arguments = [str(smollm2_tiny), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(smollm2_tiny)]
+    arguments += ANY_PASSES
     code = (
         "import sys; sys.stdout.isatty = lambda: True; from edgespec.cli.commands import main; main()"  # click strips
     )
@@ -235,10 +265,11 @@ def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
 
 def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:
     model = str(smollm2)
-    refused(run, "run", model, "-", "--ctx", "64", code=1, says="the context holds 64", stdin="word " * 100)
     refused(
-        run, "run", model, "hi", "--draft", str(other_vocab_gguf), code=1, says="another vocabulary than the target"
+        run, "run", model, "-", "--ctx", "64", *ANY_PASSES, code=1, says="the context holds 64", stdin="word " * 100
     )
+    other = ["--draft", str(other_vocab_gguf)]
+    refused(run, "run", model, "hi", *other, *ANY_PASSES, code=1, says="another vocabulary than the target")
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(smollm2.read_bytes()[:50_000_000])
     refused(run, "run", str(cut), "hi", code=1, says="corrupted or incomplete")
@@ -246,14 +277,25 @@ def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Pat
     text = tmp_path / "a.txt"
     text.write_text("some words to copy from " * 50)
     assert run("datastore", "build", str(store), str(text), "--model", model)[0] == 0
-    refused(run, "run", str(other_vocab_gguf), "hi", "--datastore", str(store), code=1, says="another tokenizer")
+    refused(
+        run,
+        "run",
+        str(other_vocab_gguf),
+        "hi",
+        "--datastore",
+        str(store),
+        *ANY_PASSES,
+        code=1,
+        says="another tokenizer",
+    )
     store.write_bytes(store.read_bytes()[:-10])
-    refused(run, "run", model, "hi", "--datastore", str(store), code=1, says="damaged")
+    refused(run, "run", model, "hi", "--datastore", str(store), *ANY_PASSES, code=1, says="damaged")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2: Path) -> None:
     arguments = ["run", str(smollm2), "Tell me a very long story.", "-n", "3000", "--ctx", "8192", "--planner", "none"]
+    arguments += ANY_PASSES
     # Started in the background of a shell, the tests, and so their children, may have been told to ignore Ctrl-C.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + EDGESPEC[-1]
     command = [sys.executable, "-c", code, *arguments]
@@ -272,7 +314,7 @@ def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2: Path) -> None
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes")
 def test_a_closed_pipe_ends_quietly(smollm2: Path) -> None:
-    arguments = ["run", str(smollm2), "Tell me a long story.", "-n", "400", "--planner", "none"]
+    arguments = ["run", str(smollm2), "Tell me a long story.", "-n", "400", "--planner", "none", *ANY_PASSES]
     with subprocess.Popen([*EDGESPEC, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -309,7 +351,7 @@ def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path) ->
     child, terminal = pty.fork()
     if child == 0:
         os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [*EDGESPEC, "run", str(smollm2), "-n", "30", "--planner", "none"])
+        os.execv(sys.executable, [*EDGESPEC, "run", str(smollm2), "-n", "30", "--planner", "none", *ANY_PASSES])
     seen = b""
 
     def until(what: bytes) -> None:

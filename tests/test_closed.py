@@ -153,7 +153,7 @@ def test_the_server_answers_that_it_is_stopping(model):
     from starlette.testclient import TestClient
 
     from edgespec.server.app import make_app
-    from edgespec.server.texts import Service
+    from edgespec.server.service import Service
 
     client = TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080", raise_server_exceptions=False)
     model.scheduler.start()

@@ -12,7 +12,7 @@ from contract import CHECKS, TREE, Factory, chain_rows, loaded, nodes_below_a_co
 from edgespec.backends.reference import backend as reference
 
 from edgespec.errors import ModelError
-from edgespec.loop.backend import Backend, Session
+from edgespec.loop.backend import Backend, KeepsNodes, Session
 from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.tree import nodes_below, path_to
@@ -31,7 +31,7 @@ def recurrent_factory(folder: Path) -> Factory:
 
 
 def llamacpp_factory(model: Path, **more: Any) -> Factory:
-    from edgespec.backends.llamacpp import backend as llamacpp
+    from edgespec.backends.llamacpp import engine as llamacpp
 
     def load(**options: int) -> Backend:
         options["context_length"] = options["context_length"] or 1024  # 0: what it was trained for, which is long
@@ -127,15 +127,16 @@ def test_a_draft_keeps_what_lies_below_a_commit(name, tmp_path, request):
 
         def keeping() -> Session:
             session = opened()
-            commit = session.commit
+            assert isinstance(session, KeepsNodes)
+            commit = session.commit_keeping
 
-            def kept(path, *, below=False):
-                expected = nodes_below(session._parents, path[-1] if path else -1) if below else []
-                found = commit(path, below=below)
+            def kept(path):
+                expected = nodes_below(session._parents, path[-1] if path else -1)
+                found = commit(path)
                 assert found.tolist() == expected
                 return found
 
-            session.commit = kept
+            session.commit_keeping = kept
             return session
 
         backend.open = keeping

@@ -16,8 +16,7 @@ from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.queue import wanted
 from edgespec.scheduler.requests import Cancelled, Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
-from edgespec.server.drafts import MOST_DRAFTS
-from edgespec.server.typing_ahead import PREPARED, stable_prefix
+from edgespec.server.typing_ahead import MOST_TYPING, PREPARED, stable_prefix
 
 TYPED = "Why is the sky blue, and the sea, and not the grass? " * 3
 PATH = "/edgespec/draft-prompt"
@@ -124,9 +123,13 @@ def test_another_request_starts_from_what_was_read(client):
     assert answer["choices"][0]["message"]["content"] == expected.text
 
 
-def test_the_tools_of_a_prompt_are_read_with_it(client):
+def test_the_tools_of_a_prompt_are_read_with_it():
     """They stand before the messages, so what is read without them is of no use."""
-    client.model.target.vocab.chat_template = TEMPLATE
+    with served(template=TEMPLATE) as client:
+        check_tools_are_read(client)
+
+
+def check_tools_are_read(client):
     tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
     told = client.put(PATH, json=body(TYPED[:100], **tools)).json()
     assert told["tokens"] > client.put(PATH, json=body(TYPED[:100])).json()["tokens"] + 30
@@ -153,7 +156,7 @@ def test_a_prediction_is_taken_over_as_well(client):
 
 
 def drafts_of(client):
-    return client.app._app._app.state.service.drafts._latest
+    return client.app._app._app.state.typing_ahead._latest
 
 
 def test_a_request_drops_the_drafts_on_the_way_to_it(client):
@@ -168,7 +171,7 @@ def test_a_request_drops_the_drafts_on_the_way_to_it(client):
 
 
 def test_a_draft_that_nobody_tells_of_again_is_dropped(monkeypatch):
-    monkeypatch.setattr("edgespec.server.drafts.KEPT_SECONDS", 0.2)
+    monkeypatch.setattr("edgespec.server.typing_ahead.KEPT_SECONDS", 0.2)
     with served() as client:
         client.put(PATH, json=body(pause=True))
         held = drafts_of(client)[""]
@@ -204,10 +207,10 @@ def test_only_the_latest_of_a_client_is_kept(client):
     client.put(PATH, json=body(pause=True))
     client.put(PATH, json=body(pause=True))  # the same again
     settled(scheduler, 1)
-    assert len(client.app._app._app.state.service.drafts._latest) == 1
-    for i in range(MOST_DRAFTS + 3):
+    assert len(client.app._app._app.state.typing_ahead._latest) == 1
+    for i in range(MOST_TYPING + 3):
         assert client.put(PATH, json=body(f"{i} is a number", id=str(i))).status_code == 200
-    assert len(client.app._app._app.state.service.drafts._latest) == MOST_DRAFTS
+    assert len(client.app._app._app.state.typing_ahead._latest) == MOST_TYPING
     until(lambda: scheduler.waiting == 0)
 
 

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgespec.errors import UsageError
-from edgespec.loading.targets import check_targets, shares
+from edgespec.loading.targets import check_targets, share_of
+from edgespec.loop.engines import LoadOptions
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -52,5 +54,6 @@ def test_what_does_not_go_together_is_refused(given: dict[str, object], message:
 
 
 def test_processes_share_memory_and_threads() -> None:
-    assert shares(2, {"memory": "6G", "threads": 3}, folder=False) == {"memory": 3 << 30, "threads": 3}
-    assert shares(64, {}, folder=True) == {"threads": 1}
+    given = LoadOptions(memory="6G", threads=3, budget=5)
+    assert share_of(2, given, folder=False) == replace(given, memory=3 << 30)
+    assert share_of(64, LoadOptions(), folder=True) == LoadOptions(threads=1)

@@ -11,9 +11,11 @@ from conftest import Run
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
-from edgespec.loading import exact
-from edgespec.loading.exact import Group, apply_row_class, choose, comb, line, price, probe, probe_before_load
+from edgespec.loading import exact, row_classes
+from edgespec.loading.exact import apply_row_class, choose, choose_way, line, price
+from edgespec.loading.row_classes import Group, comb, probe
 from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
@@ -92,11 +94,11 @@ class Beginning(ReferenceBackend):
 
 
 def groups(backend: ReferenceBackend) -> list[tuple[int, int, bool, bool]]:
-    return [(group.least, group.most, group.trees, group.company) for group in probe(backend)]
+    return [(group.least, group.most, group.trees, group.row_independent) for group in probe(backend)]
 
 
-def group(least: int, most: int, *, trees: bool = True, company: bool = True, seconds: float = 1.0) -> Group:
-    return Group(least, most, trees, company, seconds)
+def group(least: int, most: int, *, trees: bool = True, independent: bool = True, seconds: float = 1.0) -> Group:
+    return Group(least, most, trees, independent, seconds)
 
 
 def test_switches_are_found() -> None:
@@ -115,7 +117,7 @@ def test_kernels_that_take_four_rows_together() -> None:
     """Few rows agree, and multiples of four do; 16 and 17 rows do not, though their first 16 are alike."""
     found = probe(Together())
     assert [(group.least, group.most, group.step) for group in found] == [(1, 3, 1), (4, 128, 4)]
-    assert all(group.trees and group.company for group in found)
+    assert all(group.trees and group.row_independent for group in found)
     assert choose(found, LIMITS, None) == BatchInvariance("narrow", RowClass(1, 3), RowClass(4, 512, 4))
     limits = replace(LIMITS, max_nodes=150, max_wanted=70)
     assert choose(found, limits, "wide") == BatchInvariance("wide", RowClass(4, 68, 4), RowClass(4, 68, 4))
@@ -226,7 +228,7 @@ def test_any_number_of_rows() -> None:
 
 def test_a_mixture_has_no_wide_class() -> None:
     """And where rows depend on each other, prompts are read in equal blocks."""
-    found = [group(1, 7), group(8, 127, company=False), group(128, 128)]
+    found = [group(1, 7), group(8, 127, independent=False), group(128, 128)]
     narrow = BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 512), blocks=True)
     assert choose(found, LIMITS, None) == narrow
     with pytest.raises(UsageError, match="only passes of at most 7 rows agree"):
@@ -257,7 +259,7 @@ def test_blocks_of_a_prompt() -> None:
 
 
 def test_a_class_without_room_for_a_tree_is_none() -> None:
-    assert choose([group(1, 2), group(3, 128, company=False)], LIMITS, None) is None
+    assert choose([group(1, 2), group(3, 128, independent=False)], LIMITS, None) is None
 
 
 def test_what_is_found_is_said() -> None:
@@ -290,7 +292,7 @@ def test_a_wrong_name() -> None:
 def remembered(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(exact, "_known", {})
+    monkeypatch.setattr(row_classes, "_known", {})
 
 
 def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,13 +311,13 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     assert first.name == "narrow"
     assert settled() == first
     assert len(said) == 1
-    monkeypatch.setattr(exact, "_known", {})  # another process
+    monkeypatch.setattr(row_classes, "_known", {})  # another process
     assert settled() == first
     assert len(said) == 1
     path.write_bytes(b"22")  # another file
     assert settled() == first
     assert len(said) == 2
-    monkeypatch.setattr(exact, "_known", {})
+    monkeypatch.setattr(row_classes, "_known", {})
     assert settled(keep=False) == first
     assert len(said) == 3
 
@@ -325,17 +327,17 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
     """Passes of all sizes take as long, since all wait for another program: padding would seem to cost nothing."""
     path = tmp_path / "model"
     path.write_bytes(b"1")
-    monkeypatch.setattr(exact, "_one", lambda backend, session, chain: 0.25)
-    monkeypatch.setattr(exact, "machine_is_busy", lambda: busy)
+    monkeypatch.setattr(row_classes, "_one", lambda backend, session, chain: 0.25)
+    monkeypatch.setattr(row_classes, "machine_is_busy", lambda: busy)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     said = list[str]()
 
     def settled(got: float) -> ReferenceBackend:
         """`got`: the part of the processors' time that this program had."""
         clock, own = iter([0.0, 1.0]), iter([0.0, 2 * got])
-        monkeypatch.setattr(exact, "_known", {})  # a process of its own
-        monkeypatch.setattr(exact, "perf_counter", lambda: next(clock))
-        monkeypatch.setattr(exact, "process_time", lambda: next(own))
+        monkeypatch.setattr(row_classes, "_known", {})  # a process of its own
+        monkeypatch.setattr(row_classes, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(row_classes, "process_time", lambda: next(own))
         backend = Switching([8])
         backend.capabilities, backend.computing = LIMITS, {"threads": 4, "gpu_layers": 0}  # two at a time
         apply_row_class(backend, str(path), say=said.append)
@@ -343,7 +345,7 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
 
     first = settled(0.5)
     assert first.capabilities.exact.name == "narrow"
-    assert "other programs computed" in line(exact._known.popitem()[1], first.capabilities.exact)
+    assert "other programs computed" in line(row_classes._known.popitem()[1], first.capabilities.exact)
     again = settled(1.0)
     assert len(said) == (1 if busy else 2)
     assert again.capabilities.exact.name == ("narrow" if busy else "wide")  # as it is where padding costs nothing
@@ -374,21 +376,35 @@ def test_the_quicker_way_to_compute(
     """Both are tried with a small model, once; without another way it is enough that there is a class."""
     tried = list[bool]()
 
-    def specimen(name: str, path: str, **computing: bool):
-        tried.append("repacked" in computing)
-        return nullcontext(repacked if "repacked" in computing else otherwise)
+    class FakeEngine(Engine):
+        def probe_model(self, path: str, computing: Computing):
+            tried.append("repacked" in computing)
+            return nullcontext(repacked if "repacked" in computing else otherwise)
 
-    monkeypatch.setattr(exact, "load_specimen", specimen)
-    monkeypatch.setattr(exact, "probe", lambda found: found)
-    monkeypatch.setattr(exact, "_known", {})
+    monkeypatch.setattr(row_classes, "find_engine", lambda name: FakeEngine())
+    monkeypatch.setattr(row_classes, "probe", lambda found: found)
+    monkeypatch.setattr(row_classes, "_known", {})
     path = tmp_path / "model"
     path.write_bytes(b"1")
-    agrees = probe_before_load("engine", str(path), asked, keep=False, say=lambda text: None)
+    ways = ({"repacked": True}, {})
+    plan = LoadPlan(path=str(path), options=LoadOptions(exact=asked), build="build", ways=ways)
     for _ in range(2):
-        assert agrees("build", {"repacked": True}, {}) == better
+        assert choose_way("engine", plan, keep=False) == ways[0 if better else 1]
     least = 32 if asked == "wide" else 3
-    assert agrees("build", {"repacked": True}) == any(one.trees and one.most >= least for one in repacked)
-    assert tried in ([True], [True, False])
+    needed = any(one.trees and one.most >= least for one in repacked)  # else the other way is taken untried
+    assert tried == ([True, False] if needed else [True])
+    assert choose_way("engine", replace(plan, options=LoadOptions(exact="off")), keep=False) == {}
+    assert len(tried) == 1 + needed
+
+
+def test_where_loading_fills_the_memory_classes_are_looked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[str]()
+    monkeypatch.setattr(exact, "find", lambda engine, *about, **how: found.append(engine) or [])
+    plan = LoadPlan(path="model", options=LoadOptions(), build="build", ways=({"threads": 2},))
+    for fills_memory, asked in ((False, None), (True, None), (True, "off")):
+        way = choose_way("engine", replace(plan, fills_memory=fills_memory, options=LoadOptions(exact=asked)))
+        assert way == {"threads": 2}
+    assert found == ["engine"]
 
 
 def test_engines_that_do_not_round_are_left_alone() -> None:
@@ -411,7 +427,7 @@ def test_short_prompts_have_a_class_of_their_own() -> None:
         return inner(batch)
 
     backend.forward = watched  # type: ignore[method-assign]
-    text = exact.tokens(backend, 40, 1)
+    text = row_classes.tokens(backend, 40, 1)
     for length in (7, 12, 13, 20, 24, 12):
         prefill(backend, session, text[:length])
     assert seen == [
@@ -430,7 +446,7 @@ def test_who_wants_the_last_logits_keeps_whole_blocks_too() -> None:
     """All is held: what is read again begins where a block does."""
     backend, starts = ReferenceBackend(random_model(0), context_length=200), []
     backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 16), blocks=True))
-    inner, session, text = backend.forward, backend.open(), exact.tokens(backend, 32, 1)
+    inner, session, text = backend.forward, backend.open(), row_classes.tokens(backend, 32, 1)
 
     def watched(batch: Sequence[Work]) -> list[Logits]:
         starts.append(len(batch[0].session.token_ids))
@@ -485,7 +501,7 @@ def test_what_was_written_is_read_again() -> None:
     assert session.token_ids == held
     assert stats.exact == "narrow"
     assert session.reusable_prefix(len(held)) == 3  # the prompt's last token was the first tree's root
-    assert session.fork().kept(len(held)) == 3
+    assert session.fork().reusable_prefix(len(held)) == 3
     prefill(backend, session, [*held, 9])
     assert session.token_ids == [*held, 9]
     assert session.reusable_prefix(len(held) + 1) == len(held) + 1

@@ -12,17 +12,18 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import quantised
+from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
-from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import UsageError
-from edgespec.loading.exact import apply_row_class, probe_before_load
+from edgespec.loading.exact import FEW, apply_row_class, usable
+from edgespec.loading.row_classes import MANY, find
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
@@ -61,12 +62,20 @@ LONG = "The lighthouse keeper wrote down the weather every morning, and every ev
 REPACKS = not without_amx(llama_cpp.llama_print_system_info())
 
 
+def has_class(plan):
+    """Whether there is a row class of the first way to compute, however fast."""
+    found = find("llamacpp", plan.build, plan.ways[0], plan.path, keep=False, say=lambda text: None)
+    least = MANY if plan.options.exact == "wide" else FEW
+    return any(group.most >= least for group in usable(found))
+
+
 @contextmanager
 def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
-    early = probe_before_load("llamacpp", str(path), asked, keep=False, say=lambda text: None)
-    backend = load(str(path), **sizes | options, agrees=lambda *about: repack and early(*about[:2]))
+    plan = engine.plan(str(path), LoadOptions(**sizes | options))
+    repack = repack and len(plan.ways) > 1 and has_class(plan)
+    backend = engine.load(plan, plan.ways[0 if repack else -1])
     try:
         apply_row_class(backend, str(path), asked)
         yield backend
@@ -74,22 +83,17 @@ def loaded(path, asked=None, *, repack=True, **options):
         backend.close()
 
 
-@pytest.fixture(scope="session")  # a module's end may come twice where modules share processes
+@pytest.fixture(scope="session")
 def weights(smollm2, smollm2_folder):
     """Paths of models by the kind of their weights: SmolLM2 with six layers, or made up."""
-    made = {}
 
     def get(kind):
-        if kind not in made:
-            path = smollm2_folder / f"{kind}.gguf"
-            if kind == "made up":
-                write_made_up(path, Shape(2, 256, 512, 4, 2, vocab=1), smollm2, lambda done, total: None)
-            elif kind in FAMILIES:
-                family(kind, path)
-            else:
-                quantised(smollm2, path, KINDS[kind], tuple(range(6, 30)))
-            made[kind] = path
-        return made[kind]
+        if kind == "made up":
+            return made_up(smollm2, smollm2_folder)
+        if kind in FAMILIES:
+            return once(smollm2_folder / f"{kind}.gguf", lambda new: family(kind, new))
+        left_out = tuple(range(6, 30))
+        return once(smollm2_folder / f"{kind}.gguf", lambda new: quantised(smollm2, new, KINDS[kind], left_out))
 
     return get
 
@@ -145,7 +149,11 @@ PLANNERS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "made up"])
+# What kernels differ by: blocks of 256 or 32, repacked or not, floats. Of each one always runs.
+MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("Q4_0", "IQ4_XS", "BF16")]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q8_0", "Q4_1", "F16", "made up", *MORE_KINDS])
 def test_texts_are_equal(weights, draft, kind):
     """Every planner, each at one of the temperatures; some weights in both classes, and at all temperatures."""
     path, checked = weights(kind), set()
@@ -163,6 +171,7 @@ def test_texts_are_equal(weights, draft, kind):
     assert checked
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("kind", "asked", "kv_type"),
     [("made up", "narrow", None), ("made up", "narrow", "f16"), ("made up", "wide", None), ("Q4_1", "wide", None)],
@@ -177,6 +186,7 @@ def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked, kv_typ
             assert output == plain, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ["narrow", "wide"])
 def test_a_real_pair(asked):
     """Where it is there: 1.5 B of 4 bits, whose kernels differ most, with its draft."""
@@ -218,6 +228,7 @@ def test_a_wrong_class_is_noticed(weights):
         contract.tree_equals_chains(factory)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "shape",
     [RowClass(8, 63), pytest.param(RowClass(8, 60, step=4), marks=pytest.mark.skipif(not REPACKS, reason="AMX"))],
@@ -230,7 +241,8 @@ def test_contract(check, shape, weights):
     def factory(**options):
         repack = shape.step > 1
         path = str(weights("made up"))
-        backend = load(path, threads=2, exact="wide", agrees=lambda *about: repack, **options)
+        plan = engine.plan(path, LoadOptions(threads=2, exact="wide", **options))
+        backend = engine.load(plan, plan.ways[0 if repack else -1])
         assert ("repacked" in backend.computing) == repack
         backend.keep_to(BatchInvariance("wide", shape, shape))
         return backend
@@ -256,6 +268,7 @@ def test_repacked_weights_have_classes(weights):
         assert not np.array_equal(*rows)  # else the classes say nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", "f16")])
 def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
     """Five turns with the cache of the turns before, and each of them read anew."""
@@ -522,7 +535,7 @@ def test_one_row_has_the_attention_of_a_few(weights, monkeypatch):
     path, least = weights("made up"), []
     for device in (attention._device, lambda: None):
         monkeypatch.setattr(attention, "_device", device)
-        with loaded(path, kv_type="f16", repack=False) as target:
+        with loaded(path, "narrow", kv_type="f16", repack=False) as target:
             assert ("attention" in target.computing) == (device() is not None)
             least.append(target.capabilities.exact.trees.least)
             rows = []
@@ -537,15 +550,15 @@ def test_one_row_has_the_attention_of_a_few(weights, monkeypatch):
     assert least == [1, 2]
 
 
-def test_only_what_is_made_while_it_is_looked_for_is_noted(weights):
-    with loaded(weights("made up"), "narrow", kv_type="f16") as first, attention.noted() as made:
+def test_only_what_is_made_while_it_is_looked_for_is_captured(weights):
+    with loaded(weights("made up"), "narrow", kv_type="f16") as first, attention.capture_cpu_backend() as made:
         assert made == []
         with loaded(weights("made up"), "off") as second:
             assert (len(made), second.computing.get("attention")) == (1, None)
         assert first.computing["attention"] == "alike"
     with loaded(weights("made up"), "off"):
         assert len(made) == 1
-    with attention.noted() as made:
+    with attention.capture_cpu_backend() as made:
         other = Thread(target=lambda: load(str(weights("made up")), context_length=64).close())
         other.start()
         other.join()

@@ -22,7 +22,7 @@ from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Foresaw, Request, Wrote
 from edgespec.scheduler.scheduler import AHEAD, MOST_AHEAD, Scheduler
 from edgespec.server.app import make_app
-from edgespec.server.texts import Service
+from edgespec.server.service import Service
 
 BASE = random_model(1, vocab_size=48, sharpness=3.0)
 BASE.unembedding[1] = 0

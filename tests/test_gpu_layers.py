@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.backends.llamacpp import backend as backend_module
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp import engine as engine_module
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import load_model
 from edgespec.backends.llamacpp.memory import gpu
 from edgespec.backends.llamacpp.memory import planning as memory
@@ -22,7 +22,9 @@ from edgespec.backends.llamacpp.memory.gpu import RESERVE, Device, auto_layers, 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import pair as loading
 from edgespec.loading.pair import open_backends
+from edgespec.loop import engines
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import Engine, LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.machine.memory import left_of
 from edgespec.models.registry import Defaults, Entry
@@ -282,14 +284,14 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_build_without_a_gpu_is_given_no_layers(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is computed here, so all has to fit here, or is streamed."""
-    monkeypatch.setattr(backend_module, "devices", list)
+    monkeypatch.setattr(engine_module, "devices", list)
     asked = list[int]()
 
     def plan_memory(path: str, size: Any, *, gpu_layers: int, **rest: Any) -> Any:
         asked.append(gpu_layers)
         return None, size, ["a note"]
 
-    monkeypatch.setattr(backend_module, "plan_memory", plan_memory)
+    monkeypatch.setattr(engine_module, "plan_memory", plan_memory)
     backend = load(str(smollm2_tiny), context_length=64, gpu_layers=3, memory="1G")
     assert asked == [0]
     assert backend.computing["gpu_layers"] == 0
@@ -305,7 +307,9 @@ def test_a_draft_gets_what_the_target_leaves_of_the_gpu_memory(
     entry = Entry(name="target", target=f"file:{smollm2_tiny}", defaults=Defaults())
 
     def layers(gpu_memory: str) -> list[Any]:
-        pair = open_backends(entry, str(smollm2_tiny), None, context_length=64, budget=8, gpu_memory=gpu_memory)
+        pair = open_backends(
+            entry, str(smollm2_tiny), None, LoadOptions(context_length=64, budget=8, exact="off", gpu_memory=gpu_memory)
+        )
         for backend in pair:
             backend.close()
         return [backend.computing["gpu_layers"] for backend in pair]
@@ -330,22 +334,29 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
 ) -> None:
     asked = list[Any]()
 
-    def load_with(name: str, path: str, options: dict[str, Any]) -> Any:
-        asked.append((name, options.get("gpu_memory")))
-        if name == "torch":
-            raise UsageError("asked")
-        return SimpleNamespace(
-            left_of_gpu=lambda given: left_of("gpu_memory", given, 1 << 30), close=lambda: asked.append("closed")
-        )
+    class FakeEngine(Engine):
+        supported = frozenset({"gpu_memory"})
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def load(self, plan: Any, *rest: Any) -> Any:
+            asked.append((self.name, plan.options.gpu_memory))
+            if self.name == "torch":
+                raise UsageError("asked")
+            return SimpleNamespace(close=lambda: asked.append("closed"))
+
+        def left_of_gpu(self, draft: Any, memory: Any) -> int:
+            return left_of("gpu_memory", memory, 1 << 30)
 
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(loading, "_load_with", load_with)
-    monkeypatch.setattr(loading, "probe_before_load", lambda *about, **more: None)
+    for module in (loading, engines):
+        monkeypatch.setattr(module, "find_engine", FakeEngine)
     monkeypatch.setattr(loading, "choose_backend", lambda folder: "torch" if folder else "llamacpp")
     entry = Entry(name="target", target=f"file:{tmp_path}", defaults=Defaults())
     refused = expected if isinstance(expected, str) else "asked"
     with pytest.raises(UsageError, match=refused):
-        open_backends(entry, "file:small.gguf", None, context_length=64, budget=8, gpu_memory=gpu_memory)
+        open_backends(entry, "file:small.gguf", None, LoadOptions(context_length=64, budget=8, gpu_memory=gpu_memory))
     target = [] if isinstance(expected, str) else [("torch", expected)]
     assert asked == [("llamacpp", None), *target, "closed"]
 

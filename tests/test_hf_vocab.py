@@ -161,7 +161,7 @@ def test_where_a_package_is_missing_the_extra_of_the_engine_is_named(engine, lib
     pytest.importorskip(library.partition(".")[0])
     script = (
         f"import sys, {library}; sys.modules[{package!r}] = None\n"  # the engine's own library is there, and works
-        "from edgespec.loop.backend import load_vocab\n"
+        "from edgespec.loop.engines import load_vocab\n"
         "from edgespec.errors import MissingPackage\n"
         f"try: load_vocab({engine!r}, 'folder')\n"
         "except MissingPackage as error: print(error)"
@@ -171,7 +171,7 @@ def test_where_a_package_is_missing_the_extra_of_the_engine_is_named(engine, lib
 
 
 def test_smollm2_is_the_same_as_in_llama_cpp(smollm2, smollm2_hf):
-    from edgespec.backends.llamacpp import backend as llamacpp
+    from edgespec.backends.llamacpp import vocab as llamacpp
 
     ours, theirs = load_vocab(str(smollm2_hf)), llamacpp.load_vocab(str(smollm2))
     for name in ("size", "bos_id", "eos_id", "eog_ids", "chat_template", "fingerprint"):

@@ -14,7 +14,8 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from conftest import Run, quantised
 from contract import chain_rows
 from edgespec.backends.llamacpp import recurrent as paths
-from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from hybrid_files import ARCHITECTURES, write_hybrid
 from test_lossless_llamacpp import SAMPLINGS, loaded, write

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 from contract import chain_rows
-from edgespec.backends.common.path_states import Lane, states_of
+from edgespec.backends.common.recurrent import Lane, states_of
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.offload import HostCopies
-from edgespec.backends.torch.paths import groups, state_bytes
+from edgespec.backends.torch.recurrent import groups, state_bytes
 from hf_models import HYBRIDS, MAMBA, SMALL, perturbed, save, tiny_model, transformers
 from test_lossless_torch import OPTIONS, SAMPLINGS, check_lossless
 from test_torch import memory_for

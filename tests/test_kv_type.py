@@ -8,8 +8,8 @@ from conftest import Run
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.backends.llamacpp.backend import load
 from edgespec.backends.llamacpp.context import KV_TYPES, ContextSize
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import ggml_base
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES, memory_needs
 

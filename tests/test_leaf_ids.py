@@ -26,7 +26,7 @@ def test_ids_go_where_leaves_are(smollm2_tiny):
             check_nodes(backend, {63: logits.row(63)}, texts[i], tokens, [-1] * 64)
             sessions[i].commit([63])
             texts[i] = [*texts[i], tokens[63]]
-        assert sum(len(session.ids) for session in sessions) == 4 + limits.spare_leaves
+        assert sum(len(session.seq_ids) for session in sessions) == 4 + limits.spare_leaves
         for session, text in zip(sessions, texts, strict=True):
             check_session(backend, session, text)
         # Of those that have nodes none is taken.

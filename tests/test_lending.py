@@ -81,7 +81,7 @@ def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:
     assert lent(needed, free=0) == 0
 
 
-needs_rpc = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: docs/targets.md says how to build one")
+needs_rpc = pytest.mark.skipif(BUILD is None, reason="no llama.cpp with RPC: see docs/guides/several-machines.md")
 
 
 @pytest.fixture
@@ -131,10 +131,12 @@ def test_what_fits_is_not_lent(lender: tuple[str, Any], smollm2_tiny: Path) -> N
 def test_a_lender_that_lends_already_is_one_line(lender: tuple[str, Any], smollm2_tiny: Path) -> None:
     host, port = lender[0].split(":")
     program = (
-        "from edgespec.backends.llamacpp import apart\n"
+        "from edgespec.backends.llamacpp.lending import child_process as apart\n"
+        "from edgespec.loop.engines import LoadOptions\n"
         "from edgespec.errors import ModelError\n"
         "apart.SECONDS_TO_BORROW = 4\n"
-        f"try: apart.load_apart({str(smollm2_tiny)!r}, [{lender[0]!r}], {{}}, lambda done, total: None)\n"
+        f"options = LoadOptions(lenders=({lender[0]!r},))\n"
+        f"try: apart.load_apart({str(smollm2_tiny)!r}, options, lambda done, total: None)\n"
         "except ModelError as error: print(error)\n"
     )
     with socket.create_connection((host, int(port))):  # whose greeting the lender waits for

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.backends.llamacpp import backend
+from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.ggml.files import without_amx
 
 from edgespec.errors import ModelError
@@ -23,9 +23,9 @@ def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch)
         asked.update(params)
         raise ModelError("enough was seen")
 
-    monkeypatch.setattr(backend, "load_model", stop)
-    monkeypatch.setattr(backend, "is_plenty", lambda *_: True)
-    monkeypatch.setattr(backend, "without_amx", lambda info: {})
+    monkeypatch.setattr(engine, "load_model", stop)
+    monkeypatch.setattr(engine, "is_plenty", lambda *_: True)
+    monkeypatch.setattr(engine, "without_amx", lambda info: {})
     with pytest.raises(ModelError, match="enough"):
-        backend.load(str(smollm2), wide=wide)
+        engine.load(str(smollm2), wide=wide)
     assert asked["use_extra_bufts"] is not wide

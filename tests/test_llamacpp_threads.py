@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.backends.llamacpp import backend as llamacpp
-from edgespec.backends.llamacpp.ggml.files import ggml_library
+from edgespec.backends.llamacpp import backend, engine
+from edgespec.backends.llamacpp.ggml.files import ggml_library, llama_cpp
 from edgespec.backends.llamacpp.memory import threads
 from edgespec.backends.llamacpp.memory.threads import (
     CALM,
@@ -158,7 +158,7 @@ def tree_bits(backend, session, parents):
 def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
     path = str(request.getfixturevalue(kind))
     busy, used = [0.0], list[int]()
-    set_threads = llamacpp.llama_cpp.llama_set_n_threads
+    set_threads = llama_cpp.llama_set_n_threads
 
     class Others:
         def others(self, now: float) -> float:
@@ -171,18 +171,19 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
         used.append(threads)
         set_threads(context, threads, batch_threads)
 
-    monkeypatch.setattr(llamacpp, "compute_cores", lambda: 3)
-    monkeypatch.setattr(llamacpp, "crowd", Others)
-    monkeypatch.setattr(llamacpp.llama_cpp, "llama_set_n_threads", spy)
-    backend = llamacpp.load(path, context_length=1024, budget=64)
-    session = backend.open()
+    monkeypatch.setattr(engine, "compute_cores", lambda: 3)
+    for module in (engine, backend):
+        monkeypatch.setattr(module, "crowd", Others)
+    monkeypatch.setattr(llama_cpp, "llama_set_n_threads", spy)
+    model = engine.load(path, context_length=1024, budget=64)
+    session = model.open()
 
     def read(length, tree, others):
         """Bits of the logits, and the threads that computed them."""
         busy.append(0.0)
-        prefill(backend, session, [100 + i * 7 % 900 for i in range(length)])
+        prefill(model, session, [100 + i * 7 % 900 for i in range(length)])
         busy.append(others)
-        return tree_bits(backend, session, tree), used[-1]
+        return tree_bits(model, session, tree), used[-1]
 
     for length in (SPLIT_CELLS - 1, SPLIT_CELLS, 600):
         for tree in ([-1], [-1, 0, 0, 1, 1, 2], [*range(-1, 64)]):
@@ -191,13 +192,14 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
             assert np.array_equal(bits[0], bits[1]), (length, len(tree))
             assert np.array_equal(bits[0], bits[2]), (length, len(tree))
     session.close()
-    backend.close()
+    model.close()
 
 
 def test_a_number_of_threads_that_was_asked_for_stays(smollm2_tiny, monkeypatch) -> None:
-    monkeypatch.setattr(llamacpp, "crowd", lambda: pytest.fail("nobody is made room for"))
-    backend = llamacpp.load(str(smollm2_tiny), context_length=256, threads=2)
-    session = backend.open()
-    tree_bits(backend, session, [-1, 0])
+    for module in (engine, backend):
+        monkeypatch.setattr(module, "crowd", lambda: pytest.fail("nobody is made room for"))
+    model = engine.load(str(smollm2_tiny), context_length=256, threads=2)
+    session = model.open()
+    tree_bits(model, session, [-1, 0])
     session.close()
-    backend.close()
+    model.close()

@@ -19,8 +19,8 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import Q2_K, quantised
-from edgespec.backends.llamacpp.backend import load
+from conftest import Q2_K, once, quantised
+from edgespec.backends.llamacpp.engine import load
 
 from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.generate import generate_tokens
@@ -74,6 +74,10 @@ def whole_target(smollm2):
         yield backend
 
 
+def rough(smollm2, smollm2_folder):
+    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
+
+
 @pytest.fixture(scope="module", params=["itself", "rough", "damaged"])
 def draft(request, smollm2, smollm2_tiny, smollm2_folder):
     """Always right, mostly right, mostly wrong."""
@@ -81,9 +85,11 @@ def draft(request, smollm2, smollm2_tiny, smollm2_folder):
         case "itself":
             path = smollm2_tiny
         case "rough":
-            path = quantised(smollm2, smollm2_folder / "tiny-q2k.gguf", Q2_K, tuple(range(6, 30)))
+            path = rough(smollm2, smollm2_folder)
         case "damaged":
-            path = quantised(smollm2, smollm2_folder / "tiny-damaged.gguf", Q2_K, tuple(range(4, 30)))
+            path = once(
+                smollm2_folder / "tiny-damaged.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(4, 30)))
+            )
     with loaded(path) as backend:
         yield backend
 
@@ -129,6 +135,7 @@ def check_lossless(target, planner, sampling, count, prompts=PROMPTS[:2]):
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
 
 
+@pytest.mark.covering(1)
 @by_temperature
 def test_trees(target, draft, sampling):
     check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24)
@@ -137,7 +144,7 @@ def test_trees(target, draft, sampling):
 @pytest.fixture(scope="module")
 def usual_draft(smollm2, smollm2_folder):
     """Mostly right, and loaded as drafts are: nodes may stay below a commit."""
-    path = quantised(smollm2, smollm2_folder / "tiny-q2k.gguf", Q2_K, tuple(range(6, 30)))
+    path = rough(smollm2, smollm2_folder)
     with loaded(path, in_order=False) as backend:
         yield backend
 
@@ -149,6 +156,7 @@ class Resting(AheadPlanner):
         return nullcontext()
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("kind", [Resting, AheadPlanner])
 def test_searches_that_go_on(target, usual_draft, sampling, kind):
@@ -183,6 +191,7 @@ def test_a_text_that_is_called_off_leaves_the_draft_as_it_was(target, usual_draf
         scheduler.close()
 
 
+@pytest.mark.covering(1)
 @by_temperature
 def test_chains(target, draft, sampling):
     check_lossless(target, ChainPlanner(draft, depth=6), sampling, 32, PROMPTS[1:2])
@@ -193,6 +202,7 @@ def test_copies(target, sampling):
     check_lossless(target, SssdPlanner(), sampling, 32)
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_pays(target, draft, sampling, streams):
@@ -223,6 +233,7 @@ def test_float_weights(float_target, target, sampling):
     check_lossless(float_target, SpecExecPlanner(target, depth=8, beam=4), sampling, 24)
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("weights", ["4 bits", "32 bits"])
 def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
@@ -233,7 +244,9 @@ def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
         check_lossless(target, SssdPlanner(), sampling, 24, PROMPTS[:1])
 
 
-@by_temperature
+@pytest.mark.parametrize(
+    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
+)
 def test_the_whole_model_with_a_cache_of_8_bits(smollm2, smollm2_q2k, sampling):
     with loaded(smollm2, kv_type="q8_0") as target, loaded(smollm2_q2k, kv_type="q8_0") as draft:
         check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])

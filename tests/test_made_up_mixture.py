@@ -10,7 +10,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 from conftest import quantised
-from edgespec.backends.llamacpp.backend import load
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.memory.planning import all_tensors, find_layers
 from gguf_files import small_llama
 

@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
-from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml import ggml_tensor
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_known
 from edgespec.backends.llamacpp.memory import mixture as llamacpp_mixture

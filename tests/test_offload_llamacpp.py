@@ -24,16 +24,18 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
 from conftest import Run
-from edgespec.backends.llamacpp import backend as llamacpp_backend
-from edgespec.backends.llamacpp.backend import LlamaBackend, load
+from edgespec.backends.llamacpp import engine as llamacpp_engine
+from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.context import ContextSize
+from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES
 
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.loading import exact as exact_module
+from edgespec.loading import row_classes
 from edgespec.loading.pair import open_backends
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
@@ -782,9 +784,9 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
 ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
-from edgespec.backends.llamacpp import memory as llamacpp_memory
-from edgespec.backends.llamacpp.backend import load
-from edgespec.loop.backend import prefill
+from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
+from edgespec.backends.llamacpp.engine import load
+from edgespec.loop.passes import prefill
 from edgespec.errors import UsageError
 from edgespec.machine.memory import parse_size
 
@@ -838,26 +840,27 @@ def test_an_ordinary_user_streams_without_locking_and_is_told(smollm2: Path) -> 
 def test_classes_are_found_before_weights_fill_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The small model that is tried for them has contexts and logits of its own, which no plan knows."""
     order = list[str]()
-    start = llamacpp_backend.start_streaming
+    start = llamacpp_engine.start_streaming
 
     def fill(*arguments: Any) -> Any:
         order.append("fill")
         return start(*arguments)
 
-    def probe(small: LlamaBackend) -> list[exact_module.Group]:
+    def probe(small: LlamaBackend) -> list[row_classes.Group]:
         order.append("probe")
         assert small.streamer is None
-        return [exact_module.Group(2, 63, trees=True, company=True), exact_module.Group(64, 128, True, True)]
+        return [row_classes.Group(2, 63, trees=True, row_independent=True), row_classes.Group(64, 128, True, True)]
 
-    monkeypatch.setattr(llamacpp_backend, "start_streaming", fill)
-    monkeypatch.setattr(exact_module, "probe", probe)
-    monkeypatch.setattr(exact_module, "_known", {})
+    monkeypatch.setattr(llamacpp_engine, "start_streaming", fill)
+    monkeypatch.setattr(row_classes, "probe", probe)
+    monkeypatch.setattr(row_classes, "_known", {})
     monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
     entry = Entry(name="target", target=f"file:{tiny}", defaults=Defaults())
     for asked, expected in ((None, ["probe", "fill"]), ("off", ["fill"])):
         order.clear()
         memory = least_memory(str(tiny), **OPTIONS)
-        (backend,) = open_backends(entry, None, None, exact=asked, remember=False, memory=memory, **OPTIONS)
+        options = LoadOptions(exact=asked, memory=memory, **OPTIONS)
+        (backend,) = open_backends(entry, None, None, options, remember=False)
         assert backend.capabilities.streams
         backend.close()
         assert order == expected

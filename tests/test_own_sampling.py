@@ -172,7 +172,7 @@ def warm(smollm2_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_python_api(warm: Path, smollm2_tiny: Path) -> None:
-    options: dict[str, Any] = {"planner": "none", "context_length": 64, "threads": 1}
+    options: dict[str, Any] = {"planner": "none", "context_length": 64, "threads": 1, "exact": "off"}
     with edgespec.load(str(warm), **options) as model:
         assert model.sampling == SamplingParams(temperature=0.9, top_k=40)
         assert any("top_p is 7.0" in note for note in model.notes)
@@ -188,7 +188,7 @@ def test_the_command_line(run: Run, warm: Path, tmp_path: Path) -> None:
     yaml.write_text(f"models:\n  - {{name: cold, target: 'file:{warm}', defaults: {{temperature: 0.0}}}}\n")
 
     def tokens(model: str, *more: str) -> list[int]:
-        options = ["--raw", "--json", "-n", "12", "--ctx", "64", "--planner", "none", "--seed", "3"]
+        options = ["--raw", "--json", "-n", "12", "--ctx", "64", "--planner", "none", "--exact", "off", "--seed", "3"]
         status, out, err = run("run", model, "Once upon a time", *options, "--models", str(yaml), *more)
         assert status == 0, err
         assert "top_p is 7.0" in err
@@ -204,7 +204,9 @@ def test_the_command_line(run: Run, warm: Path, tmp_path: Path) -> None:
 def test_bench_stays_greedy(run: Run, warm: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon a time"}\n')
-    status, out, err = run("bench", str(prompts), "--model", str(warm), "-n", "4", "--ctx", "64", "--json")
+    status, out, err = run(
+        "bench", str(prompts), "--model", str(warm), "-n", "4", "--ctx", "64", "--exact", "off", "--json"
+    )
     assert status == 0, err
     assert json.loads(out)["sampling"] == {}
 

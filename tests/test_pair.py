@@ -18,6 +18,7 @@ from gguf_files import byte_level_vocab, sentencepiece_vocab
 
 from edgespec.errors import EdgespecError, RegistryError, UsageError
 from edgespec.loading.pair import close_all, open_backends
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.text import user_messages
 from edgespec.measure import pair as pair_module
 from edgespec.measure import pair_report, recording
@@ -137,7 +138,7 @@ def test_a_file_that_is_cut_off(smollm2_tiny: Path, tmp_path: Path) -> None:
 def test_a_replay_gains_what_the_target_would_have_given(smollm2_tiny: Path) -> None:
     """Against the recording of plain decoding, each planner takes as many passes as against the target itself."""
     entry = find_model(str(smollm2_tiny))
-    backends = open_backends(entry, str(smollm2_tiny), None, context_length=512, budget=8, exact="off")
+    backends = open_backends(entry, str(smollm2_tiny), None, LoadOptions(context_length=512, budget=8, exact="off"))
     try:
         question = user_messages("Count from one to ten.")
         with Model(backends[0], make_planner("none", backends)) as model:
@@ -157,7 +158,8 @@ def test_a_replay_gains_what_the_target_would_have_given(smollm2_tiny: Path) -> 
 
 def test_answers_are_recorded_once(smollm2_tiny: Path, tmp_path: Path) -> None:
     kept, asked = tmp_path / "sub" / "answers.jsonl", questions(["prose", "code"], 1)
-    (target,) = open_backends(find_model(str(smollm2_tiny)), None, None, context_length=512, budget=8, exact="off")
+    options = LoadOptions(context_length=512, budget=8, exact="off")
+    (target,) = open_backends(find_model(str(smollm2_tiny)), None, None, options)
     try:
         seen = list[tuple[int, int]]()
         first = record(target, asked, kept, 8, lambda *what: seen.append(what))

@@ -65,31 +65,47 @@ def prompts(backend: Backend) -> list[list[int]]:
     return [backend.vocab.encode(text, add_bos=True, parse_special=False) for text in PROMPTS]
 
 
+@pytest.fixture(scope="module", params=["six layers", pytest.param("whole", marks=pytest.mark.exhaustive)])
+def size(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def llamacpp(smollm2_f32: Path) -> Iterator[Engine]:
-    backend = load_backend("llamacpp", str(smollm2_f32), **OPTIONS, threads=1)
+def gguf(request: pytest.FixtureRequest, size: str) -> Path:
+    return request.getfixturevalue("smollm2_f32" if size == "whole" else "smollm2_tiny_f32")
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, size: str) -> Path:
+    """Of the same weights as the file: a model of 4 bits, in float32."""
+    return request.getfixturevalue("smollm2_hf" if size == "whole" else "smollm2_tiny_hf")
+
+
+@pytest.fixture(scope="module")
+def llamacpp(gguf: Path) -> Iterator[Engine]:
+    backend = load_backend("llamacpp", str(gguf), **OPTIONS, threads=1)
     yield compute(backend)
     backend.close()
 
 
 @pytest.fixture(scope="module")
-def torch(smollm2_hf: Path) -> Iterator[Engine]:
+def torch(folder: Path) -> Iterator[Engine]:
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
-    backend = load_backend("torch", str(smollm2_hf), **OPTIONS, threads=1)
+    backend = load_backend("torch", str(folder), **OPTIONS, threads=1)
     yield compute(backend)
     backend.close()
 
 
 @pytest.fixture(scope="module")
-def mlx(smollm2_hf: Path) -> Iterator[Engine]:
+def mlx(folder: Path) -> Iterator[Engine]:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
-    backend = load_backend("mlx", str(smollm2_hf), **OPTIONS)
+    backend = load_backend("mlx", str(folder), **OPTIONS)
     yield compute(backend)
     backend.close()
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)
-def pair(request: pytest.FixtureRequest) -> list[Engine]:
+def pair(request: pytest.FixtureRequest, size: str) -> list[Engine]:
     return [request.getfixturevalue(name) for name in request.param]
 
 

@@ -284,7 +284,8 @@ def test_chi_square_notices():
     assert chi_square(counts, probs) > limit(15)
 
 
-def test_speculative_text_follows_the_targets_distribution():
+@pytest.mark.parametrize("seeds", [3000, pytest.param(10000, marks=pytest.mark.exhaustive)])
+def test_speculative_text_follows_the_targets_distribution(seeds):
     """Two tokens by speculation over many seeds against the target's joint distribution, computed in full."""
     size = 6
     model = random_model(3, vocab_size=size, width=8, layers=1, hidden=8, sharpness=1.5)
@@ -298,7 +299,7 @@ def test_speculative_text_follows_the_targets_distribution():
     for token in range(size):
         joint[token] = first[token] * softmax(logits[1 + token] / temperature)
     counts, accepted = np.zeros((size, size)), 0
-    for seed in range(10000):  # two draws each
+    for seed in range(seeds):  # two draws each
         stats, text = GenerationStats(), list[int]()
         chosen = SamplingParams(temperature=temperature, seed=seed)
         for round_ in generate_tokens(
@@ -307,7 +308,7 @@ def test_speculative_text_follows_the_targets_distribution():
             text += round_.tokens
         counts[text[0], text[1]] += 1
         accepted += stats.tokens_by_source["draft"]
-    assert 2000 < accepted < 9500  # the speculation was real, and was not always right
+    assert 0.2 * seeds < accepted < 0.95 * seeds  # the speculation was real, and was not always right
     assert chi_square(counts.ravel(), joint.ravel()) < limit(size * size - 1)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.backends.llamacpp.backend import load
+from conftest import made_up
+from edgespec.backends.llamacpp.engine import load
 
-from benchmarks.made_up import Shape, write_made_up
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
@@ -26,9 +26,7 @@ PROMPTS = [TEXT[:40], TEXT[:900], f"{TEXT[:700]}Or not.", TEXT[30:1000], f"{TEXT
 
 @pytest.mark.parametrize("asked", ["narrow", "wide"])
 def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path):
-    path = smollm2_folder / "made-up-for-the-scheduler.gguf"
-    if not path.exists():
-        write_made_up(path, Shape(2, 256, 512, 4, 2, vocab=1), smollm2, lambda done, total: None)
+    path = made_up(smollm2, smollm2_folder)
     target = load(str(path), context_length=512, budget=16, sessions=4, threads=2, exact=asked, share=0.25)
     shelf, loaded = None, list[bool]()
 

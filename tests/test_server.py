@@ -4,8 +4,10 @@ import asyncio
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Event, Semaphore
 from typing import ClassVar
 
 import pytest
@@ -22,20 +24,23 @@ from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Request as Wanted
-from edgespec.server import texts
+from edgespec.server import wire
 from edgespec.server.access import Guard
-from edgespec.server.app import STATIC, make_app
-from edgespec.server.chat import ChatBody
+from edgespec.server.app import STATIC, error_body, make_app
+from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused
-from edgespec.server.texts import MOST_BODY, Service
+from edgespec.server.output_format import OutputFormat
+from edgespec.server.service import Service
+from edgespec.server.wire import MOST_BODY
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @contextmanager
-def served(slots=2, service=(), sampling=None, context=400, **guard):
+def served(slots=2, service=(), sampling=None, context=400, template=None, **guard):
     target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
+    target.vocab.chat_template = template or target.vocab.chat_template
     with Model(target, [SssdPlanner() for _ in range(slots)], budget=8, sampling=sampling) as model:
         app = make_app(Service(model, "tiny", **dict(service)), **guard)
         with TestClient(app, base_url="http://127.0.0.1:8080", raise_server_exceptions=False) as client:
@@ -246,7 +251,7 @@ class TestMessages:
 
     def test_stop_sequences_and_counts(self, client):
         text = client.post("/v1/messages", json=self.BODY | {"seed": 4}).json()["content"][0]["text"]
-        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["", text[5:7]]}).json()
+        answer = client.post("/v1/messages", json=self.BODY | {"seed": 4, "stop_sequences": ["@@", text[5:7]]}).json()
         assert answer["stop_reason"] == "stop_sequence"
         assert answer["stop_sequence"] == text[5:7]
         counted = client.post("/v1/messages/count_tokens", json=HELLO).json()["input_tokens"]
@@ -425,7 +430,7 @@ class TestErrors:
         assert answer.status_code == 400, answer.text
 
     def test_a_body_that_does_not_come(self, monkeypatch):
-        monkeypatch.setattr(texts, "BODY_SECONDS", 0.05)
+        monkeypatch.setattr(wire, "BODY_SECONDS", 0.05)
 
         async def never():
             await asyncio.sleep(60)
@@ -433,7 +438,7 @@ class TestErrors:
         head = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": head}
         with pytest.raises(Refused, match="did not come") as raised:
-            asyncio.run(texts.read_body(Request(scope, never), ChatBody))
+            asyncio.run(wire.read_body(Request(scope, never), ChatBody))
         assert raised.value.status == 408
 
     def test_too_many_at_once(self):
@@ -575,6 +580,37 @@ class TestPage:
         assert plain["edgespec"]["stats"][0]["drafted"] == 0 < usual["edgespec"]["stats"][0]["drafted"]
 
 
+SLOW = {"type": "json_schema", "json_schema": {"schema": TestSchemas.SCHEMA}}
+
+
+@pytest.mark.parametrize("slow", ["building", "compiling"])
+def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
+    """Nor do many: they wait for threads of their own."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    many, begun, go_on = 20, Semaphore(0), Event()
+    with served(slots=2) as client, ThreadPoolExecutor(many) as pool:
+        owner, name = (client.model, "compile") if slow == "compiling" else (OutputFormat, "grammar")
+        inner = getattr(owner, name)
+
+        def blocked(*given):
+            begun.release()
+            assert go_on.wait(60)
+            return inner(*given)
+
+        monkeypatch.setattr(owner, name, blocked)
+        body = HELLO | {"max_tokens": 5, "response_format": SLOW}
+        try:
+            waiting = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(many)]
+            assert begun.acquire(timeout=60)
+            assert client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 3}).status_code == 200
+            assert len(stream(client, "/v1/messages", HELLO | {"max_tokens": 3})) > 3
+            assert client.get("/health").json()["status"] == "ok"
+            assert not any(one.done() for one in waiting)
+        finally:
+            go_on.set()
+        assert {one.result().status_code for one in waiting} == {200}
+
+
 def test_models_and_metrics():
     with served() as client:
         card = client.get("/v1/models").json()["data"][0]
@@ -667,5 +703,5 @@ def test_a_client_that_does_not_read_is_left():
         await asyncio.sleep(60)
 
     scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Guard(endless, slow_reader=0.05)(scope, None, stuck))
+    asyncio.run(Guard(endless, error_body, slow_reader=0.05)(scope, None, stuck))
     assert ended

@@ -20,7 +20,7 @@ import uvicorn
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.server.app import make_app
-from edgespec.server.texts import Service
+from edgespec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -1,7 +1,6 @@
 """Calls that must be: the grammar of every form, markers being text or control tokens; and gpt-oss's channels."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceVocab
@@ -17,11 +16,17 @@ from test_server_tools import TEMPLATE, TOOLS, check
 
 from edgespec.errors import UsageError
 from edgespec.loop.grammar import Compiler, json_schema
-from edgespec.server.call_formats import FORMS, MARKER, Thought, form_of
-from edgespec.server.channels import ANALYSIS, FINAL, Channels, comes_in_channels
-from edgespec.server.constrained import after_thought, call_grammar, is_text
-from edgespec.server.parse_output import Regions, types_of
-from edgespec.server.prompts import settled
+from edgespec.server import constrained
+from edgespec.server.call_formats import FORMATS
+from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
+from edgespec.server.constrained import ThoughtFirst
+from edgespec.server.conversation import Thought, Turn
+from edgespec.server.markers import MARKER
+from edgespec.server.output_format import call_format_of
+from edgespec.server.parse_output import OutputParser
+from edgespec.server.prompts import template_messages
+from edgespec.server.schema import resolve
+from edgespec.server.tool_calls import Call, Tool, Tools
 
 FUNCTION = {
     "name": "look_up",
@@ -99,6 +104,10 @@ class Vocabulary(ReferenceVocab):
         return self.names[token_id - 258] if token_id >= 258 else super().token_text(token_id)
 
 
+def call_grammar(vocab, form, functions):
+    return constrained.call_grammar(vocab, form, list(map(Tool, functions)))
+
+
 def names_in(text):
     return sorted({name for name in MARKER.findall(text) if "=" not in name and name != "<odd>"})
 
@@ -119,7 +128,7 @@ def vocab_of(request):
 
 
 def form_named(seen):
-    return next(form for form in FORMS if "".join(form.seen) == seen)
+    return next(form for form in FORMATS if "".join(form.seen) == seen)
 
 
 @pytest.mark.parametrize("seen", SPELLED)
@@ -134,22 +143,19 @@ def test_a_forced_call_is_written_as_the_template_does_and_by_the_schema(seen, v
     assert not fits(vocab, grammar, text + "and more")
     if "{braces}" not in form.call:  # there types alone count
         assert not fits(vocab, grammar, re.sub(r"\b2\b", "7", text))
-    reader = Regions(form, types=types_of([FUNCTION])) if form.open else Channels(form)
-    assert pieces(reader, text) == [("look_up", ARGUMENTS)]
+    parser = OutputParser(form, parameters=Tools([Tool(FUNCTION)]).parameters) if form.open else ChannelParser(form)
+    assert pieces(parser, text) == [("look_up", ARGUMENTS)]
 
 
 def test_every_form_can_be_forced():
-    assert sorted("".join(form.seen) for form in FORMS) == sorted(SPELLED)
+    assert sorted("".join(form.seen) for form in FORMATS) == sorted(SPELLED)
 
 
 @pytest.mark.parametrize("seen", SPELLED)
 def test_a_model_that_must_call_does(seen):
     """From the template to the answer, however mad the model."""
-    with served(context=1500) as client:
-        client.model.target.vocab.chat_template = TEMPLATE.replace("<tool_call>", "").replace(
-            "{% if tools %}",
-            "{# " + seen + " #}{% if tools %}",
-        )
+    shown = "{# " + seen + " #}{% if tools %}"
+    with served(context=1500, template=TEMPLATE.replace("<tool_call>", "").replace("{% if tools %}", shown)) as client:
         choice = {"type": "function", "function": {"name": "weather"}}
         body = HELLO | {"max_tokens": 250, "temperature": 0.8, "tools": TOOLS, "tool_choice": choice}
         for seed in range(9):  # it may think for ever
@@ -184,13 +190,80 @@ def test_parameters_that_cannot_be_forced_are_refused():
 EMPTY = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
-def test_what_may_be_text_in_markup():
-    root = {"$defs": {"n": {"type": "integer"}, "t": {"type": ["string", "null"]}}}
-    number, text = {"$ref": "#/$defs/n"}, {"$ref": "#/$defs/t"}
-    for schema in ({}, {"type": "string"}, text, {"anyOf": [number, text]}, True):
-        assert is_text(schema, root)
-    for schema in ({"type": "object"}, number, {"oneOf": [number, {"type": "null"}]}):
-        assert not is_text(schema, root)
+def schema_of(value, **definitions):
+    """What is understood of a parameter."""
+    return resolve({"properties": {"it": value}, "$defs": definitions}).properties["it"]
+
+
+NUMBER, TEXT = {"$ref": "#/$defs/n"}, {"$ref": "#/$defs/t"}
+DEFINITIONS = {"n": {"type": "integer"}, "t": {"type": ["string", "null"]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text", "values"),
+    [
+        ({}, True, {"5": "5", "null": "null"}),
+        (True, True, {'{"a": 1}': '{"a": 1}'}),
+        ({"description": "a zip"}, True, {"12345": "12345"}),
+        ({"type": "string"}, True, {'"a"': '"a"', "[1]": "[1]"}),
+        (TEXT, True, {"12345": "12345", '{"a": 1}': '{"a": 1}', "null": None}),
+        ({"anyOf": [NUMBER, TEXT]}, True, {"12345": 12345, "1.5": "1.5", '"a"': '"a"', "a": "a"}),
+        ({"anyOf": [NUMBER, {}]}, True, {"5": "5"}),
+        (NUMBER, False, {"5": 5, "five": "five"}),
+        ({"oneOf": [NUMBER, {"type": "null"}]}, False, {"5": 5, "null": None}),
+        ({"type": "object"}, False, {'{"a": [true]}': {"a": [True]}}),
+        ({"items": TEXT}, False, {'["a"]': ["a"]}),
+        ({"enum": ["1", 2, None]}, False, {"1": "1", "2": 2, "null": None, "3": 3}),
+        ({"const": "true"}, False, {"true": "true"}),
+    ],
+)
+def test_a_schema_is_understood_once(schema, is_text, values):
+    """What a grammar lets a model write in markup, and what a parser makes of it."""
+    found = schema_of(schema, **DEFINITIONS)
+    assert found.is_text == is_text
+    assert {text: found.value_of(text) for text in values} == values
+
+
+def test_references_are_followed():
+    found = resolve({"properties": {"a": {"$ref": "#/$defs/one"}, "b": {"$ref": "#/$defs/x~1y/0"}},
+                     "$defs": {"one": {"$ref": "#/$defs/x~1y/0"}, "x/y": [{"type": "null"}]}})  # fmt: skip
+    assert found.properties["a"] is found.properties["b"]
+    assert found.properties["a"].types == {"null"}
+    assert schema_of({"$ref": "https://example.org/schema"}).types is None
+    tree = resolve({"properties": {"child": {"$ref": "#"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}})
+    assert tree.properties["child"] is tree
+    assert tree.properties["child"].properties["child"] is tree
+
+
+@pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
+def test_a_grammar_has_one_rule_for_each_schema(seen):
+    """Each level of eight keys refers twice to the next: as texts within each other they would be gigabytes."""
+    levels = {
+        f"l{n}": {"type": "object", "properties": {f"k{i}": {"$ref": f"#/$defs/l{n + 1}"} for i in range(8)}}
+        for n in range(20)
+    }
+    levels["l20"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/l0"}}, "$defs": levels}
+    grammar = call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": parameters}])
+    assert len(grammar.text) < 50_000
+
+
+def test_a_schema_may_refer_to_itself():
+    form = form_named("<|tool_call>call:")
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "n": {"type": "integer"}}}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    vocab = Vocabulary("<|tool_call>", "<tool_call|>")
+    grammar = call_grammar(vocab, form, [{"name": "f", "parameters": parameters}])
+    assert fits(vocab, grammar, "<|tool_call>call:f{a:{next:{next:{n:1},n:2},n:3}}<tool_call|>")
+    assert not fits(vocab, grammar, "<|tool_call>call:f{a:{next:{next:{n:1},n:2},m:3}}<tool_call|>")
+
+
+def test_parameters_that_are_no_schema_do_not_stop_a_call_from_being_read():
+    tools = Tools([Tool({"name": "f", "parameters": {"properties": {"a": {"$ref": "#/none"}}}}), Tool(FUNCTION)])
+    assert set(tools.parameters) == {"look_up"}
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    parser = OutputParser(form_named("<function=<parameter="), parameters=tools.parameters)
+    assert pieces(parser, text) == [("f", {"a": "5"})]
 
 
 def test_braces_hold_any_value():
@@ -204,9 +277,9 @@ def test_braces_hold_any_value():
         assert fits(vocab, grammar, f"<|tool_call>call:f{good}<tool_call|>")
     for bad in ("{", "{b:null,a:[]}", "{a:}", "{c:1}", "{a:{1}}"):
         assert not fits(vocab, grammar, f"<|tool_call>call:f{bad}<tool_call|>")
-    assert pieces(Regions(form), text) == [("f", {"a": {"x": "1", "y": [True, {}]}, "b": -2.5})]
+    assert pieces(OutputParser(form), text) == [("f", {"a": {"x": "1", "y": [True, {}]}, "b": -2.5})]
     for broken in ("f{a:", "f", "f{a:1}x", "f{a 1}", "f{a:oh}", "f{a:1 2}"):
-        assert pieces(Regions(form), f"<|tool_call>call:{broken}<tool_call|>") == [
+        assert pieces(OutputParser(form), f"<|tool_call>call:{broken}<tool_call|>") == [
             f"<|tool_call>call:{broken}<tool_call|>"
         ]
 
@@ -230,11 +303,11 @@ def test_braces_hold_each_key_once():
 
 def test_a_thought_between_control_tokens_is_free():
     vocab = Vocabulary("[THINK]", "[/THINK]")
-    grammar = after_thought(vocab, json_schema(SCHEMA), ("[THINK]", "[/THINK]"), inside=False)
+    grammar = ThoughtFirst(vocab, ("[THINK]", "[/THINK]")).before(json_schema(SCHEMA), inside=False)
     assert fits(vocab, grammar, '[THINK]a {"b": [/think][/THINK]\n{"a":1}')
     assert fits(vocab, grammar, '{"a":1}')
     assert not fits(vocab, grammar, '[THINK]a[/THINK]b{"a":1}')
-    inside = after_thought(vocab, json_schema(SCHEMA), ("[THINK]", "[/THINK]"), inside=True)
+    inside = ThoughtFirst(vocab, ("[THINK]", "[/THINK]")).before(json_schema(SCHEMA), inside=True)
     assert fits(vocab, inside, 'so[/THINK]{"a":1}')
     assert not fits(vocab, inside, '{"a":1}')
 
@@ -259,58 +332,60 @@ ANSWERS = {
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(list(ANSWERS)), st.data())
 def test_what_comes_in_channels(text, data):
-    assert pieces(Channels(HARMONY), text, data) == ANSWERS[text]
+    assert pieces(ChannelParser(HARMONY), text, data) == ANSWERS[text]
 
 
 def test_without_tools_nothing_is_called():
-    assert pieces(Channels(), SENT) == ['{"a": 1}']
+    assert pieces(ChannelParser(), SENT) == ['{"a": 1}']
 
 
 def test_forms_and_thoughts_in_channels():
     vocab = Vocabulary(*names_in(THOUGHT + SENT + "<|return|><|call|>"))
-    vocab.chat_template = f"{{% if tools %}}functions.{ANALYSIS[0]}{FINAL}"
-    assert form_of(vocab) is HARMONY
-    assert comes_in_channels(vocab)
-    schema = after_thought(vocab, json_schema(SCHEMA), ANALYSIS, False, FINAL)
+    template = f"{{% if tools %}}functions.{ANALYSIS[0]}{FINAL}"
+    assert call_format_of(template) is HARMONY
+    assert comes_in_channels(template)
+    thought_first = ThoughtFirst(vocab, ANALYSIS, FINAL)
+    schema = thought_first.before(json_schema(SCHEMA), inside=False)
     assert fits(vocab, schema, f'{THOUGHT}{FINAL}{{"a":1}}')
     assert fits(vocab, schema, f'{FINAL}{{"a":2}}')
     assert not fits(vocab, schema, '{"a":1}')
     functions = [{"name": "f", "parameters": SCHEMA}]
-    call = after_thought(vocab, call_grammar(vocab, HARMONY, functions), ANALYSIS, False)
+    call = thought_first.before(call_grammar(vocab, HARMONY, functions), inside=False, is_call=True)
     assert fits(vocab, call, THOUGHT + SENT)
     assert not fits(vocab, call, f"{FINAL}Yes.")
 
 
 def talk(*ids):
-    calls = [{"id": i, "type": "function", "function": {"name": f"f{n}", "arguments": {}}} for n, i in enumerate(ids)]
-    said = {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": calls}
-    return [{"role": "user", "content": "hello"}, said]
+    calls = [Call(f"f{n}", "{}", id_) for n, id_ in enumerate(ids)]
+    return [Turn("user", "hello"), Turn("assistant", "so", "why", calls)]
+
+
+def shown(turns, *, names_thinking=False, numbered=False):
+    return list(template_messages(turns, names_thinking=names_thinking, numbered=numbered))
 
 
 def test_calls_and_results_have_ids_in_the_models_form():
-    results = [{"role": "tool", "content": "1", "tool_call_id": i} for i in ("call_b", "call_a")]
-    _, said, *told = settled(SimpleNamespace(chat_template="tools"), [*talk("call_a", "call_b"), *results])
+    results = [Turn("tool", "1", result_of=i) for i in ("call_b", "call_a")]
+    _, said, *told = shown([*talk("call_a", "call_b"), *results])
     ids = [call["id"] for call in said["tool_calls"]]
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in ids)
     assert [one["tool_call_id"] for one in told] == ids[::-1]
     assert [one["name"] for one in told] == ["f1", "f0"]
     assert said["reasoning_content"] == "why"
-    kimi = SimpleNamespace(chat_template="tools <|tool_calls_section_begin|>")
-    _, said, *told = settled(kimi, [*talk("call_a", "call_b"), *results])
+    _, said, *told = shown([*talk("call_a", "call_b"), *results], numbered=True)
     assert [call["id"] for call in said["tool_calls"]] == ["functions.f0:0", "functions.f1:1"]
     assert told[0]["tool_call_id"] == "functions.f1:1"
 
 
 def test_results_without_ids_answer_in_order():
-    results = [{"role": "tool", "content": str(i)} for i in range(3)]
-    _, said, *told = settled(SimpleNamespace(chat_template=None), [*talk(None, None), *results])
+    results = [Turn("tool", str(i)) for i in range(3)]
+    _, said, *told = shown([*talk("", ""), *results])
     assert [one["tool_call_id"] for one in told[:2]] == [call["id"] for call in said["tool_calls"]]
-    assert told[2] == results[2]
+    assert told[2] == {"role": "tool", "content": "2", "tool_call_id": None}
 
 
 def test_thoughts_by_the_name_that_gpt_oss_has_for_them():
-    vocab = SimpleNamespace(chat_template="tools {{ message.thinking }}")
-    _, said = settled(vocab, talk("call_a"))
+    _, said = shown(talk("call_a"), names_thinking=True)
     assert said["thinking"] == "why"
     assert said["content"] == ""
     assert "reasoning_content" not in said

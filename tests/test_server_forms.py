@@ -1,4 +1,4 @@
-"""Calls in the forms of model families, and what is thought: cut out however the text comes, in every dialect."""
+"""Calls in the formats of model families, and what is thought: cut out however the text comes, in every dialect."""
 
 import json
 
@@ -9,21 +9,25 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from types import SimpleNamespace
-
 from test_server import HELLO, served, stream
 from test_server_tools import TEMPLATE
 
 from edgespec.loop.grammar import Compiler, json_schema, lark, regex
 from edgespec.loop.text import TextStream
-from edgespec.server.call_formats import FORMS, HERMES, Call, Thought, form_of, shown_ids, thinking_of
-from edgespec.server.constrained import after_thought
-from edgespec.server.parse_output import Regions, types_of
+from edgespec.server.call_formats import FORMATS, HERMES
+from edgespec.server.constrained import ThoughtFirst
+from edgespec.server.conversation import Thought
+from edgespec.server.markers import control_tokens
+from edgespec.server.output_format import call_format_of, thinking_of
+from edgespec.server.parse_output import OutputParser
+from edgespec.server.tool_calls import Call, Tool, Tools
 
-FUNCTIONS = [
-    {"name": "f", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}},
-    {"name": "g"},
-]
+TOOLS = Tools(
+    [
+        Tool({"name": "f", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}),
+        Tool({"name": "g"}),
+    ]
+)
 CITY = {"city": "5", "days": 2}
 # What is in the template, and a text with calls of f(CITY) and g(); one form more is read by channels.py.
 WRITTEN = {
@@ -60,17 +64,17 @@ WRITTEN = {
 }
 
 
-def vocabulary(template):
-    return SimpleNamespace(chat_template="{% if tools %}" + template)
+def format_of(template):
+    return call_format_of("{% if tools %}" + template)
 
 
-def pieces(regions, text, data=None):
+def pieces(parser, text, data=None):
     found, at = [], 0
     while at < len(text):
         size = data.draw(st.integers(1, 15)) if data else len(text)
-        found += regions.push(text[at : at + size])
+        found += parser.push(text[at : at + size])
         at += size
-    found += regions.finish()
+    found += parser.finish()
     merged = []
     for piece in found:
         if merged and isinstance(piece, str) and isinstance(merged[-1], str):
@@ -83,30 +87,30 @@ def pieces(regions, text, data=None):
 
 
 def test_every_form_has_an_example():
-    assert sorted("".join(form.seen) for form in FORMS if form.open) == sorted(WRITTEN)
-    for seen, form in ((seen, form_of(vocabulary(seen))) for seen in WRITTEN):
+    assert sorted("".join(form.seen) for form in FORMATS if form.open) == sorted(WRITTEN)
+    for seen, form in ((seen, format_of(seen)) for seen in WRITTEN):
         assert "".join(form.seen) == seen
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.booleans(), st.booleans(), st.data())
 def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks, data):
-    form, text = form_of(vocabulary(seen)), WRITTEN[seen]
+    form, text = format_of(seen), WRITTEN[seen]
     expected = [("f", CITY), ("g", {})]
     if says:
         text, expected = "Let me see.\n" + text, ["Let me see.", *expected]
     if thinks:
         text, expected = "\nWhat <b>now</b>?\n</think>\n\n" + text, [Thought("What <b>now</b>?"), *expected]
-    regions = Regions(form, ("<think>", "</think>"), inside=thinks, types=types_of(FUNCTIONS))
-    assert pieces(regions, text, data) == expected
+    parser = OutputParser(form, ("<think>", "</think>"), inside=thinks, parameters=TOOLS.parameters)
+    assert pieces(parser, text, data) == expected
 
 
 def test_llama_calls_without_a_marker_only_where_the_answer_begins():
-    form = form_of(vocabulary("<|python_tag|>"))
+    form = format_of("<|python_tag|>")
     call = '{"name": "f", "parameters": {"days": 2}}'
-    assert pieces(Regions(form), f"\n{call}") == [("f", {"days": 2})]
-    assert pieces(Regions(form), f"For example {call}") == [f"For example {call}"]
-    assert pieces(Regions(form), '{"name": "Bob"') == ['{"name": "Bob"']
+    assert pieces(OutputParser(form), f"\n{call}") == [("f", {"days": 2})]
+    assert pieces(OutputParser(form), f"For example {call}") == [f"For example {call}"]
+    assert pieces(OutputParser(form), '{"name": "Bob"') == ['{"name": "Bob"']
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,7 +119,7 @@ def test_what_is_cut_or_broken_is_content(seen, data):
     """Nothing is lost and nothing raises."""
     text = WRITTEN[seen]
     start, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
-    found = pieces(Regions(form_of(vocabulary(seen))), text[:start] + text[end:], data)
+    found = pieces(OutputParser(format_of(seen)), text[:start] + text[end:], data)
     assert all(isinstance(piece, str) or isinstance(piece[0], str) for piece in found)
 
 
@@ -136,14 +140,14 @@ THINK = ("<think>", "</think>")
 )  # fmt: skip
 def test_what_is_thought_is_told_apart(case, data):
     text, inside, expected = case
-    assert pieces(Regions(None, THINK, inside=inside), text, data) == expected
+    assert pieces(OutputParser(None, THINK, inside=inside), text, data) == expected
 
 
 def test_markers_that_are_control_tokens_are_shown():
     with served() as client:
         vocab = client.model.target.vocab
         name = vocab.token_text(vocab.bos_id)
-        assert shown_ids(vocab, [name, "a", "ab"]) == {vocab.bos_id}
+        assert control_tokens(vocab, f"{name}a<b>ab") == {name: vocab.bos_id}
         for shown, text in [((), "a"), ({vocab.bos_id}, f"{name}a")]:
             stream = TextStream(vocab, shown=shown)
             ids = [vocab.bos_id, *vocab.encode("a", add_bos=False, parse_special=False)]
@@ -153,12 +157,12 @@ def test_markers_that_are_control_tokens_are_shown():
 @pytest.fixture(scope="module")
 def thinker():
     """A model whose prompts end in the middle of a thought, unless it is told not to think."""
-    with served(context=1500) as client:
+    template = (
+        TEMPLATE + "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
+        "{{ '<think>\n' if enable_thinking is not defined or enable_thinking else '<think></think>' }}"
+    )
+    with served(context=1500, template=template) as client:
         vocab = client.model.target.vocab
-        vocab.chat_template = (
-            TEMPLATE + "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
-            "{{ '<think>\n' if enable_thinking is not defined or enable_thinking else '<think></think>' }}"
-        )
         client.shown, render = [], vocab.encode
 
         def encode(text, **options):
@@ -170,7 +174,7 @@ def thinker():
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-# The tiny model thinks in random bytes: a regular expression has it think "hm", in a text that `after_thought` frames.
+# The tiny model thinks in random bytes: a regular expression has it think "hm", in a text that `ThoughtFirst` frames.
 FORM = {"edgespec": {"lark": "start: /h{1,3}m{1,4}/ \"</think>\\n\" /[a-z]{3,9}/"}}  # fmt: skip
 
 
@@ -181,7 +185,7 @@ def thinking_body(**more):
 class TestDialects:
     @pytest.fixture(autouse=True)
     def _plain_grammar(self, monkeypatch):
-        monkeypatch.setattr("edgespec.server.tools.after_thought", lambda vocab, grammar, *more: grammar)
+        monkeypatch.setattr(ThoughtFirst, "before", lambda self, grammar, **more: grammar)
 
     def test_chat(self, thinker):
         body = thinking_body(**HELLO, **FORM)
@@ -251,7 +255,7 @@ def test_a_schema_holds_behind_a_thought():
         vocab, compiler = client.model.target.vocab, Compiler(client.model.target.vocab)
 
         def fits(grammar, inside, text):
-            matcher = compiler.compiled(after_thought(vocab, grammar, THINK, inside)).start()._matcher
+            matcher = compiler.compiled(ThoughtFirst(vocab, THINK).before(grammar, inside=inside)).start()._matcher
             ids = vocab.encode(text, add_bos=False, parse_special=False)
             return matcher.validate_tokens(ids) == len(ids)
 
@@ -269,8 +273,8 @@ def test_a_schema_holds_behind_a_thought():
 
 
 def test_what_a_template_shows():
-    assert form_of(SimpleNamespace(chat_template="<tool_call>")) is None  # it shows no tools
-    assert form_of(SimpleNamespace(chat_template=None)) is None
-    assert form_of(vocabulary("<tool_call>")) is HERMES
-    assert thinking_of(vocabulary("x</think>")) == THINK
-    assert thinking_of(vocabulary("x")) is None
+    assert call_format_of("<tool_call>") is None  # it shows no tools
+    assert call_format_of("") is None
+    assert format_of("<tool_call>") is HERMES
+    assert thinking_of("x</think>") == THINK
+    assert thinking_of("x") is None

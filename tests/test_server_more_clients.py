@@ -113,9 +113,10 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
-    from edgespec.server.chat import ChatBody, CompletionBody
-    from edgespec.server.messages import CountBody, MessagesBody
-    from edgespec.server.responses import ResponsesBody
+    from edgespec.server.dialects.chat import ChatBody
+    from edgespec.server.dialects.completions import CompletionBody
+    from edgespec.server.dialects.messages import CountBody, MessagesBody
+    from edgespec.server.dialects.responses import ResponsesBody
     from edgespec.server.typing_ahead import DraftBody
 
     bodies = {

@@ -12,8 +12,9 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from test_server import HELLO, served, stream
 
-from edgespec.server.call_formats import HERMES, Call
-from edgespec.server.parse_output import Regions, calls_of
+from edgespec.server.call_formats import HERMES
+from edgespec.server.parse_output import OutputParser, calls_of
+from edgespec.server.tool_calls import Call
 
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
@@ -36,8 +37,7 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TI
 
 @pytest.fixture(scope="module")
 def client():
-    with served(context=1000) as client:
-        client.model.target.vocab.chat_template = TEMPLATE
+    with served(context=1000, template=TEMPLATE) as client:
         client.shown = []
         render = client.model.target.vocab.encode
 
@@ -154,6 +154,24 @@ class TestDialects:
         call["function"]["arguments"] = "{broken"
         assert client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 2}).status_code == 200
 
+    def test_a_text_and_the_call_behind_it_are_one_turn(self, client):
+        call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+        chat = [*HELLO["messages"], {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+        items = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "time", "arguments": "{}"},
+        ]
+        shown = []
+        for path, body in [
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}),
+            ("/v1/responses", {"input": items, "max_output_tokens": 2}),
+        ]:
+            client.shown.clear()
+            assert client.post(path, json=body).status_code == 200
+            shown.append(client.shown[-1])
+        assert shown[0] == shown[1]
+
     def test_what_cannot_be_called(self, client):
         for more, says in [
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),
@@ -186,12 +204,12 @@ TEXTS = {
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(TEXTS)), st.data())
 def test_calls_are_found_however_the_text_comes(text, data):
-    regions, found, at = Regions(HERMES), [], 0
+    parser, found, at = OutputParser(HERMES), [], 0
     while at < len(text):
         size = data.draw(st.integers(1, 12))
-        found += regions.push(text[at : at + size])
+        found += parser.push(text[at : at + size])
         at += size
-    found += regions.finish()
+    found += parser.finish()
     merged = []
     for piece in found:
         if isinstance(piece, Call):
@@ -205,9 +223,9 @@ def test_calls_are_found_however_the_text_comes(text, data):
 
 
 def test_without_tools_everything_is_content():
-    regions = Regions()
-    assert regions.push(ONE) == [ONE]
-    assert regions.push("") == regions.finish() == []
+    parser = OutputParser()
+    assert parser.push(ONE) == [ONE]
+    assert parser.push("") == parser.finish() == []
 
 
 def test_a_depth_bomb_is_content():

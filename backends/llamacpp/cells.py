@@ -25,12 +25,11 @@ from typing import Any, Protocol
 
 from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.passes import common_prefix
-from edgespec.loop.shapes import RowClass, also_wanted
+from edgespec.loop.shapes import TILE, RowClass, also_wanted, whole_tiles
 
 from .ggml.files import llama_cpp
 from .ggml.signals import Signals
 
-TILE = 64  # GGML_FA_TILE_KV in ggml-cpu/common.h
 EXTRA_IDS = 2  # of sequences: one for waste, one for padding
 # With a sliding window llama.cpp takes cells of one sequence alone that have left it as free. So all have two.
 IN_WINDOWS = 2
@@ -68,7 +67,7 @@ class Rows:
 class Holder(Protocol):
     """What of a session is put back when the cache is put in order."""
 
-    held: int  # committed tokens that have a cell
+    cached: int  # committed tokens that have a cell
     marks: list[int]  # of these cells: equal where two texts share one
     aligned: bool  # its tiles are those it would have alone
 
@@ -132,11 +131,11 @@ class Cells:
 
     def fill(self, count: int, sessions: Iterable[Holder]) -> bool:
         """Have the next so many cells be waste, copies of texts', without a pass. False: there is no text."""
-        source = max(sessions, key=lambda session: session.held, default=None)
-        if source is None or not source.held:
+        source = max(sessions, key=lambda session: session.cached, default=None)
+        if source is None or not source.cached:
             return count == 0
         while count:
-            some = min(count, source.held)
+            some = min(count, source.cached)
             with self._copied(source, 0, some):
                 self.waste([self.padding_id], 0)
             count -= some
@@ -145,7 +144,7 @@ class Cells:
     def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
         """Have a text's cells from a position on, all of one tile, stand at the end, where they stand in their tile."""
         self.fill((start - self.end) % TILE, sessions)
-        with self._copied(session, start, session.held):
+        with self._copied(session, start, session.cached):
             session.replaced(start, self.padding_id, self.end)
 
     @contextmanager
@@ -166,13 +165,13 @@ class Cells:
         Raises:
             ContextFull: they are not, while sessions have nodes, or texts take too many.
         """
-        holders = [session for session in sessions if session.held or session.has_nodes]
+        holders = [session for session in sessions if session.cached or session.has_nodes]
         if not holders and self.end:
             self.put_in_order([])
         nodes, full = any(session.has_nodes for session in holders), self.end + rows > self._size
         if full and nodes:
             raise ContextFull("the cache is full, and nodes of other trees are in it")
-        used = sum(session.held for session in holders)
+        used = sum(session.cached for session in holders)
         if full and (taken := used - sum(shared for *_, shared in with_sources(holders))) + rows > self._size:
             raise ContextFull(f"the cache of {self._size} cells is full: {taken} hold texts, {rows} more are needed")
         if full or (not nodes and (self.uncertain or (self.wasted and self.end - used > max(used, MUCH_WASTE)))):
@@ -181,10 +180,10 @@ class Cells:
     def put_in_order(self, holders: Iterable[Holder]) -> None:
         """Empty the cache, and put the texts back one after the other."""
         with Signals().held():
-            self._put_in_order([session for session in holders if session.held])
+            self._put_in_order([session for session in holders if session.cached])
 
     def _put_in_order(self, texts: list[Holder]) -> None:
-        saved = [(*found, list(self.parts(found[0], found[2], found[0].held))) for found in with_sources(texts)]
+        saved = [(*found, list(self.parts(found[0], found[2], found[0].cached))) for found in with_sources(texts)]
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
         for session, source, shared, parts in saved:
@@ -199,7 +198,7 @@ class Cells:
                 raise ModelError("llama.cpp could not put a text back into its cache")
             self.waste(own[:1], 0)
             aligned = self.end % TILE == 0 and (not shared or source.aligned)
-            self.end += session.held - shared
+            self.end += session.cached - shared
             session.moved(self.end, aligned)
 
     def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
@@ -236,5 +235,5 @@ def with_sources(texts: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
         shared = [common_prefix(text.marks, other.marks) for other in texts[:i]]
         most = max(shared, default=0)
         source = texts[shared.index(most)] if shared else text
-        found.append((text, source, most - most % TILE))
+        found.append((text, source, whole_tiles(most)))
     return found

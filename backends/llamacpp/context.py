@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import MOST_OWED
 
-from .cells import EXTRA_IDS, IN_WINDOWS, TILE
+from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
 from .recurrent import ids_of_session, is_recurrent, most_paths
 

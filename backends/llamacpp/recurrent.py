@@ -18,16 +18,14 @@ their tokens are owed even where a state is there.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
-import numpy as np
-
-from edgespec.errors import ContextFull, Interrupted, UsageError
+from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import Loaded, read, write
-from edgespec.loop.tree import IntArray, depths, is_leaf
+from edgespec.loop.session_files import Saved, write
+from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import (
     KEPT_STATES,
     MOST_OWED,
@@ -40,8 +38,10 @@ from edgespec.planners.path_cost import (
     step_from,
 )
 
+from ..common import nodes
+from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
-from .cells import TILE, Rows
+from .cells import Rows
 from .ggml.files import llama_cpp, metadata
 from .ggml.state_files import load_sequence, save_sequence
 
@@ -94,7 +94,7 @@ def reads_weights(limits: Capabilities) -> bool:
     return limits.streams or limits.experts is not None
 
 
-def most_owed(limits: Capabilities) -> int:
+def most_unread(limits: Capabilities) -> int:
     """Tokens, from which on those that are owed get a pass of their own."""
     return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
 
@@ -103,7 +103,7 @@ class Between(Interrupted):
     """Interrupted between two calls of llama.cpp: only nodes are lost."""
 
 
-class Owner(Loaded, Protocol):
+class Owner(nodes.Owner, Protocol):
     """What sessions and passes need of the backend they belong to."""
 
     memory: Any  # llama.cpp's; None once it is freed
@@ -113,8 +113,6 @@ class Owner(Loaded, Protocol):
 
     @property
     def interrupted(self) -> bool: ...
-
-    def open(self) -> Any: ...
 
     def release(self, session: Any) -> None: ...
 
@@ -135,31 +133,29 @@ class Lane:
     ended: bool = False  # evaluated, with nothing behind its last token
 
 
-class PathSession:
+class LlamaRecurrentSession(NodeSession):
     """See `edgespec.loop.backend.Session`."""
 
-    def __init__(self, backend: Owner, ids: list[int]) -> None:
-        self.token_ids: list[int] = []
-        self._backend = backend
+    _backend: Owner
+
+    def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         self._memory = backend.memory
-        self.ids = ids
-        self._text, *others = ids
-        self._states = States[int](KEPT_STATES)  # sequence ids; cells are the text's as far as its last state
+        self.seq_ids = seq_ids
+        self._text, *others = seq_ids
+        self._states = States[int](KEPT_STATES)  # sequence ids; the text's cells end where its last state does
         self._free = others[-KEPT_STATES - 1 :]
         self._lanes = others[: -KEPT_STATES - 1]  # that are free, in rising order: some models want neighbours
         self._after_prompt = False  # the last commit was of a prompt's part
         self._tips: dict[int, int] = {}  # node -> the lane that ended with it
-        self._forget_nodes()
+        super().__init__(backend)
 
     def _forget_nodes(self) -> None:
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._prompt = False
+        super()._forget_nodes()
         self._in_place = -1  # the node whose lane has its cells right behind the text's
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}
-        self._head: Lane | None = None  # the first lane that begins with owed tokens
+        self._head: Lane | None = None  # the first lane that begins with unread committed tokens
         self._step: Lane | None = None
 
     def _copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
@@ -176,28 +172,15 @@ class PathSession:
         self._remove(lane)
         self._lanes = sorted([*self._lanes, lane])
 
-    def check(self, work: Work) -> None:
-        """Refuse a work that breaks the contract or does not fit, before anything changes; raises as `forward` does."""
-        limits, first, length = self._backend.capabilities, len(self._parents), len(self.token_ids)
-        parents = self._parents + work.parents.tolist()
-        if len(parents) > limits.max_nodes:
-            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
-        if any(not -1 <= parent < node for node, parent in enumerate(parents[first:], first)):
-            raise ValueError(f"parents must come before their children: {parents}")
-        if (last := length + int(depths(parents).max(initial=-1))) >= limits.context_length:
-            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
-        if np.count_nonzero(is_leaf(parents)) > limits.max_leaves:
-            raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
-
-    def owed_lane(self, most: int) -> Lane:
-        """At most so many of the tokens that are owed, to be read in a pass of their own; then `read_owed`."""
-        lane, held = self._lanes.pop(0), self._states.last
+    def unread_lane(self, most: int) -> Lane:
+        """A pass of its own for at most `most` unread committed tokens; call `read_unread` behind it."""
+        lane, start = self._lanes.pop(0), self._states.last
         self._copy(self._text, lane)
-        self._head = Lane(lane, self.token_ids[held : held + most], held)
+        self._head = Lane(lane, self.token_ids[start : start + most], start)
         return self._head
 
-    def read_owed(self) -> None:
-        """That pass is over."""
+    def read_unread(self) -> None:
+        """The pass of `unread_lane` is over."""
         assert self._head
         self._go_on(self._head.id, self._head.first + len(self._head.tokens))
         self._release(self._head.id)
@@ -219,23 +202,20 @@ class PathSession:
             self._remove(seq)
             self._free.append(seq)
 
-    def begin(self, work: Work, most_rows: int) -> list[Lane]:
-        """Take a checked work's nodes in; the sequences that evaluate them."""
-        first, length, held = len(self._tokens), len(self.token_ids), self._states.last
+    def begin(self, work: Work, positions: Sequence[int], most_rows: int) -> list[Lane]:
+        """Number a checked work's nodes. Returns the sequences that evaluate them."""
+        first, length, last = self.nodes, len(self.token_ids), self._states.last
         if self._after_prompt and not work.prompt:
             self._states.mark(length)
-        self._tokens += work.token_ids.tolist()
-        self._parents += work.parents.tolist()
-        self._prompt = work.prompt
+        self._add_nodes(work, positions)
         paths = paths_of(self._parents, first, self._tips)
         while len(self._lanes) < len(paths):
             self._give_up_a_tip(paths)
             paths = paths_of(self._parents, first, self._tips)
         wanted, lanes = set(work.wanted.tolist()), list[Lane]()
-        above = depths(self._parents)
         for path in paths:
-            head = self.token_ids[held:] if path.start < 0 else []
-            start = held if path.start < 0 else length + int(above[path.nodes[0]])
+            head = self.token_ids[last:] if path.start < 0 else []
+            start = last if path.start < 0 else self.positions[path.nodes[0]]
             tokens = head + [self._tokens[node] for node in path.nodes]
             lane = Lane(self._lanes.pop(0), tokens, start, leaf=path.nodes[-1])
             self._copy(self._text if path.start < 0 else self._tips[path.start], lane.id)
@@ -246,7 +226,7 @@ class PathSession:
             lanes.append(lane)
         if first == 0:
             self._in_place = lanes[0].leaf
-        if self._head and length > held and self._lanes and reads_weights(self._backend.capabilities):
+        if self._head and length > last and self._lanes and reads_weights(self._backend.capabilities):
             rows = max(len(lane.tokens) for lane in lanes)
             at = step_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
             if at is not None:
@@ -287,14 +267,14 @@ class PathSession:
         """A pass is ended before its last call of llama.cpp: no path is left."""
         self._tips = {}
         self._forget_nodes()
-        self._lanes = self.ids[1 : -KEPT_STATES - 1]
+        self._lanes = self.seq_ids[1 : -KEPT_STATES - 1]
         for seq in self._lanes:
             self._remove(seq)
 
     def give_up(self) -> None:
         """A pass failed, and may have moved states in memory without their contents: read the text again."""
         self.drop_nodes()
-        for seq in self.ids:
+        for seq in self.seq_ids:
             self._remove(seq)
         self._free += self._states.cut(-1)
 
@@ -305,25 +285,25 @@ class PathSession:
 
     @property
     def unread_committed(self) -> int:
-        return self.behind if self.behind <= most_owed(self._backend.capabilities) else 0  # more are read before
+        return self.behind if self.behind <= most_unread(self._backend.capabilities) else 0  # more are read before
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+    @property
+    def _can_keep(self) -> bool:
+        return False  # only the end of a path has a state to go on from
+
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length = len(self.token_ids)
-        self.token_ids.extend(self._tokens[node] for node in path)
+        self._after_prompt = self._prompt.reading
         for i in range(len(path) - 1, -1, -1):
             if path[i] in self._tips and (path[i] == self._in_place or not self._backend.in_order):
                 self._go_on(self._tips[path[i]], length + i + 1)
                 break
-        self._after_prompt = self._prompt
-        self._forget_nodes()
-        return np.zeros(0, np.int32)  # of a path only its end has a state to go on from
 
     def rewind(self, length: int) -> None:
-        self._forget_nodes()
-        del self.token_ids[length:]
+        super().rewind(length)
         if length >= self._states.last:
             return
         at = self._states.before(length)
@@ -332,15 +312,12 @@ class PathSession:
         self._remove(self._text, at if at else -1)
         self._drop(self._states.cut(at))
 
-    def fork(self) -> "PathSession":
-        other: PathSession = self._backend.open()
-        other.token_ids = self.token_ids.copy()
+    def _copy_cells(self, other: Self) -> None:
         self._copy(self._text, other._text)
         other._states = self._states.copy()
         for at, seq in self._states.kept.items():
             other._states.kept[at] = other._free.pop()
             self._copy_state(seq, other._states.kept[at])
-        return other
 
     @property
     def size(self) -> int:
@@ -348,48 +325,43 @@ class PathSession:
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | FilePath, note: Any = None) -> None:
-        held = self._states.last  # what is behind is read again
-        text, context = self.token_ids[:held], self._backend.context
+        end, context = self._states.last, self._backend.context  # tokens behind `end` are read again
 
         def put(new: FilePath) -> None:
-            save_sequence(context, new, self._text, text)
+            save_sequence(context, new, self._text, self.token_ids[:end])
 
-        write(path, self._backend, self.token_ids, {"held": held}, put, note)
+        write(path, self._backend, self.token_ids, self._prompt.as_dict() | {"held": end}, put, note)
 
-    def load(self, path: str | FilePath) -> Any:
-        saved = read(path, self._backend)
-        held = saved.details["held"]
-        self.rewind(0)
-        load_sequence(self._backend.context, path, self._text, saved.token_ids[:held])
-        self.token_ids = saved.token_ids
-        if held:
-            self._keep(held)
-        return saved.note
+    def _load_cells(self, path: str | FilePath, saved: Saved) -> None:
+        end = saved.details["held"]
+        load_sequence(self._backend.context, path, self._text, saved.token_ids[:end])
+        if end:
+            self._keep(end)
 
     def close(self) -> None:
-        if self.ids and self._backend.memory is not None:
+        if self.seq_ids and self._backend.memory is not None:
             self.rewind(0)
             self._backend.release(self)
-        self.ids = []
+        self.seq_ids = []
 
 
-def forward(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
+def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
     """See `edgespec.loop.backend.Backend`; `most_rows`: of one call of llama.cpp, which reads all weights once."""
     check_batch(batch, backend.capabilities)
-    sessions = [cast(PathSession, work.session) for work in batch]
-    for session, work in zip(sessions, batch, strict=True):
-        session.check(work)
+    sessions = [cast(LlamaRecurrentSession, work.session) for work in batch]
+    positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
         most_rows = min(most_rows, TILE - 1)  # from there on attention adds up tiles: other rounding than of one row
     found = [RowLogits() for _ in batch]  # copies: a pass may take several calls of llama.cpp
     try:
         for session in sessions:
-            while session.behind > most_owed(backend.capabilities):
-                lane = session.owed_lane(most_rows)
+            while session.behind > most_unread(backend.capabilities):
+                lane = session.unread_lane(most_rows)
                 _compute(backend, [(lane, RowLogits())], len(lane.tokens), prompt=False)
-                session.read_owed()
-        lanes = [session.begin(work, most_rows) for session, work in zip(sessions, batch, strict=True)]
+                session.read_unread()
+        begun = zip(sessions, batch, positions, strict=True)
+        lanes = [session.begin(work, places, most_rows) for session, work, places in begun]
         together: dict[object, list[tuple[Lane, RowLogits]]] = {}
         for work, session, mine, logits in zip(batch, sessions, lanes, found, strict=True):
             every = [*mine, session.step] if session.step else mine

@@ -1,7 +1,7 @@
 """Sequence ids: each session has some of its own, all others are lent for the leaves of trees.
 
 llama.cpp has 256. A session has one of its own, two where some layers have a sliding window (`cells.py`), or all that
-it uses where layers are recurrent (`paths.py`). Lent ids
+it uses where layers are recurrent (`recurrent.py`). Lent ids
 carry the text of the session that has them, and stay with it until another wants more than are free: tagging a text's
 cells anew in every pass would cost time.
 """
@@ -16,15 +16,11 @@ from .ggml.files import llama_cpp
 class Borrower(Protocol):
     """What of a session is needed here."""
 
-    ids: list[int]  # that carry its committed text: its own, and those that are lent to it
-    held: int  # committed tokens that have a cell
-
-    @property
-    def tips(self) -> dict[int, int]:
-        """Those that have uncommitted nodes."""
+    seq_ids: list[int]  # that carry its committed text: its own, and those that are lent to it
+    cached: int  # committed tokens that have a cell
 
 
-class Ids:
+class SeqIds:
     """See the module."""
 
     def __init__(self, sessions: int, count: int, share: int = 1) -> None:
@@ -58,15 +54,15 @@ class Ids:
 
     def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
         """Ids that a session may use for leaves, those that it has first, but for those that are taken."""
-        others = (other.ids[self._share :] for other in sessions if other is not session)
-        return (seq for seq in chain(session.ids, self._free, *others) if seq not in taken)
+        others = (other.seq_ids[self._share :] for other in sessions if other is not session)
+        return (seq for seq in chain(session.seq_ids, self._free, *others) if seq not in taken)
 
     def lend(self, seq: int, session: Borrower, sessions: Sequence[Borrower], memory: Any) -> None:
         """A session gets an id that was offered to it, which from now on carries its text."""
         if seq in self._free:
             self._free.remove(seq)
         else:
-            next(other for other in sessions if seq in other.ids).ids.remove(seq)
+            next(other for other in sessions if seq in other.seq_ids).seq_ids.remove(seq)
             llama_cpp.llama_memory_seq_rm(memory, seq, -1, -1)
-        llama_cpp.llama_memory_seq_cp(memory, session.ids[0], seq, 0, session.held)
-        session.ids.append(seq)
+        llama_cpp.llama_memory_seq_cp(memory, session.seq_ids[0], seq, 0, session.cached)
+        session.seq_ids.append(seq)

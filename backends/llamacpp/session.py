@@ -1,52 +1,49 @@
 """A tree in llama.cpp's cache.
 
-llama.cpp tags every cell of its key-value cache with the ids of the sequences it belongs to, and a token attends to
-the cells that carry its own id at smaller positions. So:
+llama.cpp tags every cell of its key-value cache with sequence ids. A token attends to the cells that carry its own id
+at smaller positions. So:
 
-    one sequence id     one path from the start of the text to a leaf of the tree
+    one sequence id     one path from the first token to a leaf of the tree
     a node              one cell, tagged with the ids of all leaves below it
     growing a tree      a first child takes over its parent's id; every further child gets a free id,
                         after the cells of its ancestors were tagged with it (no copy, no recompute)
     commit              the ids of one path stay, and of those below it if wanted; others are removed: nothing moves
 
-All ids of a session carry the committed text, so starting a tree costs nothing. `ids.py` lends them.
+All ids of a session carry its committed tokens, so starting a tree costs nothing. `seq_ids.py` lends them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, Protocol, Self
 
 from edgespec.errors import ContextFull, SessionFileError
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Loaded, Saved, read, write
-from edgespec.loop.shapes import PromptRead
-from edgespec.loop.tree import IntArray, nodes_below, parents_among
+from edgespec.loop.session_files import Saved, read, write
+from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 
-from .cells import TILE, Cells
+from ..common import nodes
+from ..common.nodes import NodeSession
+from .cells import Cells
 from .ggml.files import last_log, llama_cpp
 from .ggml.state_files import load_parts, load_sequence, save_parts, save_sequence
 
 
-class Owner(Loaded, Protocol):
+class Owner(nodes.Owner, Protocol):
     """What a session needs of the backend it belongs to."""
 
     memory: Any  # llama.cpp's cache; None once it is freed
     context: Any  # llama.cpp's
     copies: bool  # cells may be copied
-    in_order: bool  # keep cells in the order of the text
+    in_order: bool  # keep cells in the order of the tokens
     cells: Cells
     tiles: bool  # attention over many rows adds up tiles
 
     def alone(self, session: "LlamaSession") -> bool: ...
 
-    def open(self) -> "LlamaSession": ...
-
     def lend(self, seq: int, session: "LlamaSession") -> None: ...
 
-    def give_back(self, ids: list[int]) -> None: ...
+    def give_back(self, seq_ids: list[int]) -> None: ...
 
     def make_room(self, rows: int) -> None: ...
 
@@ -59,7 +56,7 @@ class Placement:
 
     work: Work
     first: int  # number of the first new node
-    positions: list[int]  # of all uncommitted nodes, the new ones included
+    positions: list[int]  # of the new nodes
     below: list[list[int]]  # for each new node the ids of the leaves below it
     tips: dict[int, int]  # id -> the last node on its path
     sources: dict[int, int]  # id -> the old node it continues
@@ -85,34 +82,30 @@ def depth_first(parents: list[int], first: int) -> list[int]:
     return order
 
 
-class LlamaSession:
+class LlamaSession(NodeSession):
     """See `edgespec.loop.backend.Session`."""
 
-    def __init__(self, backend: Owner, ids: list[int]) -> None:
-        self.token_ids: list[int] = []
-        self._backend = backend
+    _backend: Owner
+
+    def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
+        super().__init__(backend)
         self._memory = backend.memory
-        self.ids = ids  # sequence ids that carry the committed text: its own, and those lent to it
-        self._own = len(ids)
-        self.held = 0  # how many committed tokens have a cell
+        self.seq_ids = seq_ids  # that carry the committed tokens: the session's own, and those lent to it
+        self._own_count = len(seq_ids)
+        self.cached = 0  # committed tokens that have a cell
         self.marks: list[int] = []  # of these cells: equal where a fork shares one
-        self._prompt = PromptRead()
         self.aligned = True  # its tiles are those it would have alone
-        self._edge = 0  # the cell behind the last of these that have one; -1: not known
-        self._forget_nodes()
+        self._edge = 0  # the cell behind the last cached token; -1: not known
 
     def _forget_nodes(self) -> None:
+        super()._forget_nodes()
         self._base = self._top = 0  # first cell of the nodes, and the one behind their last
-        self._prompt.reading = False
-        self._tokens: list[int] = []  # by node, since the last commit
-        self._parents: list[int] = []
-        self._positions: list[int] = []
-        self._cells: list[int] = []
-        self._seqs: list[int] = []  # one id whose path runs through the node
+        self._cells: list[int] = []  # by node
+        self._seqs: list[int] = []  # by node: one id whose path runs through it
         self.tips: dict[int, int] = {}  # id -> the last node on its path
 
     def place(self, work: Work, free: Iterator[int]) -> Placement:
-        """Find new nodes their places. Changes nothing.
+        """Check a work, and find its nodes their places. Changes nothing.
 
         Args:
             work: the nodes.
@@ -120,19 +113,10 @@ class LlamaSession:
 
         Raises:
             ContextFull: a position lies beyond the context.
-            ValueError: more nodes or leaves than the capabilities allow, or a parent that does not exist.
+            ValueError: the work breaks the contract, or `free` has too few ids.
         """
-        first, count, parents = len(self._tokens), len(work.token_ids), work.parents.tolist()
-        limits, length = self._backend.capabilities, len(self.token_ids)
-        if first + count > limits.max_nodes:
-            raise ValueError(f"{first + count} uncommitted nodes; this backend holds {limits.max_nodes}")
-        if any(not -1 <= parent < first + i for i, parent in enumerate(parents)):
-            raise ValueError(f"parents must come before their children: {parents}")
-        positions = self._positions.copy()
-        for parent in parents:
-            positions.append(positions[parent] + 1 if parent >= 0 else length)
-        if max(positions) >= limits.context_length:
-            raise ContextFull(f"position {max(positions)} lies beyond the context of {limits.context_length} tokens")
+        positions = self.check(work)
+        first, count, parents = self.nodes, len(work.token_ids), work.parents.tolist()
         below: list[list[int]] = [[] for _ in range(count)]
         has_child = {parent - first for parent in parents}
         leaves = [i for i in range(count) if i not in has_child]
@@ -144,7 +128,7 @@ class LlamaSession:
             old = parents[path[-1]]  # evaluated earlier, or -1
             seq = self._seqs[old] if old >= 0 else -1
             if old < 0 or tips.get(seq) != old:
-                seq = next(free, -1) if len(tips) < limits.max_leaves else -1
+                seq = next(free, -1)
                 if seq < 0:
                     raise ValueError(f"more than {len(tips)} leaves; this backend holds no more")
                 if old >= 0:
@@ -155,122 +139,116 @@ class LlamaSession:
         return Placement(work, first, positions, below, tips, sources, depth_first(parents, first))
 
     def add(self, placement: Placement, start: int) -> tuple[list[int], list[int], list[list[int]]]:
-        """Take the nodes in: tag the cells of the nodes they continue.
+        """Number the nodes, and tag the cells of the nodes they continue.
 
         Args:
             placement: of the nodes.
             start: the first cell that the next pass fills for this session.
 
         Returns:
-            Tokens, positions and sequence ids of the cells to fill, in their order: first committed tokens that have
-            no cell any more, then the nodes.
+            Tokens, positions and sequence ids of the cells to fill, in their order: first committed tokens without
+            a cell, then the nodes.
         """
-        positions, first, order = placement.positions, placement.first, placement.order
+        first, order, length = placement.first, placement.order, len(self.token_ids)
         for seq in placement.tips:
-            if seq not in self.ids:
+            if seq not in self.seq_ids:
                 self._backend.lend(seq, self)
         for seq, old in placement.sources.items():
-            llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self.held, positions[old] + 1)
-        lost = self.token_ids[self.held :]
-        tokens = lost + placement.work.token_ids[order].tolist()
-        places = [*range(self.held, len(self.token_ids)), *(positions[first + i] for i in order)]
-        ids = [list(placement.tips)] * len(lost) + [placement.below[i] for i in order]
-        self._tokens.extend(placement.work.token_ids.tolist())
-        self._parents.extend(placement.work.parents.tolist())
-        self._positions = positions
-        self._seqs.extend(ids[0] for ids in placement.below)
-        start += len(lost)
+            stop = self.positions[old] + 1
+            llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self.cached, stop)
+        unread = self.token_ids[self.cached :]
+        tokens = unread + placement.work.token_ids[order].tolist()
+        places = [*range(self.cached, length), *(placement.positions[i] for i in order)]
+        seq_ids = [list(placement.tips)] * len(unread) + [placement.below[i] for i in order]
+        self._add_nodes(placement.work, placement.positions)
+        self._seqs.extend(below[0] for below in placement.below)
+        start += len(unread)
         if first == 0:
             self._base = start
-            self._prompt.add(placement.work.prompt, placement.work.short, len(self.token_ids))
         self._top = start + len(order)
         cell_of = {node: start + i for i, node in enumerate(order)}
         self._cells.extend(cell_of[i] for i in range(len(order)))
         self.tips = placement.tips
-        return tokens, places, ids
+        return tokens, places, seq_ids
 
     def evaluated(self) -> None:
-        """The pass is over: what had lost its cell has one again, and every id gets it."""
-        if self.held < len(self.token_ids):
+        """The pass is over: all committed tokens have cells, and every id gets them."""
+        if self.cached < len(self.token_ids):
             source = next(iter(self.tips))
-            for seq in self.ids:
+            for seq in self.seq_ids:
                 if seq not in self.tips:
-                    llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self.held, len(self.token_ids))
-            self.marks += self._backend.cells.new_marks(len(self.token_ids) - self.held)
-            self.held, self._edge = len(self.token_ids), self._base
+                    llama_cpp.llama_memory_seq_cp(self._memory, source, seq, self.cached, len(self.token_ids))
+            self.marks += self._backend.cells.new_marks(len(self.token_ids) - self.cached)
+            self.cached, self._edge = len(self.token_ids), self._base
 
     def give_up(self) -> None:
         """The pass failed: forget its cells and all nodes."""
-        for seq in self.ids:
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, self.held, -1)
+        for seq in self.seq_ids:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, self.cached, -1)
         self._forget_nodes()
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        length, kept, stay = len(self.token_ids), len(path), list[int]()
-        if below and not self._backend.in_order:  # else gaps would be left among the cells
-            stay = nodes_below(self._parents, path[-1] if path else -1)
+    @property
+    def _can_keep(self) -> bool:
+        return not self._backend.in_order  # else gaps would be left among the cells
+
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        length, count = len(self.token_ids), len(path)  # `count`: nodes of the path that keep their cells
         if self._backend.in_order:
             # Cells behind a gap would be out of order once the gap is filled again: give them up.
-            kept = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
-        keep = self._seqs[path[kept - 1]] if kept else -1
+            count = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
+        last = self._seqs[path[count - 1]] if count else -1
         if self._cells:
             cells = self._backend.cells
             if self._top == cells.end and self._top - self._base == len(self._cells):  # nothing stands behind them
-                self._top = cells.end = self._base + kept + len(stay)
+                self._top = cells.end = self._base + count + len(stay)
             elif self._backend.in_order:
                 cells.waste(self.tips, length)
-            if kept:
-                self._edge = self._base + kept
-        new = {node: i for i, node in enumerate(stay)}
-        tips = {seq: new[tip] for seq, tip in self.tips.items() if tip in new}
-        for seq in self.tips.keys() - tips.keys():
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, length + kept if seq == keep else length, -1)
-        if kept:
-            for seq in self.ids:
-                if seq != keep:
-                    llama_cpp.llama_memory_seq_cp(self._memory, keep, seq, length, length + kept)
-            self.held = length + kept
-            self.marks += self._backend.cells.new_marks(kept)
-        self._prompt.commit(length, kept)
-        self.token_ids.extend(self._tokens[node] for node in path)
-        self._keep_nodes(stay, tips)
-        return np.array(stay, np.int32)
+            if count:
+                self._edge = self._base + count
+        for seq, tip in self.tips.items():
+            if tip not in stay:
+                start = length + count if seq == last else length
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, start, -1)
+        if count:
+            for seq in self.seq_ids:
+                if seq != last:
+                    llama_cpp.llama_memory_seq_cp(self._memory, last, seq, length, length + count)
+            self.cached = length + count
+            self.marks += self._backend.cells.new_marks(count)
 
-    def _keep_nodes(self, nodes: list[int], tips: dict[int, int]) -> None:
-        """Forget all others. `tips` has their new numbers."""
-        tokens, positions, cells, seqs = self._tokens, self._positions, self._cells, self._seqs
-        parents, on_top = parents_among(self._parents, nodes), self._top == self._backend.cells.end
-        self._forget_nodes()
+    def _keep_nodes(self, nodes: Sequence[int]) -> None:
+        cells, seqs = [self._cells[node] for node in nodes], [self._seqs[node] for node in nodes]
+        new = {node: i for i, node in enumerate(nodes)}
+        tips = {seq: new[tip] for seq, tip in self.tips.items() if tip in new}
+        on_top = self._top == self._backend.cells.end
+        super()._keep_nodes(nodes)
         if nodes:
-            self._tokens, self._positions = [tokens[node] for node in nodes], [positions[node] for node in nodes]
-            self._cells, self._seqs = [cells[node] for node in nodes], [seqs[node] for node in nodes]
-            self._parents, self.tips = parents, tips
+            self._cells, self._seqs, self.tips = cells, seqs, tips
             self._top = self._backend.cells.end if on_top else -1
             self._base = self._top - len(nodes)
 
     def rewind(self, length: int) -> None:
         cells = self._backend.cells
-        if length < self.held or self._tokens:
+        if length < self.cached or self._tokens:
             if self._backend.alone(self):
-                self._edge = cells.end = min(length, self.held)
+                self._edge = cells.end = min(length, self.cached)
             else:
                 self._edge = -1
                 if self._backend.in_order:
-                    cells.waste(self.ids, length)
-        for seq in self.ids:
+                    cells.waste(self.seq_ids, length)
+        for seq in self.seq_ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
-        self.held = min(self.held, length)
-        self._prompt.rewind(length)
+        self.cached = min(self.cached, length)
         self.aligned = self.aligned or length == 0
-        del self.token_ids[length:], self.marks[length:]
-        self._forget_nodes()
+        del self.marks[length:]
+        super().rewind(length)
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        length = self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
-        # Of a tile of cells only the first tokens are there, and the others must come right behind them.
+        length = super().reusable_prefix(length, short=short)
+        # A tile of which only the first cells are there must get the others right behind them.
         if not self._in_tiles or short or self._continues(length, self._backend.cells.end) or self._may_move(length):
             return length
-        return length - length % TILE
+        return whole_tiles(length)
 
     @property
     def may_copy(self) -> bool:
@@ -279,7 +257,7 @@ class LlamaSession:
 
     @property
     def _in_tiles(self) -> bool:
-        """Whether attention over prompts adds up tiles, other than that over trees."""
+        """Whether attention over prompts adds up tiles, unlike that over trees."""
         exact = self._backend.capabilities.exact
         return self._backend.tiles and exact is not None and exact.prompts != exact.trees
 
@@ -289,16 +267,16 @@ class LlamaSession:
             return True
         if length == 0:
             return end % TILE == 0
-        return self.aligned and length == self.held == len(self.token_ids) and self._edge == end
+        return self.aligned and length == self.cached == len(self.token_ids) and self._edge == end
 
     def _may_move(self, length: int) -> bool:
-        """Whether its cells of the tile that it ends in may be replaced by copies at the end of the cache."""
-        return self.aligned and length <= self.held and self._backend.copies
+        """Whether copies at the end of the cache may replace the cells of the tile that `length` ends in."""
+        return self.aligned and length <= self.cached and self._backend.copies
 
     def tail(self, work: Work, end: int | None = None) -> int:
-        """Committed tokens of a tile begun, to have copies at the end of the cache before this work is evaluated.
+        """Number of committed tokens in a partial tile that need copies at the end of the cache before this work.
 
-        `end`: of the cells in use; None: the most that there may be.
+        `end`: of the cells in use; None: return the most that there may be.
         """
         length = len(self.token_ids)
         if not work.prompt or work.short or not self._in_tiles or self._backend.alone(self):
@@ -308,11 +286,11 @@ class LlamaSession:
         return length % TILE if self._may_move(length) else 0
 
     def replaced(self, start: int, seq: int, end: int) -> None:
-        self._backend.cells.waste(self.ids, start)
-        for own in self.ids:
+        self._backend.cells.waste(self.seq_ids, start)
+        for own in self.seq_ids:
             llama_cpp.llama_memory_seq_rm(self._memory, own, start, -1)
-            llama_cpp.llama_memory_seq_cp(self._memory, seq, own, start, self.held)
-        self.marks[start:] = self._backend.cells.new_marks(self.held - start)
+            llama_cpp.llama_memory_seq_cp(self._memory, seq, own, start, self.cached)
+        self.marks[start:] = self._backend.cells.new_marks(self.cached - start)
         self._edge = end
 
     def padding_before(self, work: Work, end: int) -> int:
@@ -332,41 +310,38 @@ class LlamaSession:
         return -end % TILE
 
     def moved(self, end: int, aligned: bool) -> None:
-        """Its text now has cells up to `end`, which only its own ids carry."""
-        self._backend.give_back(self.ids[self._own :])
-        del self.ids[self._own :]
+        """The committed tokens now have cells up to `end`, which only the session's own ids carry."""
+        self._backend.give_back(self.seq_ids[self._own_count :])
+        del self.seq_ids[self._own_count :]
         self._edge, self.aligned = end, aligned
         if self._in_tiles and not self.aligned:
             self._prompt.tokens = 0
 
     def lost(self) -> None:
-        """Its text has no cells any more."""
-        self.held, self._edge = 0, -1
+        """The committed tokens have no cells any more."""
+        self.cached, self._edge = 0, -1
         self.marks.clear()
         self._prompt.rewind(0)
 
-    def fork(self) -> "LlamaSession":
-        other = self._backend.open()
-        for seq in other.ids:
-            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)
-        other.token_ids, other.held, other.marks = self.token_ids.copy(), self.held, self.marks.copy()
-        other._prompt = replace(self._prompt)
+    def _copy_cells(self, other: Self) -> None:
+        for seq in other.seq_ids:
+            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
+        other.cached, other.marks = self.cached, self.marks.copy()
         other._edge, other.aligned = self._edge, self.aligned
-        return other
 
     @property
     def unread_committed(self) -> int:
-        return len(self.token_ids) - self.held
+        return len(self.token_ids) - self.cached
 
     @property
     def first_id(self) -> int:
-        """The id that always carries the committed text."""
-        return self.ids[0]
+        """The id that always carries the committed tokens."""
+        return self.seq_ids[0]
 
     @property
     def own_ids(self) -> Sequence[int]:
-        """The ids that always carry the committed text."""
-        return self.ids[: self._own]
+        """The ids that always carry the committed tokens."""
+        return self.seq_ids[: self._own_count]
 
     @property
     def has_nodes(self) -> bool:
@@ -379,82 +354,84 @@ class LlamaSession:
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        cells, held = self._backend.cells, {"held": self.held}
+        cells, details = self._backend.cells, self._prompt.as_dict() | {"held": self.cached}
         if cells.window:
-            held["parts"] = cells.window
+            details["parts"] = cells.window
 
         def put(new: Path) -> None:
             if cells.window:
-                save_parts(new, cells.parts(self, 0, self.held))
+                save_parts(new, cells.parts(self, 0, self.cached))
                 return
-            seq = cells.padding_id  # free between passes; it carries the text without nodes
-            llama_cpp.llama_memory_seq_cp(self._memory, self.ids[0], seq, 0, self.held)
+            seq = cells.padding_id  # free between passes; it carries the committed tokens without nodes
+            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
             try:
-                save_sequence(self._backend.context, new, seq, self.token_ids[: self.held])
+                save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
             finally:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
 
-        write(path, self._backend, self.token_ids, self._prompt.as_dict() | held, put, note)
+        write(path, self._backend, self.token_ids, details, put, note)
 
     def load(self, path: str | Path) -> Any:
         saved, cells = read(path, self._backend), self._backend.cells
-        held = saved.details["held"]
+        count = saved.details["held"]
         if saved.details.get("parts", 0) != cells.window:  # without, what had left the window is not in the file
             raise SessionFileError(f"{path}: was saved by another version of this program")
         self.rewind(0)
         if self._backend.in_order:
-            self._backend.make_room(held + 2 * TILE)
+            self._backend.make_room(count + 2 * TILE)
         gap = -cells.end % TILE
-        if self._in_tiles and 0 < gap <= held:  # no cell in front of the text may be free: its first tokens fill them
-            self._read(path, saved)
-            cells.waste(self.ids[:1], 0, gap)
-            for seq in self.ids:
+        if self._in_tiles and 0 < gap <= count:  # no cell before these may be free: the first tokens fill them
+            self._load_cells(path, saved)
+            cells.waste(self.seq_ids[:1], 0, gap)
+            for seq in self.seq_ids:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             cells.end += gap
-        self._read(path, saved)
-        self.token_ids, self.held = saved.token_ids, held
+        self._load_cells(path, saved)
+        self.token_ids, self.cached = saved.token_ids, count
         self._prompt = PromptRead.of(saved.details)
-        self.marks, aligned = list(cells.new_marks(held)), cells.end % TILE == 0
-        cells.end += held
+        self.marks, aligned = list(cells.new_marks(count)), cells.end % TILE == 0
+        cells.end += count
         self.moved(cells.end, aligned)
         return saved.note
 
-    def _read(self, path: str | Path, saved: Saved) -> None:
-        """Have the next cells be what was saved. Raises SessionFileError: none are."""
+    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+        """Fill the next cells with those of the file. Raises SessionFileError: none are filled."""
         if not self._backend.cells.window:
-            load_sequence(self._backend.context, path, self.ids[0], saved.token_ids[: saved.details["held"]])
+            load_sequence(self._backend.context, path, self.seq_ids[0], saved.token_ids[: saved.details["held"]])
         elif not all(self._backend.cells.put(part, self.own_ids) for part in load_parts(path, saved.size)):
-            for seq in self.ids:
+            for seq in self.seq_ids:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             raise SessionFileError(f"{path}: llama.cpp cannot read the session: {last_log()}")
 
     def close(self) -> None:
-        if self.ids and self._backend.memory is not None:
+        if self.seq_ids and self._backend.memory is not None:
             self.rewind(0)
             self._backend.release(self)
-        self.ids = []
+        self.seq_ids = []
 
 
 def paddings(
-    sessions: Sequence[LlamaSession], batch: Sequence[Work], cells: Cells, texts: Sequence[LlamaSession]
+    sessions: Sequence[LlamaSession], batch: Sequence[Work], cells: Cells, every: Sequence[LlamaSession]
 ) -> list[int]:
     """Rows of padding before each work, so that prompts have the tiles that they would have alone.
+
+    Before the first work copies of cells take the place of rows.
 
     Args:
         sessions: of the works.
         batch: what is evaluated next.
-        cells: where it goes; before the first work copies of cells do for rows.
-        texts: all sessions that are open.
+        cells: where it goes.
+        every: all open sessions.
 
     Raises:
-        ContextFull: a prompt cannot be continued; no text has changed.
+        ContextFull: a prompt cannot be continued; nothing has changed.
     """
     if tail := sessions[0].tail(batch[0], cells.end):
-        cells.move(sessions[0], len(sessions[0].token_ids) - tail, texts)
+        cells.move(sessions[0], len(sessions[0].token_ids) - tail, every)
     end, found = cells.end, list[int]()
     for session, work in zip(sessions, batch, strict=True):
         found.append(session.padding_before(work, end))
         end += found[-1] + session.unread_committed + len(work.token_ids)
-    if found[0] and sessions[0].may_copy and cells.fill(found[0], texts):
+    if found[0] and sessions[0].may_copy and cells.fill(found[0], every):
         found[0] = 0
     return found

@@ -11,9 +11,9 @@ evaluated since the last commit follow in the order they were given. A commit mo
 path together; the prefix stays where it is. MLX writes in place into a buffer that nobody else holds, so a fork
 shares its parent's buffers until one of the two writes.
 
-Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Models with recurrent layers read
-trees as paths, and keep their ropes: `paths.py`. Whatever needs more than this (positions used outside a rope, masks of
-its own) is refused when the model is loaded, by comparing a tree of three nodes with its chains.
+Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Models with recurrent layers
+evaluate trees as paths, and keep their ropes: `recurrent.py`. A model that needs more than this (positions used outside
+a rope, masks of its own) is refused at load: a tree of three nodes is compared with its chains.
 
 Several works in one forward are evaluated one after the other: each reads the weights again, from memory. Weights
 larger than memory are read from disk once for all of them: `streaming.py`.
@@ -31,14 +31,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
-from edgespec.machine.memory import parse_size
+from edgespec.machine.memory import in_bytes
 from edgespec.weights.plan import Plan
-from edgespec.weights.preload import Progress
 from edgespec.weights.ring import measure_disk, supported
 
 from ..common.hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
@@ -54,12 +54,12 @@ from .memory import (
     plan_memory,
     set_memory_limits,
 )
-from .paths import LaneCache, MlxPathSession, is_recurrent
+from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
 from .tree import TreeCache, cut_rows, wrap_ropes
 
-__all__ = ["MlxBackend", "load", "load_vocab"]
+__all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 CELLS_OF_SMALL = 8
@@ -157,10 +157,10 @@ class MlxBackend:
         notes: Sequence[str],
         kinds: Sequence[Any] = (),
     ) -> None:
-        self.vocab = vocab
+        self.vocab: Vocab = vocab
         self.capabilities = capabilities
         self.build = f"mlx {mx.__version__}, {mx.default_device()}"
-        self.computing: dict[str, str | int | None] = {}
+        self.computing: Computing = {}
         self.notes = notes
         self._model = model
         self._sweep = sweep  # None: all weights are in memory
@@ -182,7 +182,7 @@ class MlxBackend:
 
     def _session(self, capacity: int) -> MlxSession:
         if self.capabilities.paths:
-            return MlxPathSession(self, [LaneCache(capacity, window) for window in self._windows], self._kinds)
+            return MlxRecurrentSession(self, [LaneCache(capacity, window) for window in self._windows], self._kinds)
         return MlxSession(self, [TreeCache(capacity, window) for window in self._windows])
 
     @property
@@ -209,8 +209,7 @@ class MlxBackend:
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         # All works are checked before the first is taken in: a refused batch changes nothing.
-        for work, session in zip(batch, sessions, strict=True):
-            session.check(work)
+        positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
         with interruptible(sessions, self._interrupted):
             if self._interrupted.is_set():
                 raise Interrupted("the pass was interrupted")
@@ -221,8 +220,8 @@ class MlxBackend:
                     session.take()
             rows = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
             mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
-        for work, session in zip(batch, sessions, strict=True):
-            session.add(work)
+        for session, work, places in zip(sessions, batch, positions, strict=True):
+            session.add(work, places)
         return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
 
     def interrupt(self) -> None:
@@ -279,35 +278,34 @@ def padded(work: Work, first: int, shape: RowClass) -> Work:
     return replace(work, token_ids=tokens, parents=parents, wanted=wanted)
 
 
-def load(
-    path: str,
-    *,
-    context_length: int = 4096,
-    budget: int = 64,
-    sessions: int = 1,
-    memory: int | str | None = None,
-    beside: Sequence[str] = (),
-    resident: bool = False,
-    progress: Progress = lambda done, total: None,
-) -> MlxBackend:
-    """Load a model folder in the form of the Hugging Face hub, as mlx-lm reads it. If memory is short, stream it.
+class MlxEngine(Engine):
+    """See `Engine`. Loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
 
-    Args:
-        path: the folder: config.json, model*.safetensors, tokenizer.
-        context_length: most tokens of text in one session; 0 = what the model was trained for.
-        budget: largest tree that will be asked for, in nodes without the root.
-        sessions: how many sessions may be open at once.
-        memory: bytes, such as "12G", that this model, what is `beside` it and the program may take; default: what is
-            free, on a Mac what its GPU can hold.
-        beside: further folders that will be loaded, with the same options, and stay in memory: the draft.
-        resident: do not stream, whatever is free: another model's plan has left room for this one.
-        progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
+    `memory`: default what is free, on a Mac what its GPU can hold. If it is short, weights are streamed.
+    """
+
+    supported = frozenset({"memory", "draft_files"})
+
+    def load(self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None) -> MlxBackend:
+        return load_folder(plan.path, plan.options, progress or (lambda done, total: None))
+
+    def load_vocab(self, path: str) -> Vocab:
+        return load_vocab(path)
+
+
+engine = MlxEngine()
+load = engine.open
+
+
+def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBackend:
+    """Load a model folder.
 
     Raises:
         ModelError: the folder is missing, incomplete, damaged, or holds a model that cannot read a tree, or that must
-            be written anew to be streamed.
+            be written again to be streamed.
         UsageError: an option is out of range, or the memory too little for the model.
     """
+    context_length, budget, sessions = options.context_length, options.budget, options.sessions
     for name, value, low, high in [
         ("context length", context_length, 0, 2**24),
         ("budget", budget, 1, 2**15),
@@ -315,7 +313,7 @@ def load(
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-    room = parse_size(memory) if isinstance(memory, str) else memory
+    room = in_bytes(options.memory)
     folder = check_folder(path)
     config = check_files(folder)
     model = load_weights(folder)
@@ -327,8 +325,8 @@ def load(
     context_length = context_length or text_config.get("max_position_embeddings") or DEFAULT_CONTEXT
     size, notes, sweep = PassSize(context_length, budget, sessions, MIN_NODES), list[str](), None
     tolerance, leaves = _tolerance(model), size.paths(model)
-    if not resident and supported():
-        others = sum(beside_bytes(check_folder(other), size) for other in beside)
+    if not options.resident and supported():
+        others = sum(beside_bytes(check_folder(other), size) for other in options.draft_files)
         plan, size, layout, notes = plan_memory(model, folder, text_config, windows, size, room, others)
         if plan and plan.streamed:
             sweep, more = _stream(model, layout, plan, progress, path)

@@ -10,7 +10,7 @@ from mlx_lm.utils import load_model
 from edgespec.errors import ModelError
 
 from ..common.hf_vocab import first_line
-from .paths import leaves_of
+from .recurrent import leaves_of
 
 
 def check_files(folder: Path) -> dict[str, Any]:

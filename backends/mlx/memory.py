@@ -21,9 +21,9 @@ from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
 from edgespec.weights.plan import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
 
-from ..common.path_states import most_paths, states_of
+from ..common.recurrent import most_paths, states_of
 from .loading import check_files, find_windows, load_weights
-from .paths import is_recurrent, sizes_of
+from .recurrent import is_recurrent, sizes_of
 from .tree import Pass, TreeCache, wrap_ropes
 
 CHUNKS = (128, 256, 512, 1024, 2048)  # nodes of a pass over a prompt, where every one reads weights again

@@ -33,7 +33,7 @@ from edgespec.weights.preload import Progress, warm
 from edgespec.weights.ring import Streamer
 
 from .memory import Layout, Placed
-from .paths import leaves_of
+from .recurrent import leaves_of
 from .session import as_bytes
 from .tree import TreeCache
 

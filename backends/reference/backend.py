@@ -16,25 +16,36 @@ from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
-from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import identity_of, look, read, write
-from edgespec.loop.shapes import BatchInvariance, PromptRead
-from edgespec.loop.tree import IntArray, depths, is_leaf, nodes_below, parents_among, path_to
+from edgespec.loop.session_files import Saved, identity_of, write
+from edgespec.loop.shapes import BatchInvariance
+from edgespec.loop.tree import is_leaf, path_to
 from edgespec.planners.path_cost import CHEAP, MOST_OWED, States, paths_of, step_from
 
 from ..common.interrupts import interruptible
+from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
 from .model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
 
-__all__ = ["Model", "ReferenceBackend", "ReferenceVocab", "load", "load_vocab", "perturbed", "random_model"]
+__all__ = [
+    "Model",
+    "ReferenceBackend",
+    "ReferenceEngine",
+    "ReferenceVocab",
+    "engine",
+    "load",
+    "load_vocab",
+    "perturbed",
+    "random_model",
+]
 
 DEFAULT_CONTEXT = 512
 KEPT_STATES = 5  # of a session, where layers are recurrent
@@ -77,100 +88,59 @@ class ReferenceVocab:
         return SPECIAL[token_id] if token_id < len(SPECIAL) else self.token_bytes(token_id).decode("latin-1")
 
 
-class ReferenceSession:
+class ReferenceSession(NodeSession):
     """See `edgespec.loop.backend.Session`."""
 
+    _backend: "ReferenceBackend"
+
     def __init__(self, backend: "ReferenceBackend") -> None:
-        self.token_ids: list[int] = []
-        self._backend = backend
-        self._tokens: list[int] = []  # uncommitted nodes' tokens
-        self._parents: list[int] = []
-        self._prompt = PromptRead()
+        super().__init__(backend)
         model, limits = backend.model, backend.capabilities
         head = model.embedding.shape[1] // model.heads
         self._cells = np.zeros((limits.context_length + limits.max_nodes, len(model.layers), 2, model.heads, head))
+        self._empty = np.zeros(0)  # the state of recurrent layers before the first token
 
-    def check(self, work: Work) -> None:
-        """Refuse a work that breaks the contract or does not fit, before anything changes."""
-        limits, first = self._backend.capabilities, len(self._parents)
-        parents = self._parents + work.parents.tolist()
-        if len(parents) > limits.max_nodes:
-            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
-        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            raise ValueError(f"parents must come before their children: {parents}")
-        if any(not first <= node < len(parents) for node in work.wanted.tolist()):
-            raise ValueError(f"wanted {work.wanted.tolist()}: not all among the nodes {first} to {len(parents) - 1}")
-        last = len(self.token_ids) + int(depths(parents).max(initial=-1))
-        if last >= limits.context_length:
-            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
-        if np.count_nonzero(is_leaf(parents)) > limits.max_leaves:
-            raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
-
-    def add(self, work: Work) -> Logits:
+    def add(self, work: Work, positions: Sequence[int]) -> Logits:
         """Evaluate a checked work's nodes one by one."""
-        model, length, rows = self._backend.model, len(self.token_ids), dict[int, Float32Array]()
+        first, length, found = self.nodes, len(self.token_ids), dict[int, Array]()
+        self._add_nodes(work, positions)
+        for node in range(first, self.nodes):
+            found[node], _ = self._evaluate(self._tokens[node], self._seen(node), length + node, self._empty)
+        return self._logits(found, work)
+
+    def _seen(self, node: int) -> NDArray[np.int64]:
+        """Cells that a node sees besides its own."""
+        length, above = len(self.token_ids), np.array(path_to(self._parents, node)[:-1], np.int64)
+        return np.concatenate([np.arange(length), length + above])
+
+    def _evaluate(self, token: int, seen: NDArray[np.int64], cell: int, state: Array) -> tuple[Array, Array]:
+        """The final vector of one node, and the state of recurrent layers after it, from that before it."""
+        if self._backend.interrupted.is_set():
+            raise Interrupted("the pass was interrupted")
+        x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
+        assert after is not None
+        return x, after
+
+    def _logits(self, found: dict[int, Array], work: Work) -> Logits:
+        model = self._backend.model
         output = model.embedding if model.unembedding is None else model.unembedding
-        wanted = set(work.wanted.tolist())
-        self._prompt.add(work.prompt, work.short, length)
-        for token, parent in zip(work.token_ids.tolist(), work.parents.tolist(), strict=True):
-            if self._backend.interrupted.is_set():
-                raise Interrupted("the pass was interrupted")
-            node = len(self._tokens)
-            ancestors = path_to(self._parents, parent) if parent >= 0 else []
-            seen = np.concatenate([np.arange(length), length + np.array(ancestors, np.int64)])
-            state, self._cells[length + node], _ = evaluate(model, token, len(seen), self._cells[seen])
-            self._tokens.append(token)
-            self._parents.append(parent)
-            if node in wanted:
-                rows[node] = (output @ state).astype(np.float32)
-        return RowLogits(rows)
+        return RowLogits({node: (output @ found[node]).astype(np.float32) for node in work.wanted.tolist()})
 
-    @property
-    def unread_committed(self) -> int:
-        return 0
-
-    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        return self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
-
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
-            raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
-        length, kept = len(self.token_ids), nodes_below(self._parents, path[-1] if path else -1) if below else []
-        order = length + np.array([*path, *kept], np.int64)
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        length = len(self.token_ids)
+        order = length + np.array([*path, *stay], np.int64)
         self._cells[length : length + len(order)] = self._cells[order]
-        self._prompt.commit(length, len(path))
-        self.token_ids.extend(self._tokens[node] for node in path)
-        self._tokens = [self._tokens[node] for node in kept]
-        self._parents = parents_among(self._parents, kept)
-        return np.array(kept, np.int32)
 
-    def rewind(self, length: int) -> None:
-        del self.token_ids[length:]
-        self._prompt.rewind(length)
-        self._tokens, self._parents = [], []
-
-    def fork(self) -> "ReferenceSession":
-        other = self._backend.open()
-        other.token_ids, other._prompt = self.token_ids.copy(), replace(self._prompt)
+    def _copy_cells(self, other: Self) -> None:
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
-        return other
-
-    @property
-    def parents(self) -> list[int]:
-        """Of uncommitted nodes."""
-        return self._parents
 
     def save(self, path: str | Path, note: Any = None) -> None:
         cells = self._cells[: len(self.token_ids)]
         write(path, self._backend, self.token_ids, self._prompt.as_dict(), lambda new: cells.tofile(new), note)
 
-    def load(self, path: str | Path) -> Any:
-        saved = read(path, self._backend)
-        self.rewind(0)
+    def _load_cells(self, path: str | Path, saved: Saved) -> None:
         cells = self._cells[: len(saved.token_ids)]
         cells[:] = np.fromfile(path, np.float64, cells.size).reshape(cells.shape)
-        self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
-        return saved.note
 
     def close(self) -> None:
         self._backend.opened = [other for other in self._backend.opened if other is not self]
@@ -178,23 +148,24 @@ class ReferenceSession:
 
 
 class RecurrentSession(ReferenceSession):
-    """The same where layers are recurrent: paths, tokens that are owed, and states that are kept."""
+    """For recurrent layers: paths, unread committed tokens, and states."""
 
     def __init__(self, backend: "ReferenceBackend") -> None:
         super().__init__(backend)
         model, head = backend.model, self._cells.shape[-1]
         self._empty = np.zeros((len(model.layers), model.heads, head, head))
         self._states = States[Array](KEPT_STATES)
+
+    def _forget_nodes(self) -> None:
+        super()._forget_nodes()
         self._tips: dict[int, Array] = {}  # node -> the state behind it, where a path ended
 
-    def add(self, work: Work) -> Logits:
+    def add(self, work: Work, positions: Sequence[int]) -> Logits:
         """Evaluate a checked work's nodes, path by path."""
-        length, first = len(self.token_ids), len(self._tokens)
-        self._tokens += work.token_ids.tolist()
-        self._parents += work.parents.tolist()
+        length, first = len(self.token_ids), self.nodes
         if not work.prompt:
             self._states.mark(length)
-        self._prompt.add(work.prompt, work.short, length)
+        self._add_nodes(work, positions)
         if self._behind > MOST_OWED:
             self._bring_on(self._states.last)
         paths = paths_of(self._parents, first, self._tips)
@@ -204,26 +175,15 @@ class RecurrentSession(ReferenceSession):
         for path, size in zip(paths, sizes, strict=True):
             state = self._text(self._states.last, length) if path.start < 0 else self._tips[path.start]
             for node in path.nodes:
-                above = np.array(path_to(self._parents, node)[:-1], np.int64)
-                seen = np.concatenate([np.arange(length), length + above])
-                found[node], state = self._evaluate(self._tokens[node], seen, length + node, state)
+                found[node], state = self._evaluate(self._tokens[node], self._seen(node), length + node, state)
             if size == max(sizes):  # others go on behind their leaf
                 self._tips[path.nodes[-1]] = state
         if self.unread_committed and step is not None:
             self._bring_on(step)
-        model = self._backend.model
-        output = model.embedding if model.unembedding is None else model.unembedding
-        return RowLogits({node: (output @ found[node]).astype(np.float32) for node in work.wanted.tolist()})
-
-    def _evaluate(self, token: int, seen: NDArray[np.int64], cell: int, state: Array) -> tuple[Array, Array]:
-        if self._backend.interrupted.is_set():
-            raise Interrupted("the pass was interrupted")
-        x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
-        assert after is not None
-        return x, after
+        return self._logits(found, work)
 
     def _text(self, start: int, stop: int) -> Array:
-        """The state after so many of the text's tokens, from that of fewer."""
+        """The state after `stop` committed tokens, from that after `start`."""
         state = self._states.kept[start] if start else self._empty
         for position in range(start, stop):
             _, state = self._evaluate(self.token_ids[position], np.arange(position), position, state)
@@ -245,24 +205,22 @@ class RecurrentSession(ReferenceSession):
         length = super().reusable_prefix(length, short=short)
         return length if length == len(self.token_ids) else self._states.before(length)
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        tips = self._tips
-        nothing = super().commit(path)
-        if path and path[-1] in tips:
-            self._states.add(len(self.token_ids), tips[path[-1]])
-        self._tips = {}
-        return nothing
+    @property
+    def _can_keep(self) -> bool:
+        return False
+
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        super()._commit_cells(path, stay)
+        if path and path[-1] in self._tips:
+            self._states.add(len(self.token_ids) + len(path), self._tips[path[-1]])
 
     def rewind(self, length: int) -> None:
         super().rewind(length)
         self._states.cut(length)
-        self._tips = {}
 
-    def fork(self) -> "RecurrentSession":
-        other = super().fork()
-        assert isinstance(other, RecurrentSession)
+    def _copy_cells(self, other: Self) -> None:
+        super()._copy_cells(other)
         other._states = self._states.copy()
-        return other
 
     def save(self, path: str | Path, note: Any = None) -> None:
         kept = self._states.kept
@@ -270,13 +228,13 @@ class RecurrentSession(ReferenceSession):
         details = self._prompt.as_dict() | {"states": list(kept)}
         write(path, self._backend, self.token_ids, details, lambda new: data.tofile(new), note)
 
-    def load(self, path: str | Path) -> Any:
-        note, start = super().load(path), self._cells[: len(self.token_ids)].nbytes
-        for at in look(path).details["states"]:
+    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+        super()._load_cells(path, saved)
+        start = self._cells[: len(saved.token_ids)].nbytes
+        for at in saved.details["states"]:
             state = np.fromfile(path, np.float64, self._empty.size, offset=start).reshape(self._empty.shape)
             self._states.add(at, state)
             start += state.nbytes
-        return note
 
 
 class ReferenceBackend:
@@ -294,7 +252,7 @@ class ReferenceBackend:
         cells: int | None = None,
     ) -> None:
         self.model = model
-        self.vocab = ReferenceVocab(len(model.embedding))
+        self.vocab: Vocab = ReferenceVocab(len(model.embedding))
         paths = any(layer.decay is not None for layer in model.layers)
         self.capabilities = Capabilities(
             context_length, max_nodes, max_nodes, max_leaves, 0.0, paths=paths, spare_leaves=spare_leaves, cells=cells
@@ -304,8 +262,8 @@ class ReferenceBackend:
         self._sessions = sessions
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
-        self.computing: dict[str, str | int | None] = {}
-        self.notes: list[str] = []
+        self.computing: Computing = {}
+        self.notes: Sequence[str] = ()
         self.wait_seconds = 0.0
 
     def open(self) -> ReferenceSession:
@@ -325,11 +283,10 @@ class ReferenceBackend:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
         sessions = [cast(ReferenceSession, work.session) for work in batch]
-        for work, session in zip(batch, sessions, strict=True):
-            session.check(work)
+        positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
         self._check_room(batch)
         with interruptible(sessions, self.interrupted):
-            return [session.add(work) for work, session in zip(batch, sessions, strict=True)]
+            return [session.add(work, at) for session, work, at in zip(sessions, batch, positions, strict=True)]
 
     def _check_room(self, batch: Sequence[Work]) -> None:
         """Refuse what goes beyond the limits that all sessions have together."""
@@ -365,33 +322,23 @@ class ReferenceBackend:
         """Nothing outside Python's memory to free."""
 
 
-def load(
-    path: str,
-    *,
-    context_length: int = DEFAULT_CONTEXT,
-    budget: int = 64,
-    sessions: int = 1,
-) -> ReferenceBackend:
-    """Load weights that `Model.save` wrote.
+class ReferenceEngine(Engine):
+    """See `Engine`. Loads what `Model.save` wrote, an .npz file."""
 
-    Args:
-        path: the .npz file.
-        context_length: most tokens of text in one session; 0 = DEFAULT_CONTEXT.
-        budget: largest tree that will be asked for, in nodes without the root.
-        sessions: how many sessions may be open at once.
+    def load(self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None) -> ReferenceBackend:
+        options = plan.options
+        return ReferenceBackend(
+            load_weights(plan.path),
+            context_length=options.context_length or DEFAULT_CONTEXT,
+            max_nodes=options.budget + 1,
+            max_leaves=max(options.budget, 1),
+            sessions=options.sessions,
+        )
 
-    Raises:
-        ModelError: the file is missing or is not such a file.
-    """
-    return ReferenceBackend(
-        load_weights(path),
-        context_length=context_length or DEFAULT_CONTEXT,
-        max_nodes=budget + 1,
-        max_leaves=max(budget, 1),
-        sessions=sessions,
-    )
+    def load_vocab(self, path: str) -> ReferenceVocab:
+        return ReferenceVocab(len(load_weights(path).embedding))
 
 
-def load_vocab(path: str) -> ReferenceVocab:
-    """Only the tokenizer. Raises ModelError as `load` does."""
-    return load(path).vocab
+engine = ReferenceEngine()
+load = engine.open
+load_vocab = engine.load_vocab

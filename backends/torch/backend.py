@@ -26,18 +26,18 @@ from weakref import WeakSet
 import torch
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Vocab, Work
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
 from edgespec.machine.disk import disk_speed
-from edgespec.machine.memory import available_memory, format_size, left_of, parse_size, private_memory
+from edgespec.machine.memory import available_memory, format_size, in_bytes, left_of, private_memory
 from edgespec.weights.plan import MARGIN, SAFETY
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
-from ..common.path_states import most_paths, states_of
-from . import paths
+from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
 from .loading import (
@@ -60,9 +60,19 @@ from .loading import (
 )
 from .logits import TorchLogits
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer
+from .recurrent import (
+    RecurrentOwner,
+    StateCache,
+    TorchRecurrentSession,
+    forward_recurrent,
+    is_recurrent,
+    make_cache,
+    state_bytes,
+    with_cells,
+)
 from .session import Placement, TorchSession
 
-__all__ = ["TorchBackend", "load", "load_vocab"]
+__all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 MIN_NODES = 512  # prompts are read in chunks of this size
@@ -94,7 +104,7 @@ class TorchBackend:
         caches: list[Any],
         streamer: Streamer | None,
         notes: Sequence[str] = (),
-        cache: paths.StateCache | None = None,
+        cache: StateCache | None = None,
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
@@ -106,7 +116,7 @@ class TorchBackend:
         self.device, self.dtype = caches[0].device, caches[0].dtype
         place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.build = f"torch {torch.__version__}, {place}"
-        self.computing: dict[str, str | int | None] = {
+        self.computing: Computing = {
             "dtype": str(self.dtype), "threads": torch.get_num_threads(), "device": str(self.device),
         }  # fmt: skip
         self.streamer = streamer  # None: all weights are resident
@@ -117,7 +127,7 @@ class TorchBackend:
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         if self.capabilities.paths:
-            return paths.TorchPathSession(cast(paths.PathOwner, self), self._free.pop())
+            return TorchRecurrentSession(cast(RecurrentOwner, self), self._free.pop())
         return TorchSession(self, self._free.pop())
 
     def release(self, cells: Any) -> None:
@@ -128,18 +138,13 @@ class TorchBackend:
     def wait_seconds(self) -> float:
         return self.streamer.wait_seconds if self.streamer is not None else 0.0
 
-    def left_of_gpu(self, memory: int | str) -> int:
-        """What PyTorch leaves of so many bytes of the GPU's memory. Raises UsageError: nothing."""
-        taken = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
-        return left_of("gpu_memory", memory, taken)
-
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         if self.capabilities.paths:
             with torch.inference_mode(), _out_of_memory("a pass"):
-                return paths.forward(cast(paths.PathOwner, self), batch)
+                return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
@@ -160,7 +165,7 @@ class TorchBackend:
                 logits = run(self.model, tokens, positions, wanted, tree, self.device)
         found = list[Logits]()
         for session, work, placement in zip(sessions, batch, placements, strict=True):
-            session.keep(work, placement)
+            session.add(work, placement)
             found.append(TorchLogits(logits[: len(work.wanted)], work.wanted.tolist()))
             logits = logits[len(work.wanted) :]
         return found
@@ -190,56 +195,66 @@ class TorchBackend:
         _mapped.discard(self)
 
 
-def load(
-    path: str,
-    *,
-    context_length: int = 4096,
-    budget: int = 64,
-    sessions: int = 1,
-    threads: int | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    gpu_layers: int | None = None,
-    gpu_memory: str | int | None = None,
-    memory: str | int | None = None,
-    copies: Callable[[Any, int], CopyEngine] | None = None,
+class TorchEngine(Engine):
+    """See `Engine`. Loads model folders: config.json, safetensors files and a tokenizer.
+
+    `threads`: for all models of the process; default PyTorch's choice. `device`: "cuda", "cuda:1", "mps" or "cpu";
+    default the first of these that is there. `dtype`: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear
+    layers; default as in the folder. `gpu_layers`: the others are streamed from host memory; default as many as
+    `gpu_memory` takes. `gpu_memory`: models that were loaded before count. `memory`: layers that neither the GPU nor
+    this can hold are streamed from disk.
+    """
+
+    supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
+
+    def plan(self, path: str, options: LoadOptions) -> LoadPlan:
+        """See `Engine.plan`. Raises MissingPackage: nf4 was asked for without bitsandbytes."""
+        _check_options(options)
+        return LoadPlan(path=path, options=options)
+
+    def load(self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
+        return load_folder(plan.path, plan.options)
+
+    def load_vocab(self, path: str) -> Vocab:
+        return load_vocab(path)
+
+    def left_of_gpu(self, draft: Backend, memory: int | str) -> int:
+        device = cast(TorchBackend, draft).device
+        return left_of("gpu_memory", memory, torch.cuda.memory_reserved(device) if device.type == "cuda" else 0)
+
+    def open(
+        self, path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any
+    ) -> TorchBackend:
+        """As `Engine.open`; `copies` as for `load_folder`."""
+        return load_folder(path, self.plan(path, LoadOptions(**{"exact": "off"} | options)).options, copies)
+
+
+engine = TorchEngine()
+load = engine.open
+
+
+def load_folder(
+    path: str, options: LoadOptions, copies: Callable[[Any, int], CopyEngine] | None = None
 ) -> TorchBackend:
-    """Load a model folder.
+    """Load a model folder; errors as for `TorchEngine.plan`.
 
     Args:
-        path: a folder with config.json, safetensors files and a tokenizer.
-        context_length: most tokens of text in one session; 0 = what the model was trained for.
-        budget: largest tree that will be asked for, in nodes without the root.
-        sessions: how many sessions may be open at once.
-        threads: compute threads on the CPU, for all models of the process; default: PyTorch's choice.
-        device: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
-        dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default: as in the folder.
-        gpu_layers: layers that stay on a GPU, counted as llama.cpp does: the output is the first, -1 = all. The others
-            are streamed from host memory. Default: as many as `gpu_memory` takes.
-        gpu_memory: bytes of GPU memory to use, such as "10G", what was loaded before included; layers beyond that are
-            streamed from host memory. Default: what is free.
-        memory: bytes of host memory that the program may take, such as "12G"; layers that neither the GPU nor this can
-            hold are streamed from disk. Default: what is free.
-        copies: makes the copy engine for a device and a number of buffers, in the place of CUDA's.
-
-    Raises:
-        ModelError: the folder is incomplete, damaged, or of an architecture that cannot hold a tree.
-        UsageError: an option is out of range, or the device is not there.
-        MissingPackage: nf4 was asked for without bitsandbytes.
+        path: of the folder.
+        options: that were checked.
+        copies: makes the copy engine for a device and a number of buffers, instead of CUDA's.
     """
-    _check_options(context_length, budget, sessions, threads, dtype)
-    place = find_device(device)
-    if gpu_memory is not None and place.type != "cuda" and copies is None:
+    place = find_device(options.device)
+    if options.gpu_memory is not None and place.type != "cuda" and copies is None:
         raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {place.type}")
-    if gpu_memory is not None and gpu_layers is not None:
+    if options.gpu_memory is not None and options.gpu_layers is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
-    there = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-    on_gpu = gpu_layers if place.type == "cuda" or copies else None
-    room = parse_size(memory) if isinstance(memory, str) else memory
+    there, dtype = in_bytes(options.gpu_memory), options.dtype
+    on_gpu = options.gpu_layers if place.type == "cuda" or copies else None
+    room = in_bytes(options.memory)
     if room is not None and place.type == "mps":
         raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
-    if threads:
-        torch.set_num_threads(threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     vocab = load_vocab(path)
     with _named(path), _out_of_memory("the model"):
         folder, most = check_folder(path), room or int(available_memory() * (1 - SAFETY))
@@ -252,15 +267,16 @@ def load(
             plenty = room is None and 2 * model.num_parameters() * model.dtype.itemsize + needed < most
             there, host = (None, None) if plenty else (most, Host(folder, most, needed, apart=False))
         backend = assemble(
-            model, vocab, place, context_length=context_length, budget=budget, sessions=sessions, memory=there,
+            model, vocab, place, context_length=options.context_length, budget=options.budget,
+            sessions=options.sessions, memory=there,
             gpu_layers=on_gpu, copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
             form=nf4_form(place) if dtype == NF4 else PLAIN,
         )  # fmt: skip
     backend._files = weight_files(path)
-    if gpu_layers and on_gpu is None:
+    if options.gpu_layers and on_gpu is None:
         backend.notes = [*backend.notes, f"the device is {place.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
-        backend.computing["dtype"] = NF4
+        backend.computing = {**backend.computing, "dtype": NF4}
     elif place.type == "cpu" and dtype is None and backend.streamer is None:
         _mapped.add(backend)
     return backend
@@ -286,11 +302,11 @@ def assemble(
         model: on the host; emptied layer by layer where it is streamed.
         vocab: its tokenizer.
         device: where it computes.
-        context_length: see `load`, as for all others.
-        budget: …
-        sessions: …
+        context_length: of `LoadOptions`.
+        budget: of `LoadOptions`.
+        sessions: of `LoadOptions`.
         memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
-        gpu_layers: …
+        gpu_layers: of `LoadOptions`.
         copies: makes the copy engine.
         host: where layers wait that do not fit; None: in host memory.
         form: what layers are brought to.
@@ -303,7 +319,7 @@ def assemble(
     context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     check_rope(config, context_length)
     max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, budget + 1)
-    recurrent, state = paths.is_recurrent(config), paths.state_bytes(model)
+    recurrent, state = is_recurrent(config), state_bytes(model)
     weights = model.num_parameters() * model.dtype.itemsize
     leaves = most_paths(state, weights, budget, sessions) if recurrent else max_nodes
     capabilities = Capabilities(
@@ -338,8 +354,8 @@ def assemble(
     try:
         model.to(device)
         align(model)
-        cache, probe = paths.make_cache(model, device) if recurrent else (None, run_probe(model, device))
-        windows = inspect_layers(model, probe, shape, paths.with_cells(config))
+        cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
+        windows = inspect_layers(model, probe, shape, with_cells(config))
         caches = [torch.empty(shape, dtype=model.dtype, device=device) for _ in range(sessions)]
     except BaseException:
         if streamer is not None:
@@ -387,14 +403,14 @@ def _out_of_memory(what: str) -> Iterator[None]:
         raise ModelError(f"no memory on the device for {what}: {first_line(error)}") from error
 
 
-def _check_options(context_length: int, budget: int, sessions: int, threads: int | None, dtype: str | None) -> None:
+def _check_options(options: LoadOptions) -> None:
     for name, value, low, high in [
-        ("context length", context_length, 0, 2**24),
-        ("budget", budget, 1, 2**15),
-        ("sessions", sessions, 1, 2**10),
-        ("threads", threads or 1, 1, 1024),
+        ("context length", options.context_length, 0, 2**24),
+        ("budget", options.budget, 1, 2**15),
+        ("sessions", options.sessions, 1, 2**10),
+        ("threads", options.threads or 1, 1, 1024),
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-    if dtype is not None and dtype not in (*TOLERANCE, NF4):
-        raise UsageError(f"dtype is {dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
+    if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
+        raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")

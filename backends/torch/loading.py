@@ -28,7 +28,7 @@ from .offload import (
     count_resident,
     streamed_layers,
 )
-from .paths import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
+from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
 
 WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take
 NF4 = "nf4"

@@ -1,5 +1,3 @@
-"""The commands about models by name: which there are, what fits, and fetching them."""
-
 import json
 import shutil
 import sys
@@ -20,19 +18,19 @@ from edgespec.models.registry import Entry, all_models, find_model
     epilog="""\b
 Examples:
   edgespec models --fit                        what this machine can run, the best first
-  edgespec models --fit --memory 16G           and one with so much memory
-  edgespec models qwen3-32b                    what holds for one"""
+  edgespec models --fit --memory 16G           a machine with this much memory
+  edgespec models qwen3-32b                    the settings of one model"""
 )
 @click.argument("model", required=False, shell_complete=complete_model)
 @MODELS_OPTION
-@click.option("--fit", "by_fit", is_flag=True, help="Sort by how well a model fits this machine.")
-@click.option("--memory", metavar="SIZE", help="Judge by so much memory, such as 16G. [default: what is free]")
+@click.option("--fit", "by_fit", is_flag=True, help="Sort by how well models fit this machine.")
+@click.option("--memory", metavar="SIZE", help="Memory to assume, such as 16G. [default: what is free]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list; with MODEL, one JSON object.")
 def models(model: str | None, models_file: str | None, by_fit: bool, memory: str | None, as_json: bool) -> None:
-    """List the models that have a name: size, licence, and how they would run on this machine.
+    """List models by name: size, licence, and how they would run on this machine.
 
-    With MODEL, a name or a path like that of `edgespec run`: what holds for it where the command line says nothing,
-    and where that comes from. Weights are not loaded, and nothing is fetched.
+    With MODEL, a name or a path as for `edgespec run`: its default settings, and the origin of each. Weights are not
+    loaded, and nothing is fetched.
     """
     from edgespec.cli.model_card import card_text, model_card
     from edgespec.machine.memory import available_memory, parse_size
@@ -68,7 +66,6 @@ def models(model: str | None, models_file: str | None, by_fit: bool, memory: str
 
 
 def _cache() -> Path:
-    """Where what is fetched is kept."""
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -86,13 +83,13 @@ Examples:
 )
 @click.argument("names", metavar="NAME|SOURCE…", nargs=-1, required=True, shell_complete=complete_model)
 @click.option("--draft/--no-draft", default=True, help="Fetch the draft of a NAME, too. [default: draft]")
-@click.option("--dry-run", is_flag=True, help="Only say what would be fetched, with sizes.")
+@click.option("--dry-run", is_flag=True, help="List files and sizes, fetch nothing.")
 @MODELS_OPTION
 def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | None) -> None:
-    """Fetch models from the hub into its cache, or bring them up to date.
+    """Fetch models from the hub into its cache, or update them.
 
-    Ctrl-C keeps what is there; the same command goes on from there. Checksums are compared with the hub's, and with
-    those in models.yaml.
+    Ctrl-C keeps what is fetched; the same command continues. Checksums are compared with the hub's, and with those in
+    models.yaml.
     """
     entries = [find_model(name, models_file) for name in names]
     for name, entry in zip(names, entries, strict=True):
@@ -113,13 +110,12 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
 
 
 def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:
-    """What the entries need of the hub."""
     sources = [source for entry in entries for source in (entry.target, entry.draft if draft else None) if source]
     return [source for source in dict.fromkeys(sources) if source.startswith("hf:")]
 
 
 def ask(sources: Sequence[str], entries: Sequence[Entry]) -> dict[str, hub.Listing]:
-    """What the hub has of these sources, compared with models.yaml. Raises ModelError."""
+    """The hub's files of each source, checked against models.yaml. Raises ModelError."""
     listings = {}
     for source in sources:
         listings[source] = listing = hub.ask(hub.parse(source.removeprefix("hf:")))
@@ -129,12 +125,7 @@ def ask(sources: Sequence[str], entries: Sequence[Entry]) -> dict[str, hub.Listi
 
 
 def fetch_all(listings: dict[str, hub.Listing], err: bool = False) -> None:
-    """Fetch what is missing, with a bar for each file that shows speed and time left; then say where each source is.
-
-    Args:
-        listings: by source.
-        err: say so on standard error.
-    """
+    """Fetch missing files with progress bars; print the path of each source, on standard error if `err`."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     with Bars(DownloadColumn(), TransferSpeedColumn()) as bars:
@@ -142,20 +133,16 @@ def fetch_all(listings: dict[str, hub.Listing], err: bool = False) -> None:
             try:
                 path = hub.fetch(listing, bars.update, lambda text: click.echo(text, err=True))
             except KeyboardInterrupt:
-                click.echo("stopped; what is there is kept, and the same command goes on from there", err=True)
+                click.echo("stopped; what is fetched is kept, and the same command continues", err=True)
                 raise
             click.echo(path, err=err)
 
 
 def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
-    """Before a run: say how much is missing, ask, and fetch it.
-
-    Args:
-        entries: what is needed, without drafts that are not.
-        yes: do not ask.
+    """Fetch missing files before a run, after a question unless `yes`.
 
     Raises:
-        EdgespecError: something is missing, and there is nobody to ask.
+        EdgespecError: files are missing, and there is no terminal for the question.
     """
     missing = [source for source in sources_of(entries, draft=True) if not hub.cached(hub.parse(source[3:]))]
     if not missing:

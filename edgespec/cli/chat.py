@@ -1,5 +1,3 @@
-"""The chat on a terminal: history, several lines, a few commands."""
-
 from typing import Any
 
 import click
@@ -26,17 +24,16 @@ def chat(
     options: dict[str, Any],
     earlier: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Talk until /exit or end of input. The conversation stays in the model's cache between messages.
+    """Chat until /exit or end of input, and return all messages.
+
+    The scheduler keeps the conversation's keys and values between messages.
 
     Args:
-        model: who answers.
+        model: answers.
         system: its system message.
-        show_drafts: tint tokens by who guessed them.
-        options: of every answer.
-        earlier: messages to go on from.
-
-    Returns:
-        All messages.
+        show_drafts: tint accepted tokens by source.
+        options: of every answer, as for `Model.stream`.
+        earlier: messages of a resumed chat.
     """
     start = [{"role": "system", "content": system}] if system else []
     messages = earlier or list(start)
@@ -72,13 +69,12 @@ def chat(
 
 
 def stats_text(result: GenerationResult) -> str:
-    """A few lines of figures."""
     stats = result.stats
     sources = ", ".join(f"{count} {source}" for source, count in stats.tokens_by_source.items() if count)
     return (
         f"{stats.summary()}\n"
-        f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them kept from before, "
-        f"read in {stats.prefill_seconds:.2f} s\n"
+        f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the cache, "
+        f"prefilled in {stats.prefill_seconds:.2f} s\n"
         f"tokens by source: {sources}; seed {stats.seed}\n"
         f"time: draft {stats.draft_seconds:.2f} s, target {stats.target_seconds:.2f} s, "
         f"planning and sampling {stats.plan_seconds:.2f} s"

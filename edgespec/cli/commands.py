@@ -1,5 +1,3 @@
-"""The command line. Errors become one line here and nowhere else."""
-
 import json
 import secrets
 import sys
@@ -12,6 +10,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
+from edgespec.cli.convert import convert
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
     BUDGET_OPTION,
@@ -28,13 +27,14 @@ from edgespec.cli.options import (
     SAMPLING_OPTIONS,
     TARGETS_OPTIONS,
     YES_OPTION,
+    SectionedCommand,
     outdated,
 )
 from edgespec.cli.pairs import pair
 from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.engines import choose_backend, load_options, load_vocab
+from edgespec.loop.engines import choose_backend, find_engine, load_vocab
 from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
@@ -43,13 +43,15 @@ from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DRAFT
 
 
-def main(command: click.Command | None = None) -> None:
-    """Entry point: run the command (`edgespec`, if none is named), turn errors into one line and an exit code.
+def main(command: click.Command | None = None, arguments: list[str] | None = None) -> None:
+    """Run `command` (default: `edgespec`), and turn errors into one line and an exit code.
 
-    Click itself ends quietly, with code 1, when the reader of a pipe has gone.
+    Args:
+        command: a script's own command.
+        arguments: of the command line. Default: those of the process.
     """
     try:
-        (command or cli).main(prog_name=None if command else "edgespec", standalone_mode=False)
+        (command or cli).main(arguments, prog_name=None if command else "edgespec", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -61,7 +63,11 @@ def main(command: click.Command | None = None) -> None:
         sys.exit(130)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Program(click.Group):
+    command_class = SectionedCommand
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__)
 def cli() -> None:
     """Run language models that are too big for this machine, with exactly the text they would write alone."""
@@ -85,20 +91,20 @@ Examples:
 @MODEL_OPTIONS
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
-@click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to write.")
+@click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to generate.")
 @SAMPLING_OPTIONS
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this string; repeatable.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; repeatable.")
 @click.option("--json-schema", metavar="FILE", help="Answer in JSON by the schema in FILE.")
 @click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
 @click.option("--system", help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("--resume", metavar="FILE", help="Start from the text in FILE, if it exists, and keep it there.")
+@click.option("--resume", metavar="FILE", help="Continue the session in FILE, if it exists, and save it there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
 @YES_OPTION
 @click.option(
     "--show-drafts",
     is_flag=True,
-    help="Tint tokens by who guessed them: green draft, cyan text so far, magenta datastore, yellow grammar.",
+    help="Tint accepted tokens by source: green draft, cyan text so far, magenta datastore, yellow grammar.",
 )
 def run(
     model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, yes: bool, show_drafts: bool,
@@ -109,12 +115,10 @@ def run(
 
     Files run on llama.cpp; folders on MLX on a Mac with Apple silicon, on PyTorch elsewhere.
 
-    PROMPT `-` reads standard input. Without PROMPT on a terminal, a chat starts.
+    PROMPT `-` reads standard input; without PROMPT on a terminal, a chat starts.
 
-    With --resume what FILE holds of the prompt is not read again, and a chat goes on where it was left.
-
-    Sampling is what you say, else what models.yaml says, else what the model's own file proposes, else greedy:
-    `edgespec models MODEL` shows it.
+    Sampling options that are not given come from models.yaml, else from the model's own file, else sampling is
+    greedy: `edgespec models MODEL` shows it.
     """
     sampling = {"seed": secrets.randbits(32), **_sampling(options)}
     text = _prompt(prompt)
@@ -135,7 +139,7 @@ def run(
         for note in loaded.notes:
             click.echo(click.style(note, dim=True), err=True)
         earlier = session.load(loaded) if session else None
-        loaded.scheduler.start()  # passes in a thread of their own, so that Ctrl-C ends them early
+        loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier and text is None:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
         system = system or loaded.system
@@ -162,7 +166,6 @@ def run(
 
 
 def _prompt(prompt: str | None) -> str | None:
-    """The prompt's text; None for a chat."""
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         try:
             return sys.stdin.read()
@@ -172,7 +175,7 @@ def _prompt(prompt: str | None) -> str | None:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the sampling options out of `options`; those not given stay the model's defaults."""
+    """Take the given sampling options out of `options`; the others stay the model's defaults."""
     names = (
         "temperature",
         "top_k",
@@ -195,57 +198,61 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-def _tau(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the planners' option out of `options`, if it is given."""
-    tau = options.pop("tau")
-    return {} if tau is None else {"tau": tau}
+def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("depth", "beam", "tau", "min_probability")
+    chosen = {name: value for name in names if (value := options.pop(name)) is not None}
+    if options.pop("no_coupling"):
+        chosen["coupling"] = False
+    return chosen
 
 
 def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
-    """Fetch what a run needs and is not here."""
     entry, draft = find_model(model, options["models_file"]), options["draft"]
     drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
     needed += [find_model(draft, options["models_file"])] if draft else []
     for one in needed:  # nothing is fetched for an engine that is not there
-        load_options(options["backend"] or choose_backend(is_folder(one.target)))
+        find_engine(options["backend"] or choose_backend(is_folder(one.target)))
     pull_what_is_missing(needed, yes)
 
 
 def _load(model: str, options: dict[str, Any]) -> Model:
-    tau, context_length = _tau(options), options.pop("ctx")
+    extra, context_length = _planner_options(options), options.pop("ctx")
+    options["remember"] = not options.pop("no_memory_of_costs")
     with LoadingBar(model) as bar:
-        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **tau)
+        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
 
 
 @cli.command(
     epilog="""\b
 Examples:
   edgespec serve big.gguf --draft small.gguf          then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
-  edgespec serve big.gguf --keep-on-disk              long prompts are read once, also across restarts
+  edgespec serve big.gguf --keep-on-disk              long prompts are prefilled once, also across restarts
   edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
 )
 @click.argument("model", default="smollm2-135m", shell_complete=complete_model)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
-@click.option("--parallel", type=int, default=4, show_default=True, help="Texts written at once; others wait.")
+@click.option("--parallel", type=int, default=4, show_default=True, help="Requests served at once; others wait.")
 @outdated("--first-come", instead="requests are always served as they came", is_flag=True, expose_value=False)
-@click.option("--api-key", metavar="KEY", help="Key that clients must send; others can see it: better a file.")
-@click.option("--api-key-file", metavar="FILE", help="Keys, one a line. [default: $EDGESPEC_API_KEY]")
-@click.option("--no-key", is_flag=True, help="Let everybody in who reaches --host.")
+@outdated("--api-key", instead="use --api-key-file or $EDGESPEC_API_KEY, which others cannot see", metavar="KEY")
+@click.option(
+    "--api-key-file", metavar="FILE", help="Keys that clients must send, one a line. [default: $EDGESPEC_API_KEY]"
+)
+@click.option("--no-key", is_flag=True, help="Serve every client that reaches --host.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
-@click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages from there in; repeatable.")
-@click.option("--grace", type=int, default=30, show_default=True, help="Seconds that texts have left at the end.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Serve pages of this origin; repeatable.")
+@click.option("--grace", type=int, default=30, show_default=True, help="Seconds for running requests at the end.")
 @click.option(
     "--keep-on-disk",
     "keep",
     is_flag=False,
     flag_value="",
     metavar="[DIR]",
-    help="Save long prompts, and find them again after a restart. [DIR: the user's cache folder]",
+    help="Save sessions, and find them again after a restart. [DIR: the user's cache folder]",
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
-@click.option("--log-requests", "log", is_flag=True, help="A line for each request, without its text.")
+@click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS
@@ -255,7 +262,7 @@ def serve(
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
     yes: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Answer programs on this machine that speak OpenAI's or Anthropic's dialect, with MODEL as for `edgespec run`."""
+    """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI and Anthropic."""
     from edgespec.cli import serve as server
 
     server.check_server()
@@ -294,16 +301,16 @@ Examples:
 @click.option(
     "--forget-costs",
     is_flag=True,
-    help=f"Only remove what runs of any model have learned of pass costs. With {remembered.OFF}=1 set they learn none.",
+    help=f"Only delete the measured pass times of all models. Runs with {remembered.OFF}=1 set measure none.",
 )
 def doctor(
     model: str, draft: str | None, backend: str | None, memory: str | None, kv_type: str | None, exact: str | None,
     lenders: list[str] | None, budget: int | None, ctx: int | None, models_file: str | None, as_json: bool,
     forget_costs: bool,
 ) -> None:  # fmt: skip
-    """Say how MODEL would run on this machine: what stays in memory, what is streamed, how fast, and what limits it.
+    """Predict how MODEL runs here: what stays in memory, what is streamed, how fast, and what limits it.
 
-    And which passes agree to the bit, so that a text does not depend on how it was guessed.
+    Also find the row classes: batch sizes whose passes are bit-identical, so that a text does not depend on drafting.
 
     The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
     long as loading it.
@@ -340,6 +347,7 @@ def doctor(
 cli.add_command(models)
 cli.add_command(pull)
 cli.add_command(pair)
+cli.add_command(convert)
 cli.add_command(lend)
 
 
@@ -367,16 +375,16 @@ Example:
 @SAMPLING_OPTIONS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any) -> None:
-    """Run the prompts of a file through several planners and check every text against plain decoding.
+    """Compare planners on a file of prompts, and check every text against plain decoding.
 
-    Each line of PROMPTS.jsonl is an object with `prompt`, or with `turns`, whose first is used. Planners take turns
-    prompt by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy where no option
-    says otherwise, whatever models.yaml or the model's own file propose.
+    Each line of PROMPTS.jsonl is an object with `prompt`, or with `turns`, whose first is used. Planners
+    alternate prompt by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy
+    unless options say otherwise.
     """
     from edgespec.measure.texts import read_prompts, run_bench, table
 
     sampling = _sampling(options)
-    chosen, questions = _tau(options), read_prompts(Path(prompts), options.pop("limit"))
+    chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     with LoadingBar(model) as bar:
         report = run_bench(
             model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
@@ -389,7 +397,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
 
 @cli.group()
 def datastore() -> None:
-    """Build and look at datastores: text of your own that the planner sssd copies from."""
+    """Build datastores: text of your own that the planners auto and sssd copy from."""
 
 
 @datastore.command(
@@ -411,7 +419,7 @@ Example:
 def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
     """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT.
 
-    Of files that exist, only a datastore is replaced.
+    An existing OUT is replaced only if it is a datastore.
     """
     from edgespec.planners.datastore import build, check_out, read_texts
 

@@ -1,4 +1,4 @@
-"""What a shell may offer for a model: names, then files. The scripts for bash, zsh and fish are click's own."""
+"""Completion of model names and files. The scripts for bash, zsh and fish are click's own."""
 
 import click
 from click.shell_completion import CompletionItem
@@ -8,12 +8,11 @@ from edgespec.models.registry import all_models
 
 
 def complete_model(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names that start with `incomplete`, and leave for the shell to look for files."""
-    # bash forgets what it has at the item that stands for files, so that comes first.
+    # The item for files comes first: bash drops the items before it.
     found = [CompletionItem(incomplete, type="file")]
     try:
         entries = all_models(context.params.get("models_file"))
-    except RegistryError:  # the command itself will say so
+    except RegistryError:  # the command itself reports it
         return found
     return found + [
         CompletionItem(entry.name, help=entry.description) for entry in entries if entry.name.startswith(incomplete)

@@ -1,5 +1,3 @@
-"""`edgespec lend`: this machine's memory for another one's layers."""
-
 import os
 import socket
 from importlib import import_module
@@ -20,14 +18,14 @@ Examples, all typed on the machine that borrows:
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=50052, show_default=True, help="0 = any that is free.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="Of this processor. [default: one per core]")
-@click.option("--cache", is_flag=True, help="Keep received weights on this disk: they need not be sent again.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Compute threads. [default: one per core]")
+@click.option("--cache", is_flag=True, help="Keep received weights on this disk, so that they are sent once.")
 @click.option("--i-know-it-is-insecure", "insecure", is_flag=True, help="Listen where other machines can reach it.")
 def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool) -> None:
-    """Lend this machine's memory and processor, or GPUs, to an `edgespec run --lender` on another machine.
+    """Lend this machine's memory and processor, or GPUs, to `edgespec run --lender` on another machine.
 
-    llama.cpp's protocol knows no password: who reaches the port can read and crash this program, or worse. So it
-    listens to this machine alone, and ssh brings others here. One borrower at a time; Ctrl-C ends it.
+    llama.cpp's protocol has no password: every program that reaches the port can read or crash this one, or worse. So
+    by default it listens to this machine only, and ssh forwards the port. One borrower at a time; Ctrl-C ends it.
     """
     try:
         host = socket.gethostbyname(host)  # llama.cpp takes numbers, and IPv4 only

@@ -1,4 +1,4 @@
-"""What holds for one model where the command line says nothing, and where each value comes from."""
+"""The default settings of a model, and the origin of each."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.planners.path_cost import note
 
-FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"  # where a value may come from
-UNSAID = {  # what the program does where nobody says anything, if that is no number
+FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"
+UNSAID = {
     "budget": f"as many as pay, at most {DEFAULT_BUDGET}",
     "system": "none",
 }
 
 
 def model_card(entry: Entry) -> dict[str, Any]:
-    """A model's sources, settings (name -> value and where it comes from) and notes, as JSON takes them.
+    """Sources, settings (name -> value and origin) and notes of a model, as JSON.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -26,7 +26,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
     own, notes = dict[str, Any](), list[str]()
     try:
         path = local_path(entry.target, fetch=False)
-    except (ModelError, MissingPackage) as error:  # not fetched or not installed: the rest can be told all the same
+    except (ModelError, MissingPackage) as error:  # not fetched or not installed: show the rest
         notes.append(str(error))
     else:
         own, notes = own_sampling(path)
@@ -35,13 +35,12 @@ def model_card(entry: Entry) -> dict[str, Any]:
     program: dict[str, Any] = {"planner": "auto", "budget": None, "ctx": DEFAULT_CONTEXT, "system": None}
     program |= {name: getattr(SamplingParams(), name) for name in SAMPLING}
     given = entry.defaults.model_dump(exclude_none=True)
-    sources = [(PROGRAM, program), (OWN, own), (FILE, given)]  # a later one's word counts
+    sources = [(PROGRAM, program), (OWN, own), (FILE, given)]  # later ones override
     settings = {name: {"value": value, "from": origin} for origin, said in sources for name, value in said.items()}
     return {**entry.model_dump(exclude={"defaults"}), "settings": settings, "notes": notes}
 
 
 def card_text(card: dict[str, Any]) -> str:
-    """The same for a person."""
     lines = [card["description"]] if card["description"] else []
     lines += [f"{name:20}{card[name]}" for name in ("target", "draft", "license") if card[name]]
     for name, setting in card["settings"].items():

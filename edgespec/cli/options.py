@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the sections in which --help lists them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,33 @@ from edgespec.cli.completion import complete_model
 from edgespec.errors import UsageError
 from edgespec.machine.measurements import OFF
 from edgespec.planners.choice import PLANNERS
+
+SECTIONS = {  # title -> names of parameters, in this order
+    "Model": ("model", "backend", "ctx", "threads", "device", "dtype", "models_file", "yes"),
+    "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders"),
+    "Drafting": (
+        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
+    ),
+    "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+    "Prompt and output": (
+        "system", "raw", "limit", "resume", "max_tokens", "stop", "json_schema", "grammar", "show_drafts", "as_json",
+    ),
+    "Server": ("host", "port", "parallel", "keep", "keep_size", "grace", "log"),
+    "Access": ("api_key_file", "no_key", "hosts", "origins"),
+}  # fmt: skip
+
+
+class SectionedCommand(click.Command):
+    """A command whose --help lists the options by section; those of no section come last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        rows = {one.name: row for one in options if (row := one.get_help_record(ctx))}
+        listed = {title: [rows.pop(name) for name in names if name in rows] for title, names in SECTIONS.items()}
+        for title, found in (listed | {"Other": list(rows.values())}).items():
+            if found:
+                with formatter.section(title):
+                    formatter.write_dl(found)
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -21,22 +48,21 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def outdated(name: str, *, instead: str, **kwargs: Any) -> Callable[[Any], Any]:
-    """An option that goes with the next version: it works, --help does not show it, and a note says what to use."""
+    """An option that the next version removes: it works, --help hides it, and a note names the replacement."""
 
-    def tell(context: click.Context, option: click.Parameter, value: Any) -> Any:
-        if value is not None and value is not False:
+    def note(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if value is not None and value is not False and value != ():
             click.echo(f"note: {name} goes with the next version; {instead}", err=True)
         return value
 
-    return click.option(name, hidden=True, callback=tell, **kwargs)
+    return click.option(name, hidden=True, callback=note, **kwargs)
 
 
-def _planners_own(name: str, argument: str, **kwargs: Any) -> Callable[[Any], Any]:
-    return outdated(name, instead=f"in Python: edgespec.load(…, {argument})", **kwargs)
+def _in_python(name: str, call: str, **kwargs: Any) -> Callable[[Any], Any]:
+    return outdated(name, instead=f"in Python: {call}", **kwargs)
 
 
 def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    """None for auto."""
     if value in (None, "auto"):
         return None
     try:
@@ -55,17 +81,17 @@ LENDER_OPTION = click.option(
 )
 GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
 GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: what is free]"
-KV_TYPE_HELP = "llamacpp: type of keys and values: f16, q8_0, f16/q8_0, … [default: f16]"
-EXACT_HELP = "Passes in shapes that agree to the bit: narrow (few guesses), wide (many), off. [default: what suits]"
+KV_TYPE_HELP = "llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
+EXACT_HELP = "Row class of all passes: narrow (few draft tokens), wide (many), off. [default: what suits]"
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
 DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
     shell_complete=complete_model,
-    help="Draft model that guesses; a name, path or source like MODEL.",
+    help="Draft model: a name, path or source like MODEL.",
 )
 BUDGET_OPTION = click.option(
-    "--budget", type=int, help="Guessed tokens per pass. [default: the model's, else as many as pay, at most 64]"
+    "--budget", type=int, help="Draft tokens per pass. [default: the model's, else as many as pay, at most 64]"
 )
 CONTEXT_OPTION = click.option(
     "--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
@@ -75,12 +101,12 @@ KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
 MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 PLANNER_OPTION = click.option(
-    "--planner", metavar="NAME", help=f"Where guesses come from: {', '.join(PLANNERS)}. [default: auto]"
+    "--planner", metavar="NAME", help=f"Where draft tokens come from: {', '.join(PLANNERS)}. [default: auto]"
 )
-YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch what is not here yet without asking.")
+YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
 MODEL_OPTIONS = _options(
     DRAFT_OPTION,
-    click.option("--datastore", metavar="FILE", help="Datastore to copy guesses from (auto, sssd)."),
+    click.option("--datastore", metavar="FILE", help="auto, sssd: datastore to copy draft tokens from."),
     BUDGET_OPTION,
     CONTEXT_OPTION,
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
@@ -94,8 +120,8 @@ MODEL_OPTIONS = _options(
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
     click.option("--gpu-memory", metavar="SIZE", help=GPU_MEMORY_HELP),
     MODELS_OPTION,
-    _planners_own("--depth", "depth=…", type=int),
-    _planners_own("--beam", "beam=…", type=int),
+    _in_python("--depth", "edgespec.load(…, depth=…)", type=int),
+    _in_python("--beam", "edgespec.load(…, beam=…)", type=int),
     click.option(
         "--tau",
         type=float,
@@ -104,14 +130,14 @@ MODEL_OPTIONS = _options(
     click.option(
         "--ahead/--no-ahead",
         default=None,
-        help="Draft on while MODEL works, if that gains. [default: see docs/ahead.md]",
+        help="Draft on while MODEL computes, if that gains. [default: only where the draft has its own processor]",
     ),
-    _planners_own("--min-probability", "min_probability=…", type=float),
-    _planners_own("--no-coupling", "coupling=False", is_flag=True),
+    _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
+    _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),
 )
 TARGETS_OPTIONS = _options(
-    click.option("--targets", type=int, metavar="N", help="Judge guesses in N processes, each with a copy of MODEL."),
-    click.option("--cluster", metavar="ADDRESS", help="The same on the workers of a Dask scheduler: tls://HOST:PORT."),
+    click.option("--targets", type=int, metavar="N", help="Verify in N processes, each with a copy of MODEL."),
+    click.option("--cluster", metavar="ADDRESS", help="Verify on the workers of a Dask scheduler: tls://HOST:PORT."),
 )
 NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
 SAMPLING_OPTIONS = _options(
@@ -121,13 +147,13 @@ SAMPLING_OPTIONS = _options(
         type=float,
         help="0 = always the likeliest token. [default: the model's, else 0; bench: 0]",
     ),
-    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 = all."),
-    click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
-    click.option("--min-p", type=float, help="Keep tokens at least this much as likely as the best."),
-    click.option("--repetition-penalty", type=float, help="Above 1: seen tokens become less likely."),
-    click.option("--presence-penalty", type=float, help="Subtracted from tokens already written."),
-    click.option("--frequency-penalty", type=float, help="Subtracted for each time a token was written."),
-    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit; repeatable."),
+    click.option("--top-k", type=int, help="Sample from the k likeliest tokens; 0 = all."),
+    click.option("--top-p", type=float, help="Sample from the smallest set of tokens with this probability."),
+    click.option("--min-p", type=float, help="Sample from tokens at least this much as likely as the best."),
+    click.option("--repetition-penalty", type=float, help="Above 1: tokens that occurred become less likely."),
+    _in_python("--presence-penalty", "generate(…, presence_penalty=…)", type=float),
+    _in_python("--frequency-penalty", "generate(…, frequency_penalty=…)", type=float),
+    _in_python("--logit-bias", "generate(…, logit_bias={ID: BIAS})", multiple=True, metavar="ID=BIAS"),
     click.option(
         "--seed", type=int, help="Same seed, same text. [default: run: a new one, see --json or /stats; bench: 0]"
     ),

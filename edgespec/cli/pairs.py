@@ -1,5 +1,3 @@
-"""The command that judges a pair."""
-
 import json
 import sys
 from pathlib import Path
@@ -29,7 +27,7 @@ Examples:
 @click.option("--tasks", default="prose,code,chat", show_default=True, help="Kinds of questions, with commas.")
 @click.option("--questions", "count", type=int, default=3, show_default=True, help="Of each kind, at most 5.")
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Of an answer.")
-@click.option("--budget", type=int, default=64, show_default=True, help="Most guesses per pass that are tried.")
+@click.option("--budget", type=int, default=64, show_default=True, help="Largest budget that is tried.")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
 @click.option("--ctx", type=int, default=2048, show_default=True, help="Context in tokens.")
 @click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
@@ -40,10 +38,10 @@ def pair(
     target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int, ctx: int,
     png: str | None, write: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Check whether DRAFT suits TARGET, and measure what it gains here; without DRAFT the one of models.yaml, if any.
+    """Check whether DRAFT suits TARGET, and measure what it gains here.
 
-    TARGET's greedy answers to a few questions are recorded once and kept; every way of guessing is then replayed
-    against them, and passes are timed. The result may be that no draft is the best.
+    Without DRAFT the one in models.yaml is taken. TARGET's greedy answers to a few questions are recorded once; every
+    planner is then replayed against them, and passes are timed. The result may be that no draft is best.
     """
     from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
     from edgespec.measure.pair_report import (
@@ -114,7 +112,7 @@ def _file(entry: Entry) -> str:
 def _suits(
     path: str, draft: str, ctx: int, quietly: bool, as_json: bool, *, memory: str | None, models_file: str | None
 ) -> bool:
-    """Print what is said against a draft; whether it can be used."""
+    """Print refusals and warnings; true if the draft can be used."""
     from edgespec.machine.memory import available_memory, parse_size
     from edgespec.measure.pair_checks import check_pair
 
@@ -134,7 +132,7 @@ def _tell_agreement(found: dict[int, float], tokens: float, as_json: bool) -> No
         return
     shares = ", ".join(f"{100 * share:.0f} % among the {rank} best" for rank, share in list(found.items())[1:])
     click.echo(f"the draft's best token is the target's in {100 * found[1]:.0f} % of places; {shares}")
-    click.echo(f"an estimate from one pass: about {tokens:.1f} tokens per pass with 8 guesses in a row")
+    click.echo(f"an estimate from one pass: about {tokens:.1f} tokens per pass with 8 draft tokens in a row")
 
 
 def _as_json(found: Any) -> dict[str, Any]:
@@ -146,7 +144,6 @@ def _as_json(found: Any) -> dict[str, Any]:
 
 
 def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) -> dict[str, Any]:
-    """For models.yaml; paths become absolute, for the file lies elsewhere."""
     absolute = {
         role: f"file:{Path(source[5:]).absolute()}" if source.startswith("file:") else source
         for role, source in sources.items()

@@ -1,5 +1,3 @@
-"""`edgespec serve`: the model behind HTTP until somebody stops it."""
-
 import os
 import socket
 from collections.abc import Sequence
@@ -16,11 +14,10 @@ from edgespec.model import Model
 from edgespec.scheduler.disk_cache import Shelf
 from edgespec.scheduler.targets.places import is_loopback
 
-KEY = "EDGESPEC_API_KEY"  # in the environment
+KEY = "EDGESPEC_API_KEY"
 
 
 def check_server() -> None:
-    """Refuse before a model is loaded. Raises MissingPackage."""
     for package in ("starlette", "uvicorn"):
         try:
             __import__(package)
@@ -29,10 +26,10 @@ def check_server() -> None:
 
 
 def read_keys(key: str | None, key_file: str | None) -> list[str]:
-    """The keys given: by option, in a file with one a line, or in the environment.
+    """Keys from the file, one a line; without a file the option or the environment variable.
 
     Raises:
-        UsageError: the file cannot be read, or has none.
+        UsageError: the file cannot be read, or has no key.
     """
     if key_file is None:
         found = key or os.environ.get(KEY)
@@ -47,10 +44,10 @@ def read_keys(key: str | None, key_file: str | None) -> list[str]:
 
 
 def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> socket.socket:
-    """Listen, so that a bad address is found before a model is loaded.
+    """Open the socket before a model is loaded, so that a bad address is refused at once.
 
     Raises:
-        UsageError: the address is not this machine's, is in use, or is reached by others and no key is asked for.
+        UsageError: the address is not this machine's, is in use, or is public and has no key.
     """
     if not 0 <= port < 65536:
         raise UsageError(f"--port is {port}, but must be from 0 to 65535")
@@ -70,26 +67,26 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
 
 
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
-    """Have the scheduler save what sessions hold, in this folder or, for "", in the user's. Raises SessionFileError."""
+    """Give the scheduler a disk cache in `folder`; "" is the user's cache folder. Raises SessionFileError."""
     place = Path(folder) if folder else cache_folder() / "sessions"
     model.scheduler.shelf = Shelf(place, model.target, most_bytes, say=lambda text: click.echo(text, err=True))
 
 
 def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log: bool, **guard: Any) -> None:
-    """Answer until SIGINT or SIGTERM; then texts that are being written have `grace` seconds left.
+    """Serve until SIGINT or SIGTERM; running requests then have `grace` seconds left.
 
     Args:
-        model: what answers.
-        name: what it is called.
+        model: loaded.
+        name: in answers and `/v1/models`.
         listening: from `open_socket`.
-        grace: seconds; a second signal ends them.
-        log: a line for each request, without what it says.
-        guard: who may ask: as for `make_app`.
+        grace: seconds. A second signal ends all requests at once.
+        log: log paths and statuses.
+        guard: keys, hosts and origins for `make_app`.
     """
     import uvicorn
 
     from edgespec.server.app import make_app
-    from edgespec.server.texts import Service
+    from edgespec.server.service import Service
 
     service = Service(model, name)
     app = make_app(service, **guard)
@@ -101,7 +98,7 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if service.stopping:
                 end_texts.cancel()
-                Thread(target=model.scheduler.close).start()  # texts end with an error, and with them their connections
+                Thread(target=model.scheduler.close).start()  # requests end with an error, then connections
             else:
                 service.stopping = self.should_exit = True
                 end_texts.start()

@@ -1,5 +1,3 @@
-"""What a person sees while the program works: the answer as it grows, and bars for what takes long."""
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def write_answer(
 
 
 def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
-    """What an answer must look like: a JSON schema or a Lark grammar in a file, or None.
+    """The grammar from a file with a JSON schema or a Lark grammar, or None.
 
     Raises:
         UsageError: both are given, or the file cannot be read.
@@ -63,13 +61,13 @@ def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | No
 
 
 class Bars:
-    """Progress bars on standard error, one for each thing that is done; none where nobody looks."""
+    """Progress bars on standard error, one for each task; none without a terminal."""
 
     def __init__(self, *more: Any, transient: bool = False) -> None:
         """
         Args:
-            more: columns behind the usual ones.
-            transient: the bars go away at the end.
+            more: additional columns.
+            transient: remove the bars at the end.
         """
         from rich.console import Console
         from rich.progress import Progress
@@ -79,28 +77,24 @@ class Bars:
         self._tasks: dict[str, Any] = {}
 
     def update(self, what: str, done: int, total: int | None) -> None:
-        """How far something is; without a total its end is not known."""
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total or None, completed=done)
         self._bars.update(self._tasks[what], completed=done, total=total or None)
 
     def advance(self, what: str, total: int, steps: int = 1) -> None:
-        """So many steps more of something are done."""
         if what not in self._tasks:
             self.update(what, 0, total)
         self._bars.advance(self._tasks[what], steps)
 
     def say(self, what: str) -> None:
-        """What is done now, and for how long nobody knows."""
+        """Show a task without a known end."""
         if what not in self._tasks:
             self.update(what, 0, None)
 
     def stop(self) -> None:
-        """Nothing more is shown."""
         self._bars.stop()
 
     def start(self) -> "Bars":
-        """Show what comes."""
         self._bars.start()
         return self
 
@@ -112,21 +106,19 @@ class Bars:
 
 
 class PrefillBar:
-    """A progress bar on standard error while a long prompt is read; nothing where nobody looks."""
+    """A progress bar for the prefill of a long prompt; none without a terminal."""
 
     def __init__(self) -> None:
         self._bar: Bars | None = None
 
     def update(self, done: int, total: int) -> None:
-        """So many of the prompt's tokens are read."""
         if not sys.stderr.isatty() or total < 256:
             return
         if self._bar is None:
             self._bar = Bars(transient=True).start()
-        self._bar.update("reading the prompt", done, total)
+        self._bar.update("prefill", done, total)
 
     def stop(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -139,22 +131,14 @@ class PrefillBar:
 
 
 class LoadingBar:
-    """On standard error while a model loads: a spinner, and once it is told of bytes, a bar with their speed.
-
-    Nothing where nobody looks.
-    """
+    """A spinner while a model loads, and a bar once `update` is called; nothing without a terminal."""
 
     def __init__(self, model: str) -> None:
-        """
-        Args:
-            model: its name.
-        """
         self._model = model
         self._shown: Any = None
-        self._counts = False  # whether what is shown is the bar
+        self._counts = False  # the bar is shown, not the spinner
 
     def update(self, done: int, total: int) -> None:
-        """So many bytes are read."""
         if self._shown is None:
             return
         if not self._counts:
@@ -166,7 +150,6 @@ class LoadingBar:
         self._shown.update(f"reading {self._model}", done, total)
 
     def say(self, what: str) -> None:
-        """What is done now, and takes some seconds."""
         if self._shown is None:
             return
         if self._counts:
@@ -187,7 +170,6 @@ class LoadingBar:
         return self
 
     def stop(self) -> None:
-        """The model is loaded."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None

@@ -1,64 +1,67 @@
 """A draft that takes the memory in which its target would have fitted: is it worth that?
 
-With it weights are read from disk in every pass, without it none. Both are tried, once, and what was found is
-remembered. Elsewhere a draft can only gain: it is not asked where it does not pay (`planners/paced.py`).
+With the draft weights are read from disk in every pass, without it none. Both are tried once, and the result is
+remembered. If the target fits beside it, a draft can only gain: `planners/auto.py` does not ask it where it does not
+pay.
 """
 
 from collections.abc import Callable
 from itertools import accumulate, repeat
 from operator import mul
-from typing import Any
 
-from edgespec.loading.pair import close_all, crowding, open_backends
+from edgespec.loading.pair import bytes_forced_out, close_all, open_backends
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend
+from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.models.registry import Entry, find_model, local_path
 
-RIGHT = 0.75  # of a draft's tokens, the share that is right: rather too many, for a draft is seldom left out
+RIGHT = 0.75  # share of draft tokens that are accepted: rather too many, so that a draft is seldom left out
 DEEPEST = 16
-GRAIN = 1 << 27  # bytes by which what is streamed must differ to count as another case
+GRAIN = 1 << 27  # bytes: streamed weights must differ by so many to be another case
 
 
 def open_pair(
     entry: Entry,
     draft: str | None,
     models_file: str | None,
+    options: LoadOptions,
     *,
     leave_out: bool,
     remember: bool,
+    progress: Progress | None = None,
     say: Callable[[str], None],
-    **options: Any,
 ) -> list[Backend]:
-    """As `open_backends`, but without the draft where it crowds the target out of memory and that is the quicker way.
+    """As `open_backends`, but without a draft that forces its target out of memory and makes it slower.
 
     Args:
-        entry: the target.
+        entry: as for `open_backends`.
         draft: as for `open_backends`.
         models_file: as for `open_backends`.
-        leave_out: whether it may be left out; else nothing is tried.
+        options: as for `open_backends`.
+        leave_out: the draft may be left out; else nothing is tried.
         remember: keep what was found, and use what is remembered.
+        progress: as for `open_backends`.
         say: told, as a line, what takes some seconds.
-        options: of `open_backends`.
     """
 
     def opened(draft: str | None) -> list[Backend]:
-        return open_backends(entry, draft, models_file, remember=remember, say=say, **options)
+        return open_backends(entry, draft, models_file, options, remember=remember, progress=progress, say=say)
 
     both = opened(draft)
-    if not (leave_out and draft and (missing := crowding(both[0]))):
+    if not (leave_out and draft and (missing := bytes_forced_out(both[0]))):
         return both
     paths = [local_path(source, fetch=False) for source in (entry.target, find_model(draft, models_file).target)]
     about = {
-        "kind": "crowding", "machine": machine(), "target": identity(paths[0]), "draft": identity(paths[1]),
-        "missing": str(missing // GRAIN), "exact": str(options.get("exact")),
+        "kind": "draft or memory", "machine": machine(), "target": identity(paths[0]), "draft": identity(paths[1]),
+        "missing": str(missing // GRAIN), "exact": str(options.exact),
     }  # fmt: skip
     known = recall(about) if remember else None
     try:
         if known is None:
             say("the draft takes the memory that the target lacks: finding out whether it is worth that, once")
-        drafted, plain = known or (foretold(*both), 0.0)
+        drafted, plain = known or (predicted_speed(*both), 0.0)
     except BaseException:
         close_all(both)
         raise
@@ -79,13 +82,13 @@ def open_pair(
     alone[0].notes = [
         *alone[0].notes,
         f"the draft is left out: with it {missing / 1e9:.2f} GB would be read in every pass: {drafted:.1f} tokens/s "
-        f"are foretold, without it {plain:.1f}; --planner specexec uses it all the same",
+        f"are predicted, without it {plain:.1f}; --planner specexec uses it all the same",
     ]
     return alone
 
 
-def foretold(target: Backend, draft: Backend) -> float:
+def predicted_speed(target: Backend, draft: Backend) -> float:
     """Tokens per second with the draft, at best."""
     seconds, step = (time_pass(backend, 1).seconds for backend in (target, draft))
-    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # of a pass with 0, 1, 2 … guesses
+    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # of a pass with 0, 1, 2 … draft tokens
     return max(count / (seconds + depth * step) for depth, count in enumerate(tokens))

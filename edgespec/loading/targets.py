@@ -4,15 +4,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.pair import open_backends, open_draft
 from edgespec.loop.backend import Backend, Vocab
-from edgespec.loop.engines import choose_backend, load_vocab
+from edgespec.loop.engines import LoadOptions, choose_backend, load_vocab
 from edgespec.loop.same_vocab import check_same_vocab
-from edgespec.machine.memory import available_memory, parse_size
+from edgespec.machine.memory import available_memory, in_bytes
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.guesser import DraftGuesser
@@ -30,11 +30,13 @@ class ModelSpec:
 
     model: str
     models_file: str | None
-    options: tuple[tuple[str, Any], ...]  # of `open_backends`
+    options: LoadOptions
+    remember: bool  # as for `open_backends`
 
     def open(self) -> Backend:
         """Load it."""
-        return open_backends(find_model(self.model, self.models_file), None, self.models_file, **dict(self.options))[0]
+        entry = find_model(self.model, self.models_file)
+        return open_backends(entry, None, self.models_file, self.options, remember=self.remember)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,11 @@ def open_targets(
     entry: Entry,
     draft: str,
     models_file: str | None,
+    options: LoadOptions,
     *,
     count: int | None,
     cluster: str | None,
-    budget: int,
-    options: Mapping[str, Any],
+    remember: bool,
     say: Callable[[str], None] = lambda text: None,
     **drafting: Any,
 ) -> tuple[Backend, Targets]:
@@ -98,11 +100,11 @@ def open_targets(
         model: what the user calls the target.
         entry: of the target.
         draft: a name, path or source.
-        models_file: as for `load`.
+        models_file: as for `edgespec.load`.
+        options: of the target and, where they suit it, of the draft.
         count: of processes.
         cluster: the address of a Dask scheduler, instead.
-        budget: most guesses ahead of the certain text.
-        options: of `open_backends`, for the target and, where they suit it, the draft.
+        remember: as for `edgespec.load`.
         say: told, as a line, what takes some seconds.
         drafting: options of `DraftGuesser`.
 
@@ -112,15 +114,13 @@ def open_targets(
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
-    shared = dict(options)
     if count:
-        shared |= shares(count, options, is_folder(entry.target))
-    spec = ModelSpec(model, models_file, tuple(sorted((name, value) for name, value in shared.items())))
+        options = share_of(count, options, is_folder(entry.target))
+    spec = ModelSpec(model, models_file, options, remember)
     with ExitStack() as undo:
-        guesser_options = {name: value for name, value in shared.items() if name not in ("exact", "memory", "wide")}
-        backend = open_draft(draft, models_file, **guesser_options)
+        backend = open_draft(draft, models_file, options)
         undo.callback(backend.close)
-        name = str(options.get("backend") or choose_backend(is_folder(entry.target)))
+        name = options.backend or choose_backend(is_folder(entry.target))
         vocab = load_vocab(name, local_path(entry.target, weights=False))
         check_same_vocab(vocab, backend.vocab)
         places = processes(count) if count else []
@@ -133,7 +133,12 @@ def open_targets(
         say(f"loading {len(places)} copies of {model}")
         described = _describe(spec, places)
         targets = Targets(
-            vocab, described[0], spec, places, DraftGuesser(backend, vocab.size, **drafting), most_guesses=budget
+            vocab,
+            described[0],
+            spec,
+            places,
+            DraftGuesser(backend, vocab.size, **drafting),
+            most_guesses=options.budget,
         )
         targets.at_close = undo.pop_all().close
     notes = list(described[0].notes)
@@ -144,15 +149,13 @@ def open_targets(
     return cast(Backend, Remote(vocab, described[0], notes)), targets
 
 
-def shares(count: int, options: Mapping[str, Any], folder: bool) -> dict[str, Any]:
-    """What of this machine each of so many processes gets, where engines take such options."""
-    found: dict[str, Any] = {}
-    if not folder:
-        memory = options.get("memory")
-        memory = parse_size(memory) if isinstance(memory, str) else memory
-        found["memory"] = (memory if memory is not None else int(available_memory() * (1 - SAFETY))) // count
-    found["threads"] = options.get("threads") or max(1, _processors() // count)
-    return found
+def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
+    """The options of each of `count` processes on this machine: memory is divided, and so are processors."""
+    options = replace(options, threads=options.threads or max(1, _processors() // count))
+    if folder:
+        return options
+    memory = in_bytes(options.memory)
+    return replace(options, memory=(memory if memory is not None else int(available_memory() * (1 - SAFETY))) // count)
 
 
 def _processors() -> int:

@@ -5,8 +5,9 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.loading.exact import tokens
+from edgespec.loading.row_classes import tokens
 from edgespec.loop.backend import Backend, Work
+from edgespec.loop.engines import ReadsExperts
 from edgespec.loop.passes import prefill
 
 TEXT_OF_MIXTURES = 24  # tokens before the passes
@@ -32,9 +33,9 @@ class Pass:
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
-    """The quicker of two passes over a chain of `nodes` random tokens, after one that is not counted."""
+    """The faster of two passes over a chain of `nodes` random tokens, after one that is not counted."""
     session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
-    mixture = getattr(backend, "mixture", None)
+    mixture = backend.mixture if isinstance(backend, ReadsExperts) else None
     start = TEXT_OF_MIXTURES if mixture else 0  # behind nothing all tokens choose much the same experts
     prefill(backend, session, tokens(backend, start, seed=9))
     found = []

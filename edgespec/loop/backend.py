@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.shapes import BatchInvariance
@@ -87,12 +87,8 @@ class Session(Protocol):
         `short`: a prompt that `is_short`.
         """
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        """Make these nodes, a chain that starts under the last committed token, text, and drop all other nodes.
-
-        With `below`, which `planners/ahead.py` alone uses, nodes under the last of these stay if they can: they are
-        renumbered, and their old numbers returned.
-        """
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit these nodes, a chain that starts under the last committed token, and drop all other nodes."""
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` committed tokens; drop all others and all nodes."""
@@ -113,6 +109,20 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the cache. Safe to call twice."""
+
+
+@runtime_checkable
+class KeepsNodes(Protocol):
+    """An optional feature of sessions: nodes below a commit can stay. `planners/ahead.py` alone uses it."""
+
+    def commit_keeping(self, path: Sequence[int]) -> IntArray:
+        """As `commit`, but nodes under the last of `path` stay where they can.
+
+        Those that stay are numbered 0, 1, … again.
+
+        Returns:
+            Their old numbers; shape [0] where none can stay.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,63 +1,215 @@
-"""Which engines there are, and loading a model with one of them by name."""
+"""Engines: what each can do, how a model is loaded with one, and which there are."""
 
-import inspect
 import platform
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Vocab
 
-# name -> module with `load(path, **options) -> Backend` and `load_vocab(path) -> Vocab`.
+# name -> module with an `engine`, as modules of the entry-point group edgespec.backends have one.
 BUILT_IN = {
-    "llamacpp": "edgespec.backends.llamacpp.backend",
+    "llamacpp": "edgespec.backends.llamacpp.engine",
     "mlx": "edgespec.backends.mlx.backend",
     "reference": "edgespec.backends.reference.backend",
     "torch": "edgespec.backends.torch.backend",
 }
+# Fields of `LoadOptions` that an engine may lack, in the order in which messages name them.
+ENGINE_OPTIONS = ("threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders")
+
+Computing = Mapping[str, str | int | None]  # see `Backend.computing`
+Progress = Callable[[int, int], None]  # of (bytes read, bytes in all)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is to be loaded. None = not said: the engine chooses. An engine ignores what it does not support.
+
+    Attributes:
+        context_length: most tokens of one sequence; 0 = what the model was trained for.
+        budget: most draft tokens of one pass.
+        sessions: how many sessions may be open at once.
+        wide: passes will mostly have 16 nodes and more.
+        exact: which row class is wanted, as for `edgespec.load`.
+        backend: the engine's name.
+        threads: compute threads.
+        gpu_layers: layers on the GPU; the output counts as one, -1 = all.
+        gpu_memory: bytes of GPU memory that this program may take, or "10G".
+        memory: bytes of this machine's memory that the program and `draft_files` may take, or "12G".
+        kv_type: the type of keys and values in the cache, or of each, as in "f16/q8_0".
+        device: where to compute.
+        dtype: of the weights.
+        lenders: addresses HOST:PORT of `edgespec lend`.
+        draft_files: models that will be loaded with the same options and stay in memory.
+        resident: all weights stay in memory: another model's plan has left room for them.
+        in_order: a session's cells lie in the order of its tokens; a draft does without.
+        share: of one context, what each further session adds to the cells that all sessions share.
+    """
+
+    context_length: int = 4096
+    budget: int = 64
+    sessions: int = 1
+    wide: bool = False
+    exact: str | None = None
+    backend: str | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    gpu_memory: int | str | None = None
+    memory: int | str | None = None
+    kv_type: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    lenders: tuple[str, ...] = ()
+    draft_files: tuple[str, ...] = ()
+    resident: bool = False
+    in_order: bool = True
+    share: float | None = None
+
+    def for_draft(self) -> Self:
+        """A draft stays in memory. What `gpu_layers` says is the target's, unless the GPU is not to be used at all."""
+        gpu_layers = 0 if self.gpu_layers == 0 else None
+        return replace(
+            self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
+            resident=True, in_order=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """What an engine would load.
+
+    Attributes:
+        path: of the model.
+        options: as given.
+        build: `Backend.build`.
+        ways: `Backend.computing` of each way to compute, the best first. All but the last need a row class.
+        fills_memory: once it is loaded there is no room for a probe model.
+        notes: for a person, on what stays in memory; None: only the loaded model has them.
+    """
+
+    path: str
+    options: LoadOptions
+    build: str = ""
+    ways: Sequence[Computing] = ({},)
+    fills_memory: bool = False
+    notes: Sequence[str] | None = None
+
+
+@runtime_checkable
+class TellsPlan(Protocol):
+    """A backend that tells what of its weights stays in memory: a `weights.plan.Plan`; None: all."""
+
+    plan: Any
+
+
+@runtime_checkable
+class ReadsExperts(Protocol):
+    """A backend that can read experts of a mixture as they are chosen; None: it does not."""
+
+    mixture: Any
+
+
+class Engine(Protocol):
+    """Loads models. Subclass it: few engines need all of it.
+
+    Attributes:
+        supported: the fields of `LoadOptions` that it takes into account, of `ENGINE_OPTIONS` and "draft_files".
+    """
+
+    supported: frozenset[str] = frozenset()
+
+    def plan(self, path: str, options: LoadOptions) -> LoadPlan:
+        """What `load` would do. Nothing large is read.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            UsageError: an option is out of range, or the memory too little.
+        """
+        return LoadPlan(path=path, options=options)
+
+    def load(self, plan: Any, way: Computing | None = None, progress: Progress | None = None) -> Backend:
+        """Load what `plan` of this engine has returned; errors as there.
+
+        Args:
+            plan: not too old: other programs take memory, too.
+            way: one of `plan.ways`; None: the last.
+            progress: told how much of the weights that stay in memory is read, if others are streamed.
+        """
+        ...
+
+    def load_vocab(self, path: str) -> Vocab:
+        """Only the tokenizer. Raises ModelError."""
+        ...
+
+    def probe_model(self, path: str, computing: Computing) -> AbstractContextManager[Backend, bool | None] | None:
+        """A small model that computes as the one at `path`, freed at the end; None: this engine makes none.
+
+        Args:
+            path: of the whole model.
+            computing: of the whole model.
+
+        Raises:
+            ModelError: on entering the `with`, if it cannot be made.
+        """
+        return None
+
+    def left_of_gpu(self, draft: Backend, memory: int | str) -> int | str:
+        """What a draft of this engine leaves of so many bytes of GPU memory. Raises UsageError: nothing."""
+        return memory
+
+    def open(self, path: str, **options: Any) -> Any:
+        """Plan and load at once, without a row class unless `exact` is said; `options` of `LoadOptions`."""
+        return self.load(self.plan(path, LoadOptions(**{"exact": "off"} | options)))
+
+
+def find_engine(name: str) -> Engine:
+    """A built-in engine, or one from the entry-point group edgespec.backends.
+
+    Raises:
+        UsageError: there is no such engine.
+        MissingPackage: it is not installed.
+    """
+    others = {point.name: point.value for point in entry_points(group="edgespec.backends")}
+    known = others | BUILT_IN
+    if name not in known:
+        raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
+    engine: Engine = import_module(known[name]).engine
+    return engine
 
 
 def load_backend(name: str, path: str, **options: Any) -> Backend:
-    """Load the model at `path` with a built-in backend, or one from the entry-point group edgespec.backends.
-
-    Raises:
-        UsageError: there is no such backend.
-        ModelError: the model cannot be loaded.
-        MissingPackage: the backend's engine is not installed.
-    """
-    backend: Backend = _backend_module(name).load(path, **options)
+    """`Engine.open` of the engine of this name; errors as there and for `find_engine`."""
+    backend: Backend = find_engine(name).open(path, **options)
     return backend
 
 
-def load_options(name: str) -> frozenset[str]:
-    """The options that a backend's `load` has; raises as `load_backend` does."""
-    return frozenset(list(inspect.signature(_backend_module(name).load).parameters)[1:])
+def load_vocab(name: str, path: str) -> Vocab:
+    """Only the tokenizer of the model at `path`; errors as for `Engine.load_vocab` and `find_engine`."""
+    return find_engine(name).load_vocab(path)
 
 
-def load_specimen(name: str, path: str, **options: Any) -> AbstractContextManager[Backend] | None:
-    """A small model that computes as the one at `path`, within a `with`; None: this backend makes none.
-
-    Args:
-        name: as for `load_backend`.
-        path: of the whole model.
-        options: `Backend.computing` of the whole model.
+def check_supported(names: Sequence[str], options: LoadOptions) -> None:
+    """Refuse an option that was given and that none of these engines supports.
 
     Raises:
-        ModelError: on entering the `with`, if it cannot be made.
+        UsageError: names the option and the engines, with what they have.
     """
-    module = _backend_module(name)
-    if not hasattr(module, "specimen_of"):
-        return None
-    found: AbstractContextManager[Backend] = module.specimen_of(path, **options)
-    return found
+    supported = frozenset[str]().union(*(find_engine(name).supported for name in names))
+    for option in ENGINE_OPTIONS:
+        if getattr(options, option) not in (None, ()) and option not in supported:
+            engines = " and ".join(dict.fromkeys(names))
+            others = ", ".join(name for name in ENGINE_OPTIONS if name in supported) or "none"
+            raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
 
 
 def choose_backend(folder: bool) -> str:
-    """The built-in backend for a model file, or for a model folder on this machine.
+    """The built-in engine for a model file, or for a model folder on this machine.
 
     Raises:
         MissingPackage: no engine for folders is installed.
@@ -66,7 +218,7 @@ def choose_backend(folder: bool) -> str:
 
 
 def installed_backends(folder: bool) -> list[str]:
-    """The built-in backends for model files or folders that can be used on this machine, the one to prefer first.
+    """The built-in engines for model files or folders that can be used on this machine, the one to prefer first.
 
     Raises:
         MissingPackage: no engine for folders is installed.
@@ -81,17 +233,3 @@ def installed_backends(folder: bool) -> list[str]:
         name, package = engines[0]
         raise MissingPackage(package.replace("_", "-"), name, "running a model folder")
     return installed
-
-
-def load_vocab(name: str, path: str) -> Vocab:
-    """Only the tokenizer of the model at `path`; raises as `load_backend` does."""
-    vocab: Vocab = _backend_module(name).load_vocab(path)
-    return vocab
-
-
-def _backend_module(name: str) -> Any:
-    others = {point.name: point.value for point in entry_points(group="edgespec.backends")}
-    known = others | BUILT_IN
-    if name not in known:
-        raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
-    return import_module(known[name])

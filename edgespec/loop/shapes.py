@@ -4,6 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+# Rows from which on llama.cpp's attention adds up tiles of so many cells: GGML_FA_TILE_KV in ggml-cpu/common.h.
+# Prompts of all engines are cut at multiples of it.
+TILE = 64
+
+
+def whole_tiles(length: int) -> int:
+    """The most tokens in whole tiles, of `length`."""
+    return length - length % TILE
+
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
@@ -40,7 +49,7 @@ class PromptRead:
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
         """What `as_dict` gave."""
-        return cls(details["read"], details.get("short", False))
+        return cls(details.get("read", 0), details.get("short", False))
 
     def as_dict(self) -> dict[str, Any]:
         """For a session's file."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from time import perf_counter
+from typing import overload
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.machine.system import READ_SIZE, READ_THREADS, open_direct, read_buffer
@@ -47,13 +48,22 @@ def parse_size(text: str) -> int:
     return size
 
 
+@overload
+def in_bytes(size: int | str) -> int: ...
+@overload
+def in_bytes(size: int | str | None) -> int | None: ...
+def in_bytes(size: int | str | None) -> int | None:
+    """An option's size as a number. Raises UsageError as `parse_size` does."""
+    return parse_size(size) if isinstance(size, str) else size
+
+
 def left_of(name: str, memory: int | str, taken: int) -> int:
-    """Bytes of `memory`, an option of this name, that a draft which has taken some leaves.
+    """Bytes of `memory`, an option of this name, that a draft leaves.
 
     Raises:
         UsageError: none.
     """
-    given = parse_size(memory) if isinstance(memory, str) else memory
+    given = in_bytes(memory)
     if taken >= given:
         raise UsageError(
             f"{name} is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"

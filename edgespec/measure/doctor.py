@@ -15,15 +15,21 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.loading.exact import apply_row_class, check_choice, line, probe_before_load
-from edgespec.loading.pair import RESIDENT, check_engine_options, choose_budget, choose_context
+from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
+from edgespec.loading.pair import choose_budget, choose_context, load_draft
 from edgespec.loading.timed_pass import Pass, time_pass
-from edgespec.loop.backend import Backend
-from edgespec.loop.engines import choose_backend, installed_backends, load_backend, load_options
+from edgespec.loop.engines import (
+    LoadOptions,
+    TellsPlan,
+    check_supported,
+    choose_backend,
+    find_engine,
+    installed_backends,
+)
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
-from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, parse_size
+from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -127,19 +133,19 @@ def diagnose(
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
     engine = backend or choose_backend(is_folder(sources[0]))
-    check_engine_options([engine], {"memory": memory, "kv_type": kv_type, "lenders": lenders})
+    options = LoadOptions(
+        context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
+        kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
+    )  # fmt: skip
+    check_supported([engine], options)
     paths = list(map(local_path, sources))
-    budget = choose_budget(budget, entry)
-    context_length = choose_context(context_length, entry)
-    room = parse_size(memory) if isinstance(memory, str) else memory
+    room = in_bytes(memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
-    options: dict[str, Any] = {"context_length": context_length, "budget": budget, "kv_type": kv_type}
-    options |= {"lenders": lenders} if lenders else {}
     tried, cannot_run = Tried(), ""
     try:
-        tried = _try(engine, paths, room, exact, options, say)
+        tried = _try(engine, paths, options, say)
     except NoRoom as error:
         cannot_run = str(error)
     return Diagnosis(
@@ -193,54 +199,34 @@ def _weight_files(path: str) -> dict[str, int]:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _try(
-    engine: str, paths: Sequence[str], room: int | None, exact: str | None, options: dict[str, Any],
-    say: Callable[[str], None],
-) -> Tried:  # fmt: skip
+def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[str], None]) -> Tried:
     """Load a target, and perhaps a draft, as `edgespec run` would, and make passes. Raises NoRoom."""
     path, *drafts = paths
-    tried, budget = Tried(), options["budget"]
-    planned = engine == "llamacpp" and "lenders" not in options  # else the process that borrows does it
-    if planned:
-        say("memory")
-        memory = import_module("edgespec.backends.llamacpp.memory.planning")
-        size = memory.ContextSize(options["context_length"], budget, 1, memory.MIN_NODES, options["kv_type"])
-        on_gpu = memory.choose_gpu_layers(path, size, memory=room, beside=drafts, resident=False)
-        tried.plan, _, tried.notes = memory.plan_memory(
-            path, size, memory=room, beside=drafts, gpu_layers=on_gpu,
-            experts_here=memory.keeps_experts(path, on_gpu, size),
-        )  # fmt: skip
+    tried, engine, exact = Tried(), find_engine(name), options.exact
+    say("memory")
+    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)))
     say("passes")
-    streaming: dict[str, Any] = {"memory": room, "beside": drafts, "progress": _reading(say), "exact": exact}
-    if exact != "off":
-        streaming["agrees"] = probe_before_load(engine, path, exact, keep=True, say=say)
-    with closing(_load(engine, path, options | streaming)) as backend:
+    way = choose_way(name, plan, say=say)
+    with closing(engine.load(plan, way, _reading(say))) as backend:
         found = apply_row_class(backend, path, exact, say=say)
         tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)
         if kept := backend.computing.get("kv_type"):
             tried.agree += f"; keys and values: {kept}"
-        streamer = getattr(backend, "streamer", None)
-        if planned and tried.plan and streamer:  # experts may have been left to the page cache after all
-            tried.plan = streamer.plan
-            tried.notes += [note for note in backend.notes if note.startswith("experts are left")]
-        elif not planned:
-            tried.plan, tried.notes = getattr(backend, "plan", None), list(backend.notes)
+        tried.plan = backend.plan if isinstance(backend, TellsPlan) else None
+        if plan.notes is None:
+            tried.notes = list(backend.notes)
+        else:  # experts may have been left to the page cache after all
+            tried.notes = [*plan.notes, *(note for note in backend.notes if note.startswith("experts are left"))]
         tried.streams = backend.capabilities.streams
         if backend.capabilities.paths:
             tried.notes = [*tried.notes, note(backend.capabilities.max_leaves)]
-        nodes = min(budget + 1, most_nodes(backend.capabilities, 0))
+        nodes = min(options.budget + 1, most_nodes(backend.capabilities, 0))
         between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
         tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))
-    at_home = {name: value for name, value in options.items() if name != "lenders"}
-    for other in drafts:
-        with closing(_load(engine, other, at_home | RESIDENT)) as backend:
+    for draft in drafts:
+        with closing(load_draft(engine, draft, options.for_draft())) as backend:
             tried.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
     return tried
-
-
-def _load(engine: str, path: str, options: dict[str, Any]) -> Backend:
-    known = load_options(engine)
-    return load_backend(engine, path, **{name: value for name, value in options.items() if name in known})
 
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:

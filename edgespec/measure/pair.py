@@ -16,6 +16,7 @@ from edgespec.errors import EdgespecError
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend, Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import most_nodes
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
@@ -98,8 +99,8 @@ def measure_pair(
         progress: called with what is done, how far and of how much.
         say: called with a line about a slow step.
     """
-    options: dict[str, Any] = {"memory": memory, "context_length": context_length, "budget": budget, "say": say}
-    backends = open_backends(entry, draft, models_file, **options)
+    options = LoadOptions(memory=memory, context_length=context_length, budget=budget)
+    backends = open_backends(entry, draft, models_file, options, say=say)
     try:
         path, limits, notes = local_path(entry.target, fetch=False), backends[0].capabilities, [*backends[0].notes]
         answers = record(
@@ -113,7 +114,7 @@ def measure_pair(
         close_all(backends)
     if separate:
         say("without the draft")
-        backends = open_backends(entry, None, models_file, **options)
+        backends = open_backends(entry, None, models_file, options, say=say)
         try:
             rows = _rows(["none", "sssd"], backends, answers, budget, progress) + rows
             if not backends[0].capabilities.streams:
@@ -186,10 +187,8 @@ def agreement(
         models_file: a models.yaml besides the built-in one.
         say: called with a line about a slow step.
     """
-    backends = open_backends(
-        entry, draft, models_file, memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True,
-        exact="off", say=say,
-    )  # fmt: skip
+    options = LoadOptions(memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True, exact="off")
+    backends = open_backends(entry, draft, models_file, options, say=say)
     try:
         text = calibration_text(local_path(entry.target, fetch=False))
         token_ids = backends[0].vocab.encode(text, add_bos=True, parse_special=True)[:TEACHER]

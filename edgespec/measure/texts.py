@@ -13,8 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from edgespec.errors import UsageError
-from edgespec.loading.pair import WIDE, choose_budget, close_all, open_backends
+from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
 from edgespec.loop.backend import Backend
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import user_messages
@@ -96,7 +97,6 @@ def run_bench(
     system: str | None = None,
     ctx: int | None = None,
     models_file: str | None = None,
-    exact: str | None = None,
     ahead: bool | None = None,
     progress: bool = False,
     say: Callable[[str], None] = lambda text: None,
@@ -105,7 +105,7 @@ def run_bench(
 ) -> dict[str, Any]:
     """Measure; arguments as for `edgespec.load` and `Model.stream`. Prompt i is sampled with seed + i.
 
-    `ready` is called when the models are loaded.
+    `ready` is called when the models are loaded; `engine_options` are further fields of `LoadOptions`.
 
     Returns:
         A report that `table` shows and JSON holds. `unexplained` counts divergences that are not ties.
@@ -120,11 +120,12 @@ def run_bench(
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     need_draft = any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
-    system = system or entry.defaults.system
-    backends = open_backends(
-        entry, draft if need_draft else None, models_file, context_length=ctx, budget=budget,
-        wide=fixed and budget >= WIDE, exact=exact, say=say, **engine_options,
+    load_options = LoadOptions(
+        context_length=choose_context(ctx, entry), budget=budget, wide=fixed and budget >= WIDE,
+        **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
+    system = system or entry.defaults.system
+    backends = open_backends(entry, draft if need_draft else None, models_file, load_options, say=say)
     try:
         ready()
         tallies = {name: Tally() for name in names}

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.errors import ContextFull, Interrupted
-from edgespec.loop.backend import Backend, Work
+from edgespec.loop.backend import Backend, KeepsNodes, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.planner import Context
@@ -319,7 +319,7 @@ class AheadPlanner(SpecExecPlanner):
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):
-            kept: list[int] = self._drafter.session.commit(places, below=True).tolist()
+            kept = self._commit_keeping(places)
             self._drafter.evaluated = len(kept)
             new = search.rerooted(path[-1], kept)
             if new and new.leaves <= self._limits.leaves(self._texts):  # others need theirs between our rounds
@@ -331,6 +331,14 @@ class AheadPlanner(SpecExecPlanner):
             self._drafter.commit(places)
         if late:
             self._settle()
+
+    def _commit_keeping(self, places: list[int]) -> list[int]:
+        """Commit these of the draft's nodes. Returns the old numbers of those below that stayed."""
+        session = self._drafter.session
+        if isinstance(session, KeepsNodes):
+            return [*map(int, session.commit_keeping(places))]
+        session.commit(places)
+        return []
 
     def _settle(self) -> None:
         """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""

@@ -148,7 +148,8 @@ def note(most: int | None = None) -> str:
     """What a person should know of a model with recurrent layers, whose trees have at most so many paths."""
     limit = f", at most {most}" if most else ""
     return (
-        f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more (docs/hybrids.md)"
+        f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more "
+        "(docs/guides/exactness.md)"
     )
 
 

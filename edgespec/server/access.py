@@ -6,14 +6,15 @@ or allowed; bodies must be JSON, which a page cannot send to another origin unas
 
 import asyncio
 import hmac
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgespec.server.errors import Refused, error_body
+from edgespec.server.errors import Refused
 
 PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
 PUBLIC_FOLDER = "/static/"
@@ -37,6 +38,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
+        error_body: Callable[[Refused, str], dict[str, Any]],
         *,
         keys: Collection[str] = (),
         hosts: Collection[str] = (),
@@ -46,12 +48,14 @@ class Guard:
         """
         Args:
             app: what is guarded.
+            error_body: an error in the dialect of a path.
             keys: one of them must be sent, if there are any.
             hosts: names that requests may be sent to, besides addresses and names of this machine.
             origins: of pages that may send requests, besides this server's own.
             slow_reader: seconds that a client may leave data unread.
         """
         self._app = app
+        self._error_body = error_body
         self._keys = [key.encode() for key in keys]
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
@@ -65,7 +69,7 @@ class Guard:
             return
         refused = self.refused(scope)
         if refused:
-            await JSONResponse(error_body(refused, scope["path"]), refused.status)(scope, receive, send)
+            await JSONResponse(self._error_body(refused, scope["path"]), refused.status)(scope, receive, send)
             return
         left = False
 

@@ -15,12 +15,16 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.errors import EdgespecError
-from edgespec.server import chat, messages, responses
-from edgespec.server import typing_ahead as typed
 from edgespec.server.access import Guard
-from edgespec.server.errors import Refused, error_body, refusal
+from edgespec.server.dialects import messages as anthropic
+from edgespec.server.dialects import openai
+from edgespec.server.dialects.chat import chat
+from edgespec.server.dialects.completions import completions
+from edgespec.server.dialects.responses import responses
+from edgespec.server.errors import Refused, refusal
 from edgespec.server.metrics import metrics
-from edgespec.server.texts import Service
+from edgespec.server.service import Service
+from edgespec.server.typing_ahead import TypingAhead
 
 STATIC = Path(__file__).parent / "static"
 # The last is for those that nobody thought of: they are logged as well.
@@ -38,16 +42,17 @@ def make_app(
         hosts: as for `Guard`.
         origins: as for `Guard`.
     """
+    typing_ahead = TypingAhead(service)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat.chat, methods=["POST"]),
-            Route("/v1/completions", chat.completions, methods=["POST"]),
-            Route("/v1/messages", messages.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
-            Route("/v1/responses", responses.responses, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/messages", anthropic.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
-            Route("/edgespec/draft-prompt", typed.draft_prompt, methods=["PUT"]),
+            Route("/edgespec/draft-prompt", typing_ahead.draft_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/", page),
@@ -56,8 +61,8 @@ def make_app(
         exception_handlers={HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse),
         lifespan=_lifespan,
     )
-    app.state.service = service
-    guarded = Guard(Counting(app, service), keys=keys, hosts=hosts, origins=origins)
+    app.state.service, app.state.typing_ahead = service, typing_ahead
+    guarded = Guard(Counting(app, service), error_body, keys=keys, hosts=hosts, origins=origins)
     if not origins:
         return guarded
     return CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
@@ -90,6 +95,12 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     app.state.service.stopping = True
 
 
+def error_body(refused: Refused, path: str) -> dict[str, Any]:
+    """An error in the dialect of the path asked for."""
+    is_anthropic = path.startswith("/v1/messages")
+    return anthropic.error_body(refused) if is_anthropic else openai.error_body(refused)
+
+
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     refused = refusal(error)
     headers = {"Retry-After": "5"} if refused.status in (429, 503) else None
@@ -99,11 +110,8 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
 async def _no_such_path(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "there is no such path" if error.status_code == 404 else error.detail
-    return JSONResponse(
-        error_body(Refused(error.status_code, f"{http.method} {http.url.path}: {what}"), http.url.path),
-        error.status_code,
-        headers=error.headers,
-    )
+    refused = Refused(error.status_code, f"{http.method} {http.url.path}: {what}")
+    return JSONResponse(error_body(refused, http.url.path), error.status_code, headers=error.headers)
 
 
 def _card(service: Service) -> dict[str, Any]:

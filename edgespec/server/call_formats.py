@@ -1,47 +1,36 @@
-"""How models write calls of tools and what they think: markers, and what stands between them.
+"""How models write calls of tools: markers, and what stands between them.
 
-Which form a model has is seen in its chat template. New ones: a line in `FORMS`, and a function if it is none of these.
+A model's format is seen in its chat template. A new one is a line in `FORMATS`, and a function if it is none of these.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from secrets import token_hex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec.loop.backend import Vocab
-
-Types = Mapping[str, Mapping[str, Any]]  # function -> its parameters' JSON schemas, by name
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call."""
-
-    name: str
-    arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
+from edgespec.server.schema import Schema
+from edgespec.server.tool_calls import Call, Parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
-    """A piece of what the model thinks before it answers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How calls are written. `parse` gives the calls between two markers, and raises ValueError if they are none."""
+class CallFormat:
+    """How calls are written. `parse` reads the calls between two markers; it raises ValueError if they are none."""
 
     seen: tuple[str, ...]  # in the chat template, all of them
     open: tuple[str, ...]  # one that begins with { is part of what is parsed, and counts only where an answer begins
     close: str  # "": the end of the text
-    parse: Callable[[str, Types], list[Call]]
-    call: str  # one, as this model writes it: see `FORMS`
+    parse: Callable[[str, Parameters], list[Call]]
+    call: str  # one, as this model writes it: see `FORMATS`
     pair: str = ""  # in it, one parameter
     inner: tuple[str, ...] = ()  # more markers, between the two
+
+    @property
+    def markers(self) -> list[str]:
+        return [*self.open, *filter(None, [self.close]), *self.inner]
+
+
+UNKNOWN = Schema.anything()
 
 
 def made(name: Any, arguments: Any) -> Call:
@@ -51,7 +40,7 @@ def made(name: Any, arguments: Any) -> Call:
     return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def as_object(text: str, types: Types) -> list[Call]:
+def as_object(text: str, parameters: Parameters) -> list[Call]:
     """{"name": "f", "arguments": {…}}, or a list of such; Llama says "parameters"."""
     found = json.loads(text)
     calls = found if isinstance(found, list) else [found]
@@ -60,45 +49,38 @@ def as_object(text: str, types: Types) -> list[Call]:
     return [made(call.get("name"), call.get("arguments", call.get("parameters", {}))) for call in calls]
 
 
-def as_mistral(text: str, types: Types) -> list[Call]:
+def as_mistral(text: str, parameters: Parameters) -> list[Call]:
     """[{"name": …}], or f[ARGS]{…}, each behind a marker."""
     if text.lstrip().startswith(("[{", "{")):
-        return as_object(text, types)
+        return as_object(text, parameters)
     parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
     return [made(name.partition("[CALL_ID]")[0].strip(), json.loads(arguments)) for name, _, arguments in parts]
 
 
-def as_pairs(pair: str, function: str) -> Callable[[str, Types], list[Call]]:
+def as_pairs(pair: str, function: str) -> Callable[[str, Parameters], list[Call]]:
     """Markup by two regular expressions: of a function with a name and its body, and of a key with its value."""
 
-    def parse(text: str, types: Types) -> list[Call]:
+    def parse(text: str, parameters: Parameters) -> list[Call]:
         found = re.findall(function, text, re.DOTALL)
         if not found:
             raise ValueError("not a call")
-        return [
-            made(name.strip(), {key: typed(value, types.get(name.strip(), {}).get(key)) for key, value in pairs})
-            for name, pairs in ((name, re.findall(pair, body, re.DOTALL)) for name, body in found)
-        ]
+        calls = list[Call]()
+        for name, body in found:
+            tool = parameters.get(name.strip(), UNKNOWN)
+            arguments = {
+                key: tool.properties.get(key, UNKNOWN).value_of(value.removeprefix("\n").removesuffix("\n"))
+                for key, value in re.findall(pair, body, re.DOTALL)
+            }
+            calls.append(made(name.strip(), arguments))
+        return calls
 
     return parse
 
 
-def typed(value: str, schema: Any) -> Any:
-    """A value written without quotation marks, as its schema wants it; a string where nothing is known."""
-    value = value.removeprefix("\n").removesuffix("\n")
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind in (None, "string") and not (kind is None and schema):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def as_tokens(call: str) -> Callable[[str, Types], list[Call]]:
+def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
     """Calls between control tokens, by a regular expression of a name and JSON."""
 
-    def parse(text: str, types: Types) -> list[Call]:
+    def parse(text: str, parameters: Parameters) -> list[Call]:
         found = re.findall(call, text, re.DOTALL)
         if not found:
             raise ValueError("not a call")
@@ -107,7 +89,7 @@ def as_tokens(call: str) -> Callable[[str, Types], list[Call]]:
     return parse
 
 
-def as_braces(text: str, types: Types) -> list[Call]:
+def as_braces(text: str, parameters: Parameters) -> list[Call]:
     """call:f{key:value,…}, where strings stand between tokens <|"|>, as Gemma 4 writes it."""
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
     value, end = _braced(brace + rest, 0)
@@ -149,47 +131,47 @@ QUOTE = '<|"|>'
 KIMI = tuple(f"<|tool_call_{part}|>" for part in ("begin", "argument_begin", "end"))
 DEEPSEEK = tuple(f"<｜tool▁{part}｜>" for part in ("call▁begin", "sep", "call▁end"))
 CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-HERMES = Form(
+HERMES = CallFormat(
     ("<tool_call>",), ("<tool_call>",), "</tool_call>", as_object,
     '<tool_call>\n{"name": {quoted}, "arguments": {arguments}}\n</tool_call>',
 )  # fmt: skip
-MISTRAL = Form(
+MISTRAL = CallFormat(
     ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), "", as_mistral, "[TOOL_CALLS]{name}[ARGS]{arguments}",
     inner=("[ARGS]", "[CALL_ID]"),
 )  # fmt: skip
-GLM = Form(
+GLM = CallFormat(
     ("<arg_key>",), HERMES.open, HERMES.close,
     as_pairs(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r"^\s*([^\s<]+)(.*)$"),
     "<tool_call>{name}{line}{pairs}</tool_call>",
     "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
     ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )  # fmt: skip
-DEEPSEEKS = Form(
+DEEPSEEKS = CallFormat(
     CALLS[:1], CALLS[:1], CALLS[1],
     as_tokens(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)(?:<｜tool▁sep｜>|\n```json)(.*?)(?:\n```)?<｜tool▁call▁end｜>"),
     f"{CALLS[0]}<｜tool▁call▁begin｜>{{name}}<｜tool▁sep｜>{{arguments}}<｜tool▁call▁end｜>{CALLS[1]}",
     inner=DEEPSEEK,
 )  # fmt: skip
-QWEN = Form(
+QWEN = CallFormat(
     ("<function=", "<parameter="), HERMES.open, HERMES.close,
     as_pairs(r"<parameter=([^>]+)>(.*?)</parameter>", r"<function=([^>]+)>(.*?)</function>"),
     "<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>",
     "<parameter={key}>\n{value}\n</parameter>\n",
 )  # fmt: skip
-LLAMA = Form(
+LLAMA = CallFormat(
     ("<|python_tag|>",), ("<|python_tag|>", '{"name":'), "", as_object, '{"name": {quoted}, "parameters": {arguments}}'
 )
 # The first whose marks are all in the template. In `call`: {name} and {quoted}, the function's; {arguments}, JSON;
 # {braces}, the same in Gemma's notation; {pairs}, each by `pair` with its {key} and {value};
 # {number} and {id}, any; {line}, which may be left out.
-FORMS = (
-    Form(
+FORMATS = (
+    CallFormat(
         ("<minimax:tool_call>",), ("<minimax:tool_call>",), "</minimax:tool_call>",
         as_pairs(r'<parameter name="([^"]+)">(.*?)</parameter>', r'<invoke name="([^"]+)">(.*?)</invoke>'),
         '<minimax:tool_call>\n<invoke name="{name}">\n{pairs}</invoke>\n</minimax:tool_call>',
         '<parameter name="{key}">{value}</parameter>\n',
     ),
-    Form(
+    CallFormat(
         ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), "<|tool_calls_section_end|>",
         as_tokens(r"<\|tool_call_begin\|>\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"),
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
@@ -214,70 +196,21 @@ FORMS = (
         pair="<parameter={key}>{value}</parameter>\n",
     ),
     QWEN,
-    Form(  # Apriel
+    CallFormat(  # Apriel
         ("<tool_calls>[",), ("<tool_calls>",), "</tool_calls>", as_object,
         '<tool_calls>[{"name": {quoted}, "arguments": {arguments}}]</tool_calls>',
     ),
     HERMES,
     LLAMA,
     replace(LLAMA, seen=('{"name": function name, "parameters": dictionary',)),
-    Form(
+    CallFormat(
         ("<|tool_call>call:",), ("<|tool_call>",), "<tool_call|>", as_braces,
         "<|tool_call>call:{name}{braces}<tool_call|>", inner=(QUOTE,),
     ),
-    Form(  # which `channels.py` reads
+    CallFormat(  # which `channels.py` reads
         ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"), (), "", as_object,
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     ),
 )  # fmt: skip
-# Of forms that look like one of them and are not.
+# Of formats that look like one of them and are not.
 OTHERS = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")
-THINKING = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"),
-)
-MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # what may be the name of a control token
-
-
-def form_of(vocab: Vocab) -> Form | None:
-    """How this model writes calls; None: its template shows no tools, or in no form that is known here."""
-    template = vocab.chat_template or ""
-    if "tools" not in template or any(mark in template for mark in OTHERS):
-        return None
-    return next((form for form in FORMS if all(mark in template for mark in form.seen)), None)
-
-
-def thinking_of(vocab: Vocab) -> tuple[str, str] | None:
-    """Between which markers this model thinks; None: it does not."""
-    template = vocab.chat_template or ""
-    return next((pair for pair in THINKING if pair[1] in template), None)
-
-
-def parts_of(text: str) -> list[str]:
-    """A text cut before and behind what may be the name of a control token."""
-    return [part for part in MARKER.split(text) if part]
-
-
-def control_tokens(vocab: Vocab, text: str) -> dict[str, int]:
-    """The control tokens that a text names: a model's text does not show them unless it is told to."""
-    found = dict[str, int]()
-    for part in parts_of(text):
-        ids = vocab.encode(part, add_bos=False, parse_special=True)
-        if len(ids) == 1 and not vocab.token_bytes(ids[0]):
-            found[part] = ids[0]
-    return found
-
-
-def shown_ids(vocab: Vocab, markers: Sequence[str]) -> frozenset[int]:
-    """Control tokens among the markers."""
-    return frozenset(token for marker in markers for token in control_tokens(vocab, marker).values())
-
-
-def begins_inside(vocab: Vocab, prompt_ids: Sequence[int], thinking: tuple[str, str]) -> bool:
-    """Whether the prompt ends with the marker that opens the thinking."""
-    tail = [
-        vocab.token_bytes(token).decode("utf-8", "replace") or vocab.token_text(token) for token in prompt_ids[-12:]
-    ]
-    return "".join(tail).rstrip().endswith(thinking[0])

@@ -10,10 +10,10 @@ The prompt ends behind <|start|>assistant, so an answer begins with a header.
 import json
 import re
 
-from edgespec.loop.backend import Vocab
 from edgespec.loop.text import overlap
-from edgespec.server.call_formats import Form, Thought, made
-from edgespec.server.parse_output import Piece, Regions
+from edgespec.server.call_formats import CallFormat, made
+from edgespec.server.conversation import Piece, Thought
+from edgespec.server.tool_calls import Call
 
 MESSAGE = "<|message|>"
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around a thought
@@ -24,31 +24,25 @@ BEGINNINGS = ("<|channel|>", "<|start|>", "to=")  # of headers
 MARKERS = ("<|channel|>", MESSAGE, "<|constrain|>", *ENDS)
 
 
-def comes_in_channels(vocab: Vocab) -> bool:
-    """Whether this model's answers do."""
-    return all(mark in (vocab.chat_template or "") for mark in (ANALYSIS[0], FINAL))
+def comes_in_channels(template: str) -> bool:
+    return all(mark in template for mark in (ANALYSIS[0], FINAL))
 
 
-class Channels:
-    """One text; used as `Regions` are."""
+class ChannelParser:
+    """Reads one answer that comes in channels."""
 
-    def __init__(self, form: Form | None = None) -> None:
-        """
-        Args:
-            form: of calls; None: nothing may be called, and what is sent to a function is content.
-        """
-        self._calls = form is not None
+    def __init__(self, calls: CallFormat | None = None) -> None:
+        """`calls`: None: nothing may be called, and what is sent to a function is content."""
+        self._calls = calls is not None
         self._header: str | None = None  # of the message that is open
         self._held = ""
         self._free = False  # the model has left the format: all is content
 
     @property
     def thinking(self) -> bool:
-        """Whether the text stands within a thought."""
         return self._header is not None and not self._to(self._header) and "analysis" in self._header
 
     def push(self, text: str) -> list[Piece]:
-        """What became certain."""
         self._held += text
         found = list[Piece]()
         while self._step(found):
@@ -56,12 +50,14 @@ class Channels:
         return [piece for piece in found if piece not in ("", Thought(""))]
 
     def finish(self) -> list[Piece]:
-        """What was held back when the text ended; half a header is nothing."""
         found = list[Piece]()
-        if self._header is not None or self._free:
+        if self._header is not None or self._free:  # half a header is nothing
             self._say(found, self._held, whole=True)
         self._held, self._header = "", None
         return [piece for piece in found if piece not in ("", Thought(""))]
+
+    def whole(self) -> list[Call]:
+        return []  # the end of a call is seen only when it comes
 
     def _step(self, found: list[Piece]) -> bool:
         if self._free:
@@ -103,6 +99,3 @@ class Channels:
                 found.append(text)
         else:
             found.append(Thought(text) if self.thinking else text)
-
-
-Reader = Regions | Channels  # what cuts one text

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from edgespec.server.texts import Service
+from edgespec.server.service import Service
 
 
 def metrics(service: Service) -> str:

@@ -1,45 +1,64 @@
-"""Cuts a growing text into what is thought, what is content, and calls of tools.
+"""Cuts a growing answer into thoughts, content and calls of tools.
 
-What does not parse as a call is content: a history with it must not fail for ever.
+What does not parse as a call is content, so that a history with it does not fail for ever.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from edgespec.loop.text import overlap
-from edgespec.server.call_formats import Call, Form, Thought, Types, as_object
+from edgespec.server.call_formats import CallFormat, as_object
+from edgespec.server.conversation import Piece, Thought
+from edgespec.server.tool_calls import Call, Parameters
 
-Piece = str | Thought | Call
+
+class Parser(Protocol):
+    """Reads one answer."""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text stands within a thought."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """More text; what became certain with it."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """What was held back when the text ended."""
+        ...
+
+    def whole(self) -> list[Call]:
+        """The calls whose end is still to come, but that are complete."""
+        ...
 
 
-class Regions:
-    """One text."""
+class OutputParser:
+    """Finds thoughts and calls between markers."""
 
     def __init__(
         self,
-        form: Form | None = None,
+        calls: CallFormat | None = None,
         thinking: tuple[str, str] | None = None,
         *,
         inside: bool = False,
-        types: Types | None = None,
+        parameters: Parameters | None = None,
     ) -> None:
         """
         Args:
-            form: of calls to look for; None: there are none.
-            thinking: markers around what is thought; None: nothing is.
+            calls: how they are written; None: there are none.
+            thinking: markers around a thought; None: there are none.
             inside: the text begins in the middle of a thought.
-            types: the functions' parameters.
+            parameters: of the request's tools.
         """
-        self._form, self._thinking, self._types = form, thinking, types or {}
+        self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
         self.thinking = inside and thinking is not None
         self._open = ""  # the marker of the call that is open
         self._held = ""
         self._blank = True  # nothing was said yet: a thought, or a call without a marker, may begin
-        self._fresh = self.thinking  # a region has just begun or ended: new lines do not count
+        self._fresh = self.thinking  # a thought or call has just begun or ended: new lines do not count
 
     def push(self, text: str) -> list[Piece]:
-        """What became certain."""
-        if not self._form and not self._thinking:
+        if not self._calls and not self._thinking:
             return [text] if text else []
         self._held += text
         found = list[Piece]()
@@ -48,7 +67,7 @@ class Regions:
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
     def _step(self, found: list[Piece]) -> bool:
-        """One region's end or beginning; False: there is none in what is held."""
+        """Pass one end or beginning of a thought or call; False: there is none in what is held."""
         if self._fresh and not self._open:
             self._held = self._held.lstrip("\n")
             self._fresh = not self._held
@@ -71,7 +90,7 @@ class Regions:
                 self._blank = False
             return True
         sure = len(self._held)
-        if markers:  # space before a region is not content
+        if markers:  # space before a thought or call is not content
             sure -= max(overlap(self._held, marker) for marker in markers)
             sure = len(self._held[:sure].rstrip())
         self._say(found, self._held[:sure])
@@ -79,7 +98,7 @@ class Regions:
         return False
 
     def _markers(self) -> list[str]:
-        found = list(self._form.open) if self._form else []
+        found = list(self._calls.open) if self._calls else []
         found += self._thinking[:1] if self._thinking else []
         return [marker for marker in found if self._blank or not self._only_first(marker)]
 
@@ -103,47 +122,35 @@ class Regions:
         return False
 
     def _call(self, found: list[Piece]) -> bool:
-        assert self._form
-        if not self._form.close:
+        assert self._calls
+        if not self._calls.close:
             return False
-        before, seen, after = self._held.partition(self._form.close)
+        before, seen, after = self._held.partition(self._calls.close)
         if seen:
-            found += calls_of(before, self._open, self._form, self._types)
+            found += calls_of(before, self._open, self._calls, self._parameters)
             self._open, self._fresh, self._held = "", True, after
         return bool(seen)
 
     def whole(self) -> list[Call]:
-        """The calls of a region whose end is still to come, if they are all there: JSON tells that by itself."""
-        if not (self._open and self._form and self._form.parse is as_object):
+        if not (self._open and self._calls and self._calls.parse is as_object):
             return []
-        pieces = calls_of(self._held.strip(), self._open, self._form, self._types)
+        pieces = calls_of(self._held.strip(), self._open, self._calls, self._parameters)
         return [piece for piece in pieces if isinstance(piece, Call)]
 
     def finish(self) -> list[Piece]:
-        """What was held back when the text ended: a call that is cut is content."""
         held, self._held = self._held, ""
-        found: list[Piece] = [Thought(held) if self.thinking else held]
-        if self._open and self._form and not self._form.close:
-            found = calls_of(held, self._open, self._form, self._types)
+        found: list[Piece] = [Thought(held) if self.thinking else held]  # a call that is cut is content, too
+        if self._open and self._calls and not self._calls.close:
+            found = calls_of(held, self._open, self._calls, self._parameters)
         elif self._open:
             found = [self._open + held]
         self._open, self.thinking = "", False
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
 
-def calls_of(text: str, opened: str, form: Form, types: Types) -> list[Piece]:
+def calls_of(text: str, opened: str, calls: CallFormat, parameters: Parameters) -> list[Piece]:
     """The calls between two markers, or the text with them if they are none."""
     try:
-        return [*form.parse(text, types)]
+        return [*calls.parse(text, parameters)]
     except (ValueError, KeyError, AttributeError, RecursionError):
-        return [("" if opened[0] == "{" else opened) + text + form.close]
-
-
-def types_of(functions: Any) -> Types:
-    """What is known of the parameters of functions, as a request has them."""
-    found = dict[str, Mapping[str, Any]]()
-    for function in functions:
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        found[str(function.get("name"))] = properties if isinstance(properties, dict) else {}
-    return found
+        return [("" if opened[0] == "{" else opened) + text + calls.close]

@@ -1,45 +1,57 @@
-"""Conversations as chat templates want them: some name thoughts otherwise, and some check or print the ids of calls."""
+"""Conversations as a model's chat template wants them: it may rename thoughts, and check or print the ids of calls."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from edgespec.loop.backend import Vocab
-from edgespec.loop.text import Message, render_chat
-from edgespec.server.call_formats import form_of
+from edgespec.loop.text import Message
+from edgespec.server.conversation import Turn
+from edgespec.server.tool_calls import Call
 
 ID_LENGTH = 9  # letters and digits: what Mistral's templates insist on
 
 
-def prompt_ids(
-    vocab: Vocab, messages: Sequence[Message], tools: Sequence[Message] | None, more: Mapping[str, Any] | None = None
-) -> list[int]:
-    """Token ids of a conversation, ready for the answer. Arguments and errors as for `render_chat`."""
-    return render_chat(vocab, list(settled(vocab, messages)), tools, more)
+def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: bool) -> Iterator[Message]:
+    """Calls and results get ids in the model's form; results get their function's name.
 
-
-def settled(vocab: Vocab, messages: Sequence[Message]) -> Iterator[Message]:
-    """Messages whose calls have ids in the model's form, and whose results have them too, with the function's name."""
-    form, renames = form_of(vocab), "message.thinking" in (vocab.chat_template or "")
-    counted = form is not None and "{number}" in form.call
-    open_calls: dict[str, tuple[str, str]] = {}  # the client's id -> the template's, and the function
+    Args:
+        turns: of the conversation.
+        names_thinking: the template reads `message.thinking` instead of `message.reasoning_content`.
+        numbered: ids are functions.NAME:NUMBER.
+    """
+    unanswered: dict[str, tuple[str, str]] = {}  # the client's id -> the template's, and the function
     number = 0
-    for message in messages:
+    for turn in turns:
+        message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         calls = list[dict[str, Any]]()
-        for call in message.get("tool_calls") or ():
-            name, given = call["function"]["name"], str(call.get("id") or number)
-            id_ = f"functions.{name}:{number}" if counted else hashlib.sha256(given.encode()).hexdigest()[:ID_LENGTH]
-            open_calls[given] = id_, name
-            calls.append({**call, "id": id_})
+        for call in turn.calls:
+            given = call.id or str(number)
+            id_ = f"functions.{call.name}:{number}" if numbered else hashlib.sha256(given.encode()).hexdigest()
+            unanswered[given] = id_ if numbered else id_[:ID_LENGTH], call.name
+            function = {"name": call.name, "arguments": arguments_of(call)}
+            calls.append({"type": "function", "id": unanswered[given][0], "function": function})
             number += 1
-        told = {**message, **({"tool_calls": calls} if calls else {})}
-        if message["role"] == "tool":
-            given = str(message.get("tool_call_id"))
-            answered = given if given in open_calls else next(iter(open_calls), None)  # else in their order
+        if calls:
+            message["tool_calls"] = calls
+        if turn.role == "tool":
+            message["tool_call_id"] = turn.result_of
+            given = str(turn.result_of)
+            answered = given if given in unanswered else next(iter(unanswered), None)  # else in their order
             if answered is not None:
-                told["tool_call_id"], told["name"] = open_calls.pop(answered)
-        if renames and (thought := told.pop("reasoning_content", None)):
-            told["thinking"] = thought
-            if calls:  # it refuses both
-                told["content"] = ""
-        yield told
+                message["tool_call_id"], message["name"] = unanswered.pop(answered)
+        if turn.thought is not None and not names_thinking:
+            message["reasoning_content"] = turn.thought
+        elif turn.thought:
+            message["thinking"] = turn.thought
+            if calls:  # such a template refuses both
+                message["content"] = ""
+        yield message
+
+
+def arguments_of(call: Call) -> Any:
+    """The arguments as an object; what is no JSON stays a string, since a client sends it back again and again."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(call.arguments or "{}")
+    return call.arguments

@@ -155,7 +155,7 @@ def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Pla
     except ImportError as error:
         raise MissingPackage("distributed", "cluster", "measuring Dask") from error
     local_cluster: Any = distributed.LocalCluster
-    dask.config.set({"distributed.scheduler.worker-saturation": 1.0})  # see docs/targets.md
+    dask.config.set({"distributed.scheduler.worker-saturation": 1.0})  # see docs/guides/several-machines.md
     with local_cluster(
         n_workers=copies,
         threads_per_worker=1,

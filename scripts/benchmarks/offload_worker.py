@@ -15,7 +15,7 @@ import numpy as np
 
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.engines import load_backend
+from edgespec.loop.engines import LoadOptions, load_backend
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
@@ -120,11 +120,11 @@ def _open(task: Task) -> list[Backend]:
         paths = [task.target, task.draft] if task.draft else [task.target]
         return [load_backend("llamacpp", path, in_order=not i, **options) for i, path in enumerate(paths)]
     entry = Entry(name="target", target=f"file:{task.target}", defaults=Defaults())
-    device: dict[str, Any] = {"device": "cpu"} if task.backend == "torch" else {}
-    return open_backends(
-        entry, task.draft or None, None, backend=task.backend,
-        context_length=task.context_length, budget=task.budget, memory=task.memory or None, **device,
+    asked = LoadOptions(
+        backend=task.backend, context_length=task.context_length, budget=task.budget, memory=task.memory or None,
+        device="cpu" if task.backend == "torch" else None,
     )  # fmt: skip
+    return open_backends(entry, task.draft or None, None, asked)
 
 
 def _memory(task: Task) -> dict[str, Any]:

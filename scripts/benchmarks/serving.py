@@ -28,7 +28,7 @@ def served(model: Model) -> Iterator[int]:
     import uvicorn
 
     from edgespec.server.app import make_app
-    from edgespec.server.texts import Service
+    from edgespec.server.service import Service
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(make_app(Service(model, "model")), log_level="warning", lifespan="on"))

@@ -8,9 +8,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import common_prefix
 
-from ..backend import LlamaBackend, load
+from ..engine import load_here, plan_here
 from .child_process import Facts, flag_in
 from .rpc import borrow
 
@@ -26,10 +27,9 @@ class Host:
     def borrow(self, lenders: list[str]) -> None:
         self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp keeps only the latter's address
 
-    def load(self, path: str, options: dict[str, Any]) -> Facts:
-        options |= {"borrowed": self._borrowed, "progress": lambda *counts: self._send("progress", counts)}
-        model = load(path, **options)
-        assert isinstance(model, LlamaBackend)
+    def load(self, path: str, options: LoadOptions) -> Facts:
+        plan = plan_here(path, options, self._borrowed)
+        model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
         model.computing = {**model.computing, "lenders": self._lenders}  # what agrees to the bit is theirs, too
         self._model = model
         model.stop.lie_in(self._flag)
@@ -51,7 +51,7 @@ class Host:
         return self._model.capabilities
 
     def reusable_prefix(self, session: int, length: int, short: bool) -> int:
-        return int(self._sessions[session].kept(length, short=short))
+        return int(self._sessions[session].reusable_prefix(length, short=short))
 
     def commit(self, session: int, path: list[int], known: int) -> tuple[int, list[int], int]:
         before = self._sessions[session].token_ids[:known]

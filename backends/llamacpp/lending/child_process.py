@@ -24,6 +24,7 @@ import numpy as np
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance
@@ -115,9 +116,8 @@ class ApartSession:
         found: int = self._backend.child.call("reusable_prefix", self.number, length, short)
         return found
 
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
+    def commit(self, path: Sequence[int]) -> None:
         self._update("commit", list(path))
-        return np.zeros(0, np.int32)  # only drafts keep nodes, and they are not lent
 
     def rewind(self, length: int) -> None:
         try:
@@ -264,17 +264,16 @@ def flag_in(file: int) -> Any:
     return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
 
 
-def load_apart(
-    path: str, lenders: Sequence[str], options: Mapping[str, Any], progress: Callable[[int, int], None]
-) -> Apart:
-    """Load a model in a process of its own, with layers in lenders' memory; `options` are those of `load`.
+def load_apart(path: str, options: LoadOptions, progress: Progress) -> Apart:
+    """Load a model in a process of its own, with layers in the memory of `options.lenders`.
 
     Raises:
         NoRpc: llama.cpp cannot do so.
         ModelError: nobody lends there, or the model cannot be loaded.
         UsageError: an address or an option is wrong.
     """
-    if options.get("gpu_memory") is not None:
+    lenders = options.lenders
+    if options.gpu_memory is not None:
         raise UsageError("gpu_memory is this machine's: with lenders say gpu_layers")
     if lenders:
         rpc()
@@ -283,7 +282,7 @@ def load_apart(
     child = Child(lenders)
     try:
         child.call("borrow", list(lenders), seconds=SECONDS_TO_BORROW if lenders else None)
-        facts = child.call("load", path, dict(options), progress=progress)
+        facts = child.call("load", path, options, progress=progress)
         return Apart(path, child, facts)
     except BaseException:
         child.end(0)  # it may be waiting for a lender

@@ -1,13 +1,13 @@
 """Attention over one row, computed as that over a few.
 
-With keys and values of one float type llama.cpp's processor backend has three kernels for it, which round differently:
-for one row the cache is split among threads, for 64 rows and more it is taken in tiles, for what is in between it is
-neither. So a pass over one row would have to be padded to two, and take half as long again.
-`ggml_backend_cpu_set_use_ref` has one row take the kernel in between. It has more rows take slower kernels for weights,
-and caches of 8 bits another way of rotating: so it is for one row, and for float types.
+With keys and values of one float type llama.cpp's processor backend has three attention kernels, which round
+differently. For one row the cache is split among threads. For 64 rows and more it is taken in tiles. Between these it
+is neither. So a pass over one row would have to be padded to two, and take half as long again.
+`ggml_backend_cpu_set_use_ref` has one row take the kernel in between. With it more rows take slower kernels for
+weights, and caches of 8 bits rotate differently: so it is for one row, and for float types.
 
-It wants the backend of the context, which llama.cpp gives to nobody. So that is noted when it is made: for this moment
-the device's `init_backend` is another.
+The function needs the backend of the context, which llama.cpp does not give out. So it is captured when it is made: at
+that moment the device's `init_backend` is another function.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Any
 from ..context import kv_types
 from .gpu import ggml
 
-ALIKE = {"attention": "alike"}  # in `computing`: that over one row is as that over a few
+ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`: that over one row is as that over a few
 TILED_TYPES = ("f16", "f32")  # of keys and values, for which attention has several kernels
 PROCESSOR = 0  # ggml_backend_dev_type in ggml-backend.h
 LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins: the version of the structures used here
@@ -41,21 +41,21 @@ def can_be_alike(kv_type: str | None) -> bool:
 
 
 @contextmanager
-def noted() -> Iterator[list[int]]:
-    """The processor backends that are made in here, by this thread. Only where `can_be_alike`."""
+def capture_cpu_backend() -> Iterator[list[int]]:
+    """The processor backends that this thread makes within the `with`. Only where `can_be_alike`."""
     made, here = list[int](), get_ident()
     with _lock:
         slots = ctypes.cast(_device() or 0, ctypes.POINTER(ctypes.c_void_p))
         usual = slots[INIT]
         make = Init(usual or 0)
 
-        def noting(device: int, params: int) -> Any:
+        def capture(device: int, params: int) -> Any:
             backend = make(device, params)
             if backend and get_ident() == here:
                 made.append(backend)
             return backend
 
-        other = Init(noting)  # must live as long as it may be called
+        other = Init(capture)  # must live as long as it may be called
         slots[INIT] = ctypes.cast(other, ctypes.c_void_p).value
         try:
             yield made
@@ -63,8 +63,8 @@ def noted() -> Iterator[list[int]]:
             slots[INIT] = usual
 
 
-def chooser(backend: int) -> Callable[[int], None]:
-    """What is to be called before each pass of a processor backend with the number of its rows."""
+def row_hook(backend: int) -> Callable[[int], None]:
+    """A function to be called before each pass of a processor backend with the number of its rows."""
     tell = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(_teller(_device()) or 0)
     return lambda rows: tell(backend, rows == 1)
 

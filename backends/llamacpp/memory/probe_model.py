@@ -1,12 +1,12 @@
-"""A small model that computes as a large one does: a copy of its file with one layer of each kind.
+"""A probe model computes as a large model does: a copy of its file with one layer of each kind.
 
-Which kernel llama.cpp takes depends on the types and shapes of weights, on the cache, and on the pass, not on how many
-layers follow each other. So what passes agree is tried in seconds, however large the model is.
+Types and shapes of weights, the cache and the pass decide which kernel llama.cpp takes. The number of layers does not.
+So row classes are found in seconds, however large the model is.
 """
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import disk_usage
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from edgespec.errors import ModelError
+from edgespec.loop.engines import Computing, LoadOptions
 from edgespec.machine.memory import file_system, format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
@@ -21,13 +22,14 @@ from ..ggml.files import keep_log, last_log, llama_cpp, parts, read_tensors
 from .attention import ALIKE
 
 LEAST_LAYERS = 2
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems: what lies there is in no plan
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are in no plan
 HEADROOM = 1 << 28  # bytes of the disk that are left alone
-REPACKED = {"repacked": True}  # in `computing`: weights are kept in another order, for other kernels
+# In `computing`: weights are kept in another order, for other kernels.
+REPACKED: dict[str, str | int | None] = {"repacked": True}
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
-    """One layer of each kind, by the names and sizes of its tensors; at least `LEAST_LAYERS`, if there are so many."""
+    """One layer of each kind, by the names and sizes of its tensors; at least `LEAST_LAYERS`, if the model has them."""
     layers: dict[int, list[tuple[str, int]]] = {}
     for tensor in tensors:
         if (layer := layer_of(tensor)) >= 0:
@@ -41,7 +43,7 @@ def kinds(tensors: list[Tensor]) -> list[int]:
 
 
 def _place(needed: int) -> str:
-    """A folder for so many bytes: the system's for such files, unless it is too small, or in memory.
+    """A folder for so many bytes: the system's temporary folder, unless it is too small or in memory.
 
     Raises:
         ModelError: there is none.
@@ -54,8 +56,8 @@ def _place(needed: int) -> str:
 
 
 @contextmanager
-def specimen(path: str) -> Iterator[str]:
-    """The path of such a copy, removed at the end.
+def probe_file(path: str) -> Iterator[str]:
+    """The path of a probe model's file, removed at the end.
 
     Raises:
         ModelError: it cannot be made.
@@ -71,36 +73,15 @@ def specimen(path: str) -> Iterator[str]:
     keep_log()
     needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
     with TemporaryDirectory(prefix="edgespec-", dir=_place(needed)) as folder:
-        copy = Path(folder) / "specimen.gguf"
+        copy = Path(folder) / "probe.gguf"
         if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
-            raise ModelError(f"{path}: no specimen of it can be made: {last_log()}")
+            raise ModelError(f"{path}: no probe model of it can be made: {last_log()}")
         yield str(copy)
 
 
-@contextmanager
-def load_specimen(path: str, load: Callable[..., Any], **options: Any) -> Iterator[Any]:
-    """A small model that computes as the one at `path`, loaded with the same options does; freed at the end.
-
-    Args:
-        path: of the model.
-        load: of this engine.
-        options: for it, and `REPACKED` or not.
-
-    Raises:
-        ModelError: there is none.
-    """
-    repacked = bool(options.pop("repacked", False))
-    options = {name: value for name, value in options.items() if name not in ALIKE}  # is so anyway
-    if options.get("gpu_layers") not in (0, -1) or "lenders" in options:
+def probe_options(path: str, computing: Computing) -> LoadOptions:
+    """Options with which a probe model computes as a model of this `computing`. Raises ModelError: there are none."""
+    if computing.get("gpu_layers") not in (0, -1) or "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
-    with specimen(path) as copy:
-        size = {"context_length": 1024, "budget": 128, "resident": True, "exact": "wide"}
-        backend = load(copy, **options, **size, agrees=lambda build, computing, instead=None: repacked)
-        if repacked != ("repacked" in backend.computing):
-            backend.close()
-            raise ModelError(f"{path}: there is no memory for a specimen of it with weights repacked")
-        backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
-        try:
-            yield backend
-        finally:
-            backend.close()
+    given: dict[str, Any] = {name: value for name, value in computing.items() if name not in ALIKE | REPACKED}
+    return LoadOptions(context_length=1024, budget=128, resident=True, exact="wide", **given)

@@ -10,7 +10,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from conftest import quantised
 from edgespec.backends.llamacpp.ggml.files import read_tensors
 from edgespec.backends.llamacpp.memory import probe_model as module
-from edgespec.backends.llamacpp.memory.probe_model import kinds, specimen
+from edgespec.backends.llamacpp.memory.probe_model import kinds, probe_file
 
 from edgespec.errors import ModelError
 from edgespec.weights.plan import Tensor
@@ -30,7 +30,7 @@ def test_one_layer_of_each_kind() -> None:
 
 
 def test_the_copy_is_small_and_goes(smollm2: Path) -> None:
-    with specimen(str(smollm2)) as path:
+    with probe_file(str(smollm2)) as path:
         copied = {one.name for one in read_tensors(path)}
         whole = {one.name for one in read_tensors(str(smollm2))}
         assert copied < whole
@@ -41,24 +41,24 @@ def test_the_copy_is_small_and_goes(smollm2: Path) -> None:
 
 def test_a_model_of_one_kind_and_two_layers_is_its_own(smollm2: Path, tmp_path: Path) -> None:
     small = quantised(smollm2, tmp_path / "small.gguf", 3, tuple(range(2, 30)))
-    with specimen(str(small)) as path:
+    with probe_file(str(small)) as path:
         assert path == str(small)
     assert small.exists()
 
 
 def test_no_room(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEADROOM", 1 << 60)
-    with pytest.raises(ModelError, match="no disk has room for"), specimen(str(smollm2)):
+    with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
         pass
 
 
 def test_memory_is_no_place_for_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "file_system", lambda place: "tmpfs")
-    with pytest.raises(ModelError, match="no disk has room for"), specimen(str(smollm2)):
+    with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
         pass
 
 
 def test_a_copy_that_cannot_be_made(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", lambda *arguments: ctypes.c_int(1).value)
-    with pytest.raises(ModelError, match="no specimen of it can be made"), specimen(str(smollm2)):
+    with pytest.raises(ModelError, match="no probe model of it can be made"), probe_file(str(smollm2)):
         pass

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.common.path_states import Lane, PathStates, Rectangle, most_paths, states_of
+from edgespec.backends.common.recurrent import Lane, Rectangle, RecurrentStates, most_paths, states_of
 
 from edgespec.loop.backend import Work
 from edgespec.planners.path_cost import ALWAYS, MOST_OWED, MOST_OWED_IN_MEMORY
@@ -17,8 +17,8 @@ def work(count: int, prompt: bool = False) -> Work:
     return Work(None, np.zeros(count, np.int32), none, none, prompt)  # type: ignore[arg-type]
 
 
-def begun(streams: bool = False, *, held: int = 8) -> PathStates[str]:
-    states = PathStates[str](8, streams)
+def begun(streams: bool = False, *, held: int = 8) -> RecurrentStates[str]:
+    states = RecurrentStates[str](8, streams)
     states.take(Rectangle([Lane(0, None, TEXT[:held], [])], held, 0), ["text"])
     return states
 
@@ -81,7 +81,7 @@ def test_a_step_brings_the_state_on():
 
 
 def test_only_the_newest_nodes_states_are_kept():
-    states = PathStates[int](2, streams=False)
+    states = RecurrentStates[int](2, streams=False)
     for node in range(5):
         lanes = states.lanes([], list(range(node + 1)), list(range(-1, node)), work(1), 100)
         assert len(lanes[0].token_ids) == 1

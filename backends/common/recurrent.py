@@ -7,13 +7,13 @@ whatever was in a cell stays there. So a state is of use wherever a path has end
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.loop.backend import Work
-from edgespec.loop.tree import ancestor_mask, depths, is_leaf
+from edgespec.loop.tree import ancestor_mask, depths
 from edgespec.planners.path_cost import (
     KEPT_STATES,
     MOST_OWED,
@@ -25,6 +25,8 @@ from edgespec.planners.path_cost import (
     states_within,
     step_from,
 )
+
+from .nodes import NodeSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Rectangle(Generic[State]):
         return seen
 
 
-class PathStates(Generic[State]):
+class RecurrentStates(Generic[State]):
     """The states of one session: of its text, and behind nodes where a path has ended."""
 
     def __init__(self, most_paths: int, streams: bool) -> None:
@@ -104,11 +106,6 @@ class PathStates(Generic[State]):
             return None
         lane = Lane(last, self.text.kept.get(last), list(token_ids[last : last + most]), [])
         return Rectangle([lane], len(lane.token_ids), 0)
-
-    def check(self, parents: Sequence[int]) -> None:
-        """Raises ValueError: so many leaves cannot be held."""
-        if (leaves := int(np.count_nonzero(is_leaf(parents)))) > self._most_paths:
-            raise ValueError(f"{leaves} leaves; this backend holds {self._most_paths}")
 
     def lanes(
         self, text: Sequence[int], nodes: Sequence[int], parents: Sequence[int], work: Work, most: int
@@ -164,9 +161,39 @@ class PathStates(Generic[State]):
         self.text.cut(length)
         self._tips = {}
 
-    def copy_text(self, other: "PathStates[State]") -> None:
-        """Have another's text's states."""
-        self.text = other.text.copy()
+
+class RecurrentSession(NodeSession, Generic[State]):
+    """Mixin for an engine's session: states of recurrent layers. It stands before that session among the bases."""
+
+    states: RecurrentStates[State]
+
+    def lanes(self, work: Work) -> list[Lane[State]]:
+        """The sequences that evaluate a checked work."""
+        tokens, parents = self._tokens + work.token_ids.tolist(), self._parents + work.parents.tolist()
+        return self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
+
+    @property
+    def unread_committed(self) -> int:
+        return self.states.unread_committed(len(self.token_ids))
+
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        return length if length == len(self.token_ids) else self.states.text.before(length)
+
+    @property
+    def _can_keep(self) -> bool:
+        return False  # nodes below have states that start from nodes which are committed now
+
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        super()._commit_cells(path, stay)
+        self.states.commit(len(self.token_ids), path, self._prompt.reading)
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self.states.cut(length)
+
+    def _copy_cells(self, other: Self) -> None:
+        super()._copy_cells(other)
+        other.states.text = self.states.text.copy()
 
 
 def most_paths(state: int, weights: int, budget: int, sessions: int) -> int:

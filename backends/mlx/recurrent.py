@@ -1,4 +1,4 @@
-"""Models with recurrent layers on MLX: trees as paths (`../path_states.py`).
+"""Models with recurrent layers on MLX: trees as paths (`common/recurrent.py`).
 
 A pass is a batch, as mlx-lm's model classes know it: a lane is one of its sequences. Recurrent layers get a cache of
 mlx-lm's own, filled with a state for each lane. Layers with attention get `LaneCache`, where all lanes see the cells of
@@ -12,10 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from edgespec.loop.backend import Work
-from edgespec.loop.tree import IntArray
 
-from ..common.path_states import PathStates, Rectangle
-from .session import MlxSession, Owner
+from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
+from .session import MlxOwner, MlxSession
 from .tree import TreeCache
 
 State = list[Any]  # arrays [1, …], one for each that mlx-lm's caches have; None where there is none yet
@@ -104,12 +103,12 @@ def _for_all(buffer: Any, end: int, lanes: int) -> Any:
     return mx.broadcast_to(buffer[..., :end, :], (lanes, buffer.shape[1], end, buffer.shape[3]))
 
 
-class MlxPathSession(MlxSession):
+class MlxRecurrentSession(RecurrentSession[State], MlxSession):
     """See `edgespec.loop.backend.Session`."""
 
     caches: list[LaneCache]  # type: ignore[assignment]
 
-    def __init__(self, backend: Owner, caches: list[LaneCache], kinds: Sequence[Any]) -> None:
+    def __init__(self, backend: MlxOwner, caches: list[LaneCache], kinds: Sequence[Any]) -> None:
         """
         Args:
             backend: its own.
@@ -118,18 +117,13 @@ class MlxPathSession(MlxSession):
         """
         super().__init__(backend, list(caches))
         limits = backend.capabilities
-        self.states = PathStates[State](limits.max_leaves, limits.streams)
+        self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
         self._kinds = kinds
         self._rectangle: Rectangle[State] | None = None  # of the pass under way
         self._arrays, self._given = list[ArraysCache](), list[Any]()  # its states, and all that the model gets
 
-    def check(self, work: Work) -> None:
-        super().check(work)
-        self.states.check(self._parents + work.parents.tolist())
-
     def place(self, work: Work) -> tuple[Any, Any]:
-        tokens, parents = self._tokens + work.token_ids.tolist(), self._parents + work.parents.tolist()
-        lanes = self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
+        lanes, parents = self.lanes(work), self._parents + work.parents.tolist()
         rectangle = Rectangle(lanes, max(len(lane.token_ids) for lane in lanes), self.nodes)
         return self._begin(rectangle, parents), rectangle.rows[work.wanted - self.nodes]
 
@@ -167,8 +161,8 @@ class MlxPathSession(MlxSession):
         self.states.take(self._rectangle, states)
         self._rectangle, self._arrays, self._given = None, [], []
 
-    def add(self, work: Work) -> None:
-        super().add(work)
+    def add(self, work: Work, positions: Sequence[int]) -> None:
+        super().add(work, positions)
         self.take()
 
     @property
@@ -180,28 +174,9 @@ class MlxPathSession(MlxSession):
         arrays = [array for cache in self._arrays for array in cache.cache if array is not None]
         return super().state + arrays
 
-    @property
-    def unread_committed(self) -> int:
-        return self.states.unread_committed(len(self.token_ids))
-
-    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        return length if length == len(self.token_ids) else self.states.text.before(length)
-
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        length, prompt = len(self.token_ids), self._prompt.reading
-        none = super().commit(path)
-        self.states.commit(length, path, prompt)
-        return none  # nodes below have states that start from nodes which are text now
-
     def rewind(self, length: int) -> None:
         super().rewind(length)
-        self.states.cut(length)
         self._rectangle, self._arrays, self._given = None, [], []
-
-    def fork(self) -> "MlxPathSession":
-        other = cast(MlxPathSession, super().fork())
-        other.states.copy_text(self.states)
-        return other
 
     def _details(self) -> dict[str, Any]:
         kept = self.states.text.kept

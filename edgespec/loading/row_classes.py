@@ -1,0 +1,262 @@
+"""Row classes: sizes of passes whose rows are bit-identical, found by trying.
+
+An engine has kernels for few rows and others for many, and they round differently. Between two such switches results
+do not depend on the size of a pass. Where the switches are differs by engine, processor, model and cache. So the same
+tokens are tried in passes of many sizes, after a short and a long prompt: as a chain, as a tree, and among copies of
+one token. (In a mixture of experts the tokens decide how many rows an expert gets.)
+
+Some kernels take four rows at a time, and another kernel the rest, row by row: llama.cpp's for repacked weights, the
+fastest for one row. Large passes agree there if their numbers of rows are multiples of four.
+
+Related: batch-invariant kernels; here the engine's own suffice. `exact.py` chooses among the classes.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import ModelError
+from edgespec.loop.backend import Backend, Session, Work
+from edgespec.loop.engines import Computing, find_engine
+from edgespec.loop.passes import prefill
+from edgespec.machine.measurements import identity, machine, recall, remember
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
+CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
+SMALL = 3  # nodes of a tree that tells whether gaps matter: fewer than any kernel takes together
+TOGETHER = 4  # rows that a kernel may take at a time; another kernel takes the rest
+MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
+MANY = 32  # rows: a class that reaches from few to so many is good for everything
+REPEATED = 5  # times that a pass is timed
+TRYING = "finding passes that agree to the bit, once for this model on this machine"
+LOADED = 0.5  # of the processors wanted by programs now: what could not be timed before cannot be timed now
+BUSY = 0.75  # of its threads' time: a program that gets less shares the processors, and its passes' times tell nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring sizes of passes that agree."""
+
+    least: int
+    most: int
+    trees: bool  # gaps between a node's ancestors change no bit
+    row_independent: bool  # the other rows change no bit
+    seconds: float = 0.0  # of a layer, in a pass over `least` rows after a long prompt; 0: not known
+    step: int = 1  # only sizes that are multiples of this
+
+
+Found = Sequence[Group]
+_known: dict[str, list[Group]] = {}  # in this process, also where nothing is remembered
+
+
+def find(
+    engine: str,
+    build: str,
+    computing: Computing,
+    path: str,
+    *,
+    keep: bool,
+    say: Callable[[str], None],
+    loaded: Backend | None = None,
+) -> list[Group]:
+    """The row classes of a model, as found before, or by trying; [] if there is nothing to try.
+
+    Args:
+        engine: its name.
+        build: as of `Backend`.
+        computing: as of `Backend`.
+        path: of the model.
+        keep: remember what was found, and use what is remembered.
+        say: told when passes have to be tried, which takes some seconds.
+        loaded: the model, with no session open: tried if the engine has no probe model of it.
+    """
+    about = _about(engine, build, computing, path)
+    if (known := _recall(about, keep)) is not None:
+        return known
+    small = find_engine(engine).probe_model(path, computing)
+    if not (tried := small or (loaded and nullcontext(loaded))):
+        return []
+    say(TRYING)
+    try:
+        with tried as backend:
+            found = probe(backend)
+    except ModelError:  # no probe model can be made of its file
+        if loaded is None:
+            return []
+        found = probe(loaded)
+    _keep(about, found, keep)
+    return found
+
+
+def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return {
+        "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
+        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, a layer, from the beginning", **computing,
+    }  # fmt: skip
+
+
+def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
+    key = json.dumps(about, sort_keys=True)
+    if key not in _known and kept and (rows := recall(about)) is not None:
+        with suppress(TypeError):  # another version's form
+            found = [Group(**row) for row in rows]
+            if is_timed(found) or machine_is_busy():
+                _known[key] = found
+    return _known.get(key)
+
+
+def is_timed(found: Found) -> bool:
+    """False if other programs took the processors when passes were timed."""
+    return all(group.seconds for group in found)
+
+
+def machine_is_busy() -> bool:
+    """True if other programs compute now; False where a system does not tell."""
+    tell = getattr(os, "getloadavg", None)  # Windows has none
+    return tell is not None and tell()[0] > LOADED * (os.cpu_count() or 1)
+
+
+def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
+    _known[json.dumps(about, sort_keys=True)] = found
+    if keep and (not found or is_open_ended(found[-1])):  # else others may ask for more than was tried
+        remember(about, [asdict(group) for group in found])
+
+
+def probe(backend: Backend) -> list[Group]:
+    """Try passes of all `SIZES` that the backend takes; returns the groups that agree, small to large."""
+    limits = backend.capabilities
+    most = min(limits.max_nodes, limits.max_wanted, limits.max_leaves, limits.context_length // 2)
+    sizes = [size for size in SIZES if size <= most]
+    contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
+    chains = [(prompt, tokens(backend, sizes[-1], 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]
+    session = backend.open()
+    try:
+        prompt, chain = chains[-1]
+        prefill(backend, session, prompt)
+        if not _gaps_change_nothing(backend, session, chain, _rows(backend, session, chain[: min(SMALL, sizes[-1])])):
+            return []
+        groups = _agreeing(backend, session, chains, sizes)
+        if groups[-1].least == groups[-1].most and sizes[-1] == SIZES[-1]:  # large passes differ from their neighbours
+            together = _agreeing(backend, session, chains, MULTIPLES)
+            if together[-1].least < together[-1].most:
+                few = [group for group in groups if group.most < TOGETHER]
+                groups = [*few, *(replace(group, step=TOGETHER) for group in together)]
+        seconds = _seconds(backend, session, chains[-1][1], [group.least for group in groups])
+        for prompt, chain in reversed(chains):  # the last is still there
+            prefill(backend, session, prompt)
+            groups = [_after(group, backend, session, chain) for group in groups]
+        if not all(_goes_on(group, backend, session, chain) for group in groups if group.most >= MANY):
+            return []
+        return [replace(group, seconds=took) for group, took in zip(groups, seconds, strict=True)]
+    finally:
+        session.close()
+
+
+def _agreeing(
+    backend: Backend, session: Session, chains: Sequence[tuple[list[int], list[int]]], sizes: Sequence[int]
+) -> list[Group]:
+    """The sizes that agree on `chains`, each a prompt and the tokens behind it."""
+    agree = np.ones(len(sizes) - 1, np.bool_)  # each size with the next
+    for prompt, chain in chains:
+        prefill(backend, session, prompt)
+        before = _rows(backend, session, chain[: sizes[0]])
+        for i, size in enumerate(sizes[1:]):
+            rows = _rows(backend, session, chain[:size])
+            agree[i] &= np.array_equal(rows[: len(before)], before)
+            before = rows
+    edges = np.flatnonzero(~agree).tolist()
+    ends = zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True)
+    return [Group(sizes[i], sizes[j], trees=True, row_independent=True) for i, j in ends]
+
+
+def _after(group: Group, backend: Backend, session: Session, chain: list[int]) -> Group:
+    """The group, with what trees and other rows change after this prompt."""
+    trees, row_independent = group.trees, group.row_independent
+    for size in {group.least, group.most}:
+        rows = _rows(backend, session, chain[:size])
+        trees &= _gaps_change_nothing(backend, session, chain, rows)
+        among_copies = _rows(backend, session, chain[:1] * size)
+        row_independent &= np.array_equal(rows[0], among_copies[0])
+    return replace(group, trees=trees, row_independent=row_independent)
+
+
+def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int]) -> bool:
+    """True if a prompt has the same rows at once and in two passes: some engines mask otherwise."""
+    first, size = group.least, 2 * group.least
+    if size > min(group.most, len(chain)):
+        return True
+    session.rewind(0)
+    whole = _rows(backend, session, chain[:size])
+    prefill(backend, session, chain[:first])
+    return np.array_equal(_rows(backend, session, chain[first:size]), whole[first:])
+
+
+def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Sequence[int]) -> list[float]:
+    """Of a pass of each size, the best of several, interleaved; 0: other programs took the processors meanwhile."""
+    started, used = perf_counter(), process_time()
+    took = [[_one(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
+    threads = backend.computing.get("threads") if backend.computing.get("gpu_layers") == 0 else None
+    processors = min(threads, os.cpu_count() or 1) if isinstance(threads, int) else 0
+    if process_time() - used < BUSY * processors * (perf_counter() - started):
+        return [0.0 for _ in sizes]
+    return [min(one) / backend.capabilities.layers for one in zip(*took, strict=True)]
+
+
+def _one(backend: Backend, session: Session, chain: Sequence[int]) -> float:
+    numbers = np.arange(len(chain), dtype=np.int32)
+    started = perf_counter()
+    backend.forward([Work(session, np.array(chain, np.int32), numbers - 1, numbers[:0])])
+    took = perf_counter() - started
+    session.commit([])
+    return took
+
+
+def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], rows: Any) -> bool:
+    """True if a tree of as many nodes, with the chain as a path, has the chain's `rows` there."""
+    nodes, parents, path = comb(chain, len(rows))
+    return np.array_equal(_rows(backend, session, nodes, parents)[path], rows[: len(path)])
+
+
+def comb(chain: Sequence[int], size: int) -> tuple[list[int], list[int], list[int]]:
+    """A tree of `size` nodes whose path of the chain's first tokens has other nodes in between.
+
+    Returns:
+        Tokens and parents of the nodes, and the nodes on the path.
+    """
+    nodes, parents, path = list[int](), list[int](), list[int]()
+    for node in range(size):
+        above = path[-1] if path else -1
+        if node % 3 == 1:  # a sibling of what comes next, or a child of the one before
+            nodes.append(chain[-1 - node % len(chain)])
+        else:
+            nodes.append(chain[len(path)])
+            path.append(node)
+        parents.append(above)
+    return nodes, parents, path
+
+
+def tokens(backend: Backend, count: int, seed: int) -> list[int]:
+    """Random token ids, without the vocabulary's last ones, which may have no row in the model."""
+    ids = np.random.default_rng(seed).integers(3, max(4, backend.vocab.size * 9 // 10), count)
+    return [int(token) for token in ids]
+
+
+def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Any:
+    """Logits and states [n, V + D] of one pass over a tree, or a chain; the nodes are dropped again."""
+    numbers = np.arange(len(nodes), dtype=np.int32)
+    above = numbers - 1 if parents is None else np.array(parents, np.int32)
+    logits = backend.forward([Work(session, np.array(nodes, np.int32), above, numbers)])[0]
+    rows = np.stack([np.concatenate([logits.row(node), logits.state(node)]) for node in range(len(nodes))])
+    session.commit([])
+    return rows
+
+
+def is_open_ended(group: Group) -> bool:
+    """True if larger passes than were tried are taken to be of this group."""
+    return group.most == SIZES[-1]

@@ -1,0 +1,167 @@
+"""The answers to one HTTP request, as they grow."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from edgespec.loop.stats import GenerationStats
+from edgespec.scheduler.requests import Chunk, Ended, Event, Job, Request, Wrote
+from edgespec.server.conversation import Piece, Thought
+from edgespec.server.parse_output import OutputParser, Parser
+from edgespec.server.tool_calls import Call
+
+Listener = Callable[[Event], None]
+Submit = Callable[[Request, Listener], Job]  # the listener is called in the server's loop
+
+
+@dataclass
+class Answer:
+    """One answer as far as it is written."""
+
+    request: Request
+    parser: Parser = field(default_factory=OutputParser)
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    pieces: list[Piece] = field(default_factory=list)  # thoughts, content and calls so far
+    new: list[Piece] = field(default_factory=list)  # those of the last event
+    chunks: list[Chunk] = field(default_factory=list)
+    stop_found: str | None = None  # the stop string that ended it
+    thought_tokens: int = 0
+
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """More is written."""
+        new = list[Piece]()
+        for chunk in chunks:
+            before = self.parser.thinking
+            new += self.parser.push(chunk.text)
+            self.thought_tokens += before or self.parser.thinking
+        self.chunks += chunks
+        self._take(new)
+
+    def end(self, rest: str) -> None:
+        """Nothing follows but `rest`, which was held back."""
+        self._take([*self.parser.push(rest), *self.parser.finish()])
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        self.new = joined(pieces)
+        self.pieces = joined([*self.pieces, *pieces])
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def thought(self) -> str:
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
+
+    @property
+    def calls(self) -> list[Call]:
+        return [piece for piece in self.pieces if isinstance(piece, Call)]
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one kind as one."""
+    found = list[Piece]()
+    for piece in pieces:
+        last = found[-1] if found else None
+        if isinstance(piece, str) and isinstance(last, str):
+            found[-1] = last + piece
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            found[-1] = Thought(last.text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
+class Answers:
+    """The answers to one request. Iterate over `events` once."""
+
+    def __init__(self, answers: Sequence[Answer], submit: Submit, ping_seconds: float) -> None:
+        """
+        Args:
+            answers: none of them begun.
+            submit: begins one.
+            ping_seconds: of silence after which `events` says so.
+        """
+        self.all = answers
+        self._submit = submit
+        self._ping_seconds = ping_seconds
+
+    async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
+        """(number of the answer, event) until all have ended; None after some seconds of silence.
+
+        Raises:
+            Exception: what ended an answer too early.
+        """
+        queue, jobs = asyncio.Queue[tuple[int, Event]](), list[Job]()
+
+        def listen(number: int, event: Event) -> None:
+            queue.put_nowait((number, event))
+
+        try:
+            for number, answer in enumerate(self.all):
+                jobs.append(self._submit(answer.request, partial(listen, number)))
+                answer.stats = jobs[-1].stats
+            left = len(jobs)
+            while left:
+                try:
+                    number, event = await asyncio.wait_for(queue.get(), self._ping_seconds)
+                except TimeoutError:
+                    yield None
+                    continue
+                answer = self.all[number]
+                if isinstance(event, Wrote):
+                    answer.read(event.chunks)
+                elif isinstance(event, Ended):
+                    left -= 1
+                    answer.end(event.rest)
+                    answer.stop_found = jobs[number].text.stop_found
+                    if event.error is not None:
+                        raise event.error
+                yield number, event
+        finally:
+            for job in jobs:
+                job.cancel()
+
+    async def whole(self) -> None:
+        """Wait for all of them."""
+        async for _ in self.events():
+            pass
+
+    @property
+    def usage(self) -> "Usage":
+        """The tokens of all answers; a prompt with several answers counts once, with the cached tokens of the first."""
+        first = {tuple(answer.request.prompt_ids): answer for answer in reversed(self.all)}.values()
+        return Usage(
+            sum(len(answer.request.prompt_ids) for answer in first),
+            sum(answer.stats.cached_tokens for answer in first),
+            sum(answer.stats.tokens for answer in self.all),
+            sum(answer.thought_tokens for answer in self.all),
+        )
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens accepted and rejected: of the prediction that was sent, else of all drafts."""
+        if sent := sum(answer.request.family.prediction for answer in self.all if answer.request.family):
+            accepted = sum(answer.stats.tokens_by_source["prediction"] for answer in self.all)
+            return accepted, max(0, sent - accepted)
+        accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in self.all)
+        return accepted, sum(answer.stats.drafted for answer in self.all) - accepted
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """What repeats the answers, the seed of the first, and what each cost."""
+        stats = [answer.stats.as_dict() for answer in self.all]
+        return {"seed": self.all[0].request.sampling.seed, "stats": stats}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens."""
+
+    prompt: int
+    cached: int  # of the prompt
+    written: int
+    thought: int  # of those written

@@ -1,0 +1,140 @@
+"""OpenAI's dialect of conversations: /v1/chat/completions."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from edgespec.loop.generate import LogProbs
+from edgespec.scheduler.requests import Chunk
+from edgespec.server.answers import Answer
+from edgespec.server.conversation import Conversation, Question, Thought, Turn, text_of
+from edgespec.server.dialects.choices import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond
+from edgespec.server.dialects.openai import template_options
+from edgespec.server.errors import Refused
+from edgespec.server.service import Service
+from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
+from edgespec.server.wire import read_body
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ChatBody(ChoicesBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+async def chat(http: HttpRequest) -> Response:
+    """POST /v1/chat/completions."""
+    service: Service = http.app.state.service
+    body = await read_body(http, ChatBody)
+    answers = await service.answers(question_of(body))
+    return await respond(http, service, body, answers, ChatShape(service.model.target.vocab))
+
+
+def question_of(body: ChatBody) -> Question:
+    """Raises Refused, or UsageError for a schema that is none."""
+    tools, most = tools_of(body), body.top_logprobs or 0
+    if not 0 <= most <= MOST_LOG_PROBS:
+        raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")
+    options = {**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    return Question(
+        body.sampling, Conversation(turns_of(body), tools, options),
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        stop=body.stops, choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
+        grammar=body.grammar(body.response_format),
+        prediction=text_of((body.prediction or {}).get("content"), "prediction.content"),
+        foresee=body.edgespec.speculate_tools and tools is not None and body.stream,
+    )  # fmt: skip
+
+
+def turns_of(body: ChatBody) -> list[Turn]:
+    if not body.messages:
+        raise Refused(400, "messages is empty: give at least one", param="messages")
+    return [turn_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+
+
+def turn_of(message: dict[str, Any], where: str) -> Turn:
+    role = message.get("role")
+    if role not in ROLES:
+        says = f"{where}.role is {role!r}, but must be one of {', '.join(ROLES)}"
+        raise Refused(400, says, param="messages")
+    thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise Refused(400, f"{where}.tool_calls is no list of calls", param="messages")
+    return Turn(
+        "system" if role == "developer" else role,
+        text_of(message.get("content"), f"{where}.content"),
+        thought if isinstance(thought, str) else None,
+        [replayed(call["function"].get("name"), call["function"].get("arguments"), call.get("id")) for call in calls],
+        message.get("tool_call_id") if role == "tool" else None,
+    )
+
+
+def tools_of(body: ChatBody) -> Tools | None:
+    given = [
+        tool.get("function") for tool in body.tools or () if isinstance(tool, dict) and tool.get("type") == "function"
+    ]
+    functions = [function if isinstance(function, dict) else {} for function in given]
+    if not isinstance(body.tool_choice, dict):
+        return choose_tools(functions, body.tool_choice or "auto", None)
+    function = body.tool_choice.get("function")
+    if not isinstance(function, dict):
+        raise Refused(400, f"tool_choice.function is {function!r}, but must be an object", param="tool_choice")
+    return choose_tools(functions, "auto", str(function.get("name")))
+
+
+class ChatShape(Shape):
+    """A choice with a message."""
+
+    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    first: ClassVar = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    last: ClassVar = {"delta": {}, "logprobs": None}
+
+    def choice(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": list(map(self._call, answer.calls))}
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        return {"message": message, "logprobs": self._log_probs(answer.chunks)}
+
+    def delta(self, answer: Answer, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": "".join(piece for piece in answer.new if isinstance(piece, str))}
+        if thought := "".join(piece.text for piece in answer.new if isinstance(piece, Thought)):
+            delta["reasoning_content"] = thought
+        if calls := [piece for piece in answer.new if isinstance(piece, Call)]:
+            first = len(answer.calls) - len(calls)
+            delta["tool_calls"] = [{"index": first + i, **self._call(call)} for i, call in enumerate(calls)]
+        return {"delta": delta, "logprobs": self._log_probs(chunks)}
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+    def _log_probs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+        """None: they were not asked for."""
+        if not chunks or chunks[0].log_probs is None:
+            return None
+        content = [self._token(c.token_id, c.log_probs) for c in chunks if c.token_id is not None and c.log_probs]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, told: LogProbs) -> dict[str, Any]:
+        best = [self._named(other, value) for other, value in told.best]
+        return self._named(token, told.log_prob) | {"top_logprobs": best}
+
+    def _named(self, token: int, log_prob: float) -> dict[str, Any]:
+        return {"token": named(self._vocab, token), "logprob": log_prob, "bytes": list(self._vocab.token_bytes(token))}

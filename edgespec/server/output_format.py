@@ -1,0 +1,106 @@
+"""What follows from a model's chat template: how it writes calls and thoughts, and what it reads. Derived once."""
+
+from collections.abc import Sequence
+
+from edgespec.loop.backend import Vocab
+from edgespec.loop.grammar import Grammar
+from edgespec.loop.text import render_chat
+from edgespec.server.call_formats import FORMATS, OTHERS, CallFormat
+from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, ChannelParser, comes_in_channels
+from edgespec.server.constrained import ThoughtFirst, call_grammar
+from edgespec.server.conversation import Conversation
+from edgespec.server.errors import Refused
+from edgespec.server.markers import control_tokens
+from edgespec.server.parse_output import OutputParser, Parser
+from edgespec.server.prompts import template_messages
+from edgespec.server.tool_calls import Tools
+
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+)
+TAIL = 12  # tokens of a prompt's end in which a thought may be opened
+
+
+class OutputFormat:
+    """One template's."""
+
+    def __init__(self, vocab: Vocab, template: str) -> None:
+        """`template`: the chat template; "": texts are raw, all of an answer is content."""
+        self._vocab = vocab
+        self._names_thinking = "message.thinking" in template
+        self._in_channels = comes_in_channels(template)
+        self.calls = call_format_of(template)  # None: the template shows no tools, or in no format known here
+        self.thinking = ANALYSIS if self._in_channels else thinking_of(template)
+        markers = [*(self.thinking or ()), *(MARKERS if self._in_channels else ())]
+        self._shown = self._control(markers)
+        self._shown_with_calls = self._shown | self._control(self.calls.markers if self.calls else ())
+        self._opening = FINAL if self._in_channels else ""
+        self._thought_first = ThoughtFirst(vocab, self.thinking, self._opening) if self.thinking else None
+
+    def _control(self, markers: Sequence[str]) -> frozenset[int]:
+        return frozenset(token for marker in markers for token in control_tokens(self._vocab, marker).values())
+
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation, ready for the answer. Raises Refused, and errors of `render_chat`."""
+        tools = conversation.tools
+        if tools and not self.calls:
+            says = "tools: this model's calls are not known here; leave tools out, or set tool_choice to none"
+            raise Refused(400, says)
+        numbered = self.calls is not None and "{number}" in self.calls.call
+        turns = template_messages(conversation.turns, names_thinking=self._names_thinking, numbered=numbered)
+        shown = [{"type": "function", "function": dict(tool.function)} for tool in tools.all] if tools else None
+        return render_chat(self._vocab, list(turns), shown, conversation.options)
+
+    def begins_inside(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends with the marker that opens a thought."""
+        if self.thinking is None:
+            return False
+        vocab = self._vocab
+        tail = [vocab.token_bytes(i).decode("utf-8", "replace") or vocab.token_text(i) for i in prompt_ids[-TAIL:]]
+        return "".join(tail).rstrip().endswith(self.thinking[0])
+
+    def shown(self, tools: Tools | None) -> frozenset[int]:
+        """Control tokens whose names the parser needs."""
+        return self._shown_with_calls if tools else self._shown
+
+    def parser(self, tools: Tools | None, inside: bool) -> Parser:
+        """Reads one answer. `inside`: the prompt has opened a thought."""
+        calls = self.calls if tools else None
+        if self._in_channels:
+            return ChannelParser(calls)
+        return OutputParser(calls, self.thinking, inside=inside, parameters=tools.parameters if tools else None)
+
+    def grammar(self, wanted: Grammar | None, tools: Tools | None, inside: bool) -> Grammar | None:
+        """The grammar of a whole answer; None: it is free.
+
+        Args:
+            wanted: the grammar that the request asks for.
+            tools: that may or must be called.
+            inside: the prompt has opened a thought.
+
+        Raises:
+            Refused, UsageError: the request cannot be fulfilled.
+        """
+        is_call = tools is not None and bool(tools.required)
+        if tools and self.calls and is_call:
+            if wanted:
+                raise Refused(400, "response_format and a tool that must be called cannot be had together")
+            wanted = call_grammar(self._vocab, self.calls, tools.required)
+        if wanted is None or self._thought_first is None:
+            return wanted
+        return self._thought_first.before(wanted, inside=inside, is_call=is_call)
+
+
+def call_format_of(template: str) -> CallFormat | None:
+    """How a model with this chat template writes calls; None: it shows no tools, or in no format known here."""
+    if "tools" not in template or any(mark in template for mark in OTHERS):
+        return None
+    return next((one for one in FORMATS if all(mark in template for mark in one.seen)), None)
+
+
+def thinking_of(template: str) -> tuple[str, str] | None:
+    """The markers between which a model thinks; None: it does not."""
+    return next((pair for pair in THINKING if pair[1] in template), None)

@@ -1,0 +1,122 @@
+"""JSON schemas of tools' parameters. Each sub-schema is resolved once; grammars and parsers use the same result."""
+
+import json
+from typing import Any
+
+from edgespec.errors import UsageError
+
+DEFINITIONS = ("$defs", "definitions")
+TYPES: dict[type, tuple[str, ...]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
+    dict: ("object",), list: ("array",),
+}  # fmt: skip
+
+
+class Schema:
+    """One sub-schema; all references to it give the same object."""
+
+    def __init__(self) -> None:
+        self.types: frozenset[str] | None = frozenset()  # None: the schema names no type
+        self.values: list[Any] = []  # of enum or const
+        self.properties: dict[str, Schema] = {}
+        self.required: list[str] = []
+        self.items: Schema | None = None
+        self.json: dict[str, Any] = {}  # the schema itself, with the definitions that it may refer to
+
+    @classmethod
+    def anything(cls) -> "Schema":
+        """A schema that says nothing."""
+        found = cls()
+        found.types = None
+        return found
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a value may be any text, which markup has without quotation marks."""
+        return not self.values and (self.types is None or "string" in self.types)
+
+    def value_of(self, text: str) -> Any:
+        """The value that markup writes as `text`: a string if it may be one and no other listed type fits."""
+        for value in self.values:
+            if spelled(value) == text:
+                return value
+        if self.types is None or self.types == {"string"}:
+            return text
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        fits = not isinstance(found, str) and not self.types.isdisjoint(TYPES[type(found)])
+        return found if fits or "string" not in self.types else text
+
+
+def spelled(value: Any) -> str:
+    """A value as markup writes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def resolve(root: Any, name: str = "") -> Schema:
+    """Understand the parameters of the tool `name`.
+
+    Raises:
+        UsageError: they are no JSON schema of an object.
+    """
+    if not isinstance(root, dict) or root.get("type", "object") != "object":
+        raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
+    try:
+        return _Resolver({"type": "object", **root}).schema_of(None)
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        raise UsageError(f"tools: the parameters are no JSON schema: {error!r}") from error
+
+
+class _Resolver:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._definitions = {name: root[name] for name in DEFINITIONS if name in root}
+        self._known: dict[int, Schema] = {}  # by the identity of the JSON value
+
+    def schema_of(self, node: Any) -> Schema:
+        """`node`: the JSON of a sub-schema; None: the root's."""
+        node = self._root if node is None else self._target(node)
+        if id(node) not in self._known:
+            self._known[id(node)] = found = Schema()  # first, since a schema may refer to itself
+            self._fill(found, node if isinstance(node, dict) else {})
+        return self._known[id(node)]
+
+    def _target(self, node: Any) -> Any:
+        """The end of a chain of references. Raises LookupError, TypeError or ValueError if there is none."""
+        passed = set[int]()
+        while isinstance(node, dict) and isinstance(reference := node.get("$ref"), str) and is_local(reference):
+            if id(node) in passed:
+                raise ValueError(f"{reference} refers to itself")
+            passed.add(id(node))
+            node = self._root
+            for key in reference.split("/")[1:]:
+                node = node[int(key)] if isinstance(node, list) else node[key.replace("~1", "/").replace("~0", "~")]
+        return node
+
+    def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
+        schema.json = {**self._definitions, **node}
+        listed = node.get("enum")
+        schema.values = [node["const"]] if "const" in node else listed if isinstance(listed, list) else []
+        schema.properties = {key: self.schema_of(value) for key, value in node.get("properties", {}).items()}
+        schema.required = [key for key in node.get("required", ()) if key in schema.properties]
+        schema.items = self.schema_of(node["items"]) if "items" in node else None
+        schema.types = self._types(schema, node)
+
+    def _types(self, schema: Schema, node: dict[str, Any]) -> frozenset[str] | None:
+        if "type" in node:
+            return frozenset([node["type"]] if isinstance(node["type"], str) else node["type"])
+        if schema.values:
+            return frozenset(name for value in schema.values for name in TYPES[type(value)])
+        if branches := node.get("anyOf") or node.get("oneOf"):
+            found = [self.schema_of(branch).types for branch in branches]
+            return None if None in found else frozenset[str]().union(*filter(None, found))
+        if schema.properties or schema.items:
+            return frozenset(["object" if schema.properties else "array"])
+        return None
+
+
+def is_local(reference: str) -> bool:
+    """Whether a reference names a place in the same document."""
+    return reference == "#" or reference.startswith("#/")

@@ -1,0 +1,164 @@
+"""One loaded model and the requests to it: from a question to answers that can be followed."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+
+from edgespec.loop.grammar import Compiled
+from edgespec.loop.hint_texts import Family
+from edgespec.loop.passes import check_room
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.text import TextStream
+from edgespec.model import Model
+from edgespec.scheduler.requests import Event, Job, Request
+from edgespec.server.answers import Answer, Answers, Listener
+from edgespec.server.conversation import Question
+from edgespec.server.errors import Refused
+from edgespec.server.output_format import OutputFormat
+
+MOST_CHOICES = 8
+MOST_STOPS = 16
+MOST_WAITING = 32  # requests; more are told to come again
+PING_SECONDS = 5.0  # of silence
+GRAMMAR_THREADS = 2  # a slow grammar holds up other grammars at most
+
+
+@dataclass
+class Service:
+    """What the dialects ask."""
+
+    model: Model
+    name: str
+    most_waiting: int = MOST_WAITING
+    ping_seconds: float = PING_SECONDS
+    stopping: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    answered: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status) -> how often
+
+    def __post_init__(self) -> None:
+        vocab = self.model.target.vocab
+        self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
+        self.take_over: Callable[[Request, Listener], Job | None] = _nobody  # the job that has begun a request already
+        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal where equal requests with equal seeds get equal answers."""
+        target = self.model.target
+        exact = target.capabilities.exact
+        about = [self.name, target.name, target.build, str(dict(target.computing)), str(exact)]
+        return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
+
+    @cached_property
+    def defaults(self) -> SamplingParams:
+        """Where a request says nothing: what the model's files propose, else a temperature of 1."""
+        known = self.model.sampling
+        return replace(known, temperature=1.0) if known == SamplingParams() else known
+
+    async def answers(self, question: Question) -> Answers:
+        """The answers to a question, not begun. Raises errors of `prepare`."""
+        requests, inside = await self.prepare(question)
+        parsers = [self._format(question).parser(question.tools, inside) for _ in requests]
+        return Answers(list(map(Answer, requests, parsers)), self.submit, self.ping_seconds)
+
+    async def prepare(self, question: Question) -> tuple[list[Request], bool]:
+        """One request for each choice of each prompt, where choice i has seed + i; whether prompts end in a thought.
+
+        Raises:
+            Refused, UsageError, ContextFull: the question cannot be answered.
+        """
+        self._check(question)
+        prompts, inside = await asyncio.to_thread(self._read, question)
+        grammar: Compiled | None = None
+        if question.grammar or (question.tools and question.tools.required):
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(self._grammars, self._grammar, question, inside)
+        self._admit(question.choices * len(prompts))
+        limit = self.model.target.capabilities.context_length
+        drawn = {"seed": secrets.randbits(32), **question.sampling}
+        sampling = replace(self.defaults, **drawn | {"seed": drawn["seed"] % 2**64})
+        return [
+            Request(
+                list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
+                min(question.max_tokens or limit, limit - len(ids)), tuple(question.stop), question.log_probs,
+                question.plain, grammar, family, question.foresee, self._format(question).shown(question.tools),
+            )
+            for ids, family in prompts
+            for i in range(question.choices)
+        ], inside  # fmt: skip
+
+    def _format(self, question: Question) -> OutputFormat:
+        return self.chat_format if question.conversation else self.raw_format
+
+    def _check(self, question: Question) -> None:
+        if not 1 <= question.choices <= MOST_CHOICES:
+            raise Refused(400, f"n is {question.choices}, but must be from 1 to {MOST_CHOICES}", param="n")
+        if len(question.stop) > MOST_STOPS:
+            says = f"there are {len(question.stop)} stop strings, but at most {MOST_STOPS} may be given"
+            raise Refused(400, says, param="stop")
+        if question.max_tokens is not None and question.max_tokens < 1:
+            raise Refused(400, f"max_tokens is {question.max_tokens}, but must be at least 1", param="max_tokens")
+        TextStream(self.model.target.vocab, question.stop)
+
+    def _read(self, question: Question) -> tuple[list[tuple[list[int], Family | None]], bool]:
+        """Prompts as token ids, with texts that may foretell their answers; in a worker thread."""
+        if question.tools:
+            question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
+        if question.conversation:
+            prompts = [self.chat_format.prompt_ids(question.conversation)]
+        else:
+            prompts = [self._encode(prompt) for prompt in question.prompts]
+        found = list[tuple[list[int], Family | None]]()
+        for ids in prompts:
+            if not ids:
+                raise Refused(400, "the prompt is empty: give at least one word", param="prompt")
+            check_room(self.model.target, len(ids))
+            found.append((ids, self.model.family(ids, question.prediction, question.choices)))
+        return found, self._format(question).begins_inside(prompts[0])
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        vocab = self.model.target.vocab
+        if isinstance(prompt, str):
+            return vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
+        if any(not 0 <= token < vocab.size for token in prompt):
+            raise Refused(400, f"prompt: token ids must be from 0 to {vocab.size - 1}", param="prompt")
+        return list(prompt)
+
+    def _grammar(self, question: Question, inside: bool) -> Compiled | None:
+        """In a thread for grammars: to build and compile one may take seconds."""
+        wanted = self._format(question).grammar(question.grammar, question.tools, inside)
+        return self.model.compile(wanted) if wanted else None
+
+    def _admit(self, wanted: int) -> None:
+        if self.stopping:
+            raise Refused(503, "the server is stopping")
+        scheduler = self.model.scheduler
+        room = self.most_waiting + len(self.model.planners)
+        if wanted > room:
+            raise Refused(400, f"{wanted} texts are asked for at once, but at most {room} may be")
+        if scheduler.waiting + scheduler.active + wanted > room:
+            raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
+
+    def submit(self, request: Request, listener: Listener) -> Job:
+        """Begin a request, or take over the job that has begun it. `listener` is called in the server's loop."""
+        return self.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
+
+
+def in_loop(listener: Listener) -> Listener:
+    """A listener that any thread may call; the server's loop passes it on."""
+    loop = asyncio.get_running_loop()
+
+    def emit(event: Event) -> None:
+        loop.call_soon_threadsafe(listener, event)
+
+    return emit
+
+
+def _nobody(request: Request, listener: Listener) -> Job | None:
+    return None

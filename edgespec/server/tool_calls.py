@@ -1,0 +1,91 @@
+"""Tools and calls of them, in the one form that all dialects and all models' formats are translated to."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from secrets import token_hex
+from typing import Any
+
+from edgespec.errors import UsageError
+from edgespec.server.errors import Refused
+from edgespec.server.schema import Schema, resolve
+
+MOST_TOOLS = 128
+Parameters = Mapping[str, Schema]  # a tool's name -> the schema of its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: str  # JSON
+    id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
+
+
+def replayed(name: Any, arguments: Any, id_: Any) -> Call:
+    """A call that a client sends back, with arguments as JSON or as an object."""
+    known = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return Call(str(name), known, id_ if isinstance(id_, str) else "")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    function: Mapping[str, Any]  # name, description, parameters: what the chat template shows
+
+    @property
+    def name(self) -> str:
+        return str(self.function["name"])
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The parameters' schema. Raises UsageError."""
+        return resolve(self.function.get("parameters") or {}, self.name)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request."""
+
+    all: Sequence[Tool]
+    required: Sequence[Tool] = ()  # the answer must call one of them; empty: it need not call any
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """What is known of the tools' parameters. A schema that cannot be understood is left out."""
+        found = dict[str, Schema]()
+        for tool in self.all:
+            with suppress(UsageError):
+                found[tool.name] = tool.schema
+        return found
+
+
+def choose_tools(functions: Sequence[Mapping[str, Any]], mode: str, name: str | None) -> Tools | None:
+    """The tools of a request; None: it has none, or forbids calls.
+
+    Args:
+        functions: name, description and parameters (a JSON schema) of each.
+        mode: auto, none or required.
+        name: the only function that may be called.
+
+    Raises:
+        Refused: the request contradicts itself.
+    """
+    if not functions or mode == "none":
+        return None
+    if len(functions) > MOST_TOOLS:
+        raise Refused(400, f"there are {len(functions)} tools, but at most {MOST_TOOLS} may be given", param="tools")
+    if not all(isinstance(function.get("name"), str) and function["name"] for function in functions):
+        raise Refused(400, "tools: a function has no name", param="tools")
+    if mode not in ("auto", "required"):
+        says = f"tool_choice is {mode!r}, but must be auto, none, required or a function"
+        raise Refused(400, says, param="tool_choice")
+    tools = [Tool(function) for function in functions]
+    named = [tool for tool in tools if name in (None, tool.name)]
+    if not named:
+        raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
+    return Tools(tools, named if mode == "required" or name is not None else ())

@@ -1,0 +1,140 @@
+"""HTTP below the dialects: bodies as JSON, whole answers, and streams of server-sent events."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from edgespec.server.errors import Refused, refusal
+
+MOST_BODY = 8 * 2**20  # bytes
+BODY_SECONDS = 60.0  # in which it must have come
+MOST_DEPTH = 64  # of JSON
+GONE = 499  # the client left before there was an answer
+
+Event = tuple[str | None, Any]  # a server-sent event: its name, and JSON, a string as it is, or None for a comment
+Body = TypeVar("Body", bound="Lenient")
+
+
+class Lenient(BaseModel):
+    """Fields that are not known are passed over."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class SamplingFields(Lenient):
+    """What all dialects have in common, by OpenAI's names, and by llama.cpp's for what OpenAI does not have."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that the client names."""
+        return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+
+
+async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
+    """The request's JSON.
+
+    Raises:
+        Refused: it is too long, comes too slowly, is not JSON, or not of this kind.
+    """
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MOST_BODY:
+                    raise Refused(413, f"the body is larger than {MOST_BODY} bytes")
+    except TimeoutError as error:
+        raise Refused(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from error
+    try:
+        found = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict) or _depth(found) > MOST_DEPTH:
+        raise Refused(400, f"the body must be a JSON object, at most {MOST_DEPTH} deep")
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(400, f"{where or 'body'}: {first['msg']}", param=where or None) from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return depth
+
+
+async def answer_whole(http: HttpRequest, work: Awaitable[Any], body: Callable[[], Mapping[str, Any]]) -> Response:
+    """The answer in one piece, after `work`; a client that leaves ends it."""
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_left(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Response(status_code=GONE)
+        await task
+        return JSONResponse(body())
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(BaseException):
+                await one
+
+
+async def _left(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], Event]) -> Response:
+    """A stream of events. An error becomes the last one."""
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            async for name, data in events:
+                yield sse(name, data)
+        except Exception as error:
+            yield sse(*error_event(refusal(error)))
+
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def sse(name: str | None, data: Any) -> bytes:
+    """One event; a comment where there are no data."""
+    if data is None:
+        return b": ping\n\n"
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}{secrets.token_hex(12)}"
