@@ -164,7 +164,7 @@ class ExpertMemory:
                 raise
         for expert, _ in self._ahead:
             if expert not in wanted:
-                residents.forget(expert)
+                residents.forget(expert)  # not all of its weights will be read
         also = [read for read in self._ahead if read[0] in wanted]
         self._start(number, [reads if weight in self._begun else [*also, *reads] for weight in weights], weights)
         self._ahead_of, self._ahead, self._begun = -1, [], set()

@@ -172,7 +172,7 @@ class Streamer:
                     self._left[count] -= 1
                     if not self._left[count]:
                         del self._left[count]
-                        if count >= self._freed:
+                        if count >= self._freed:  # else the pass was given up
                             self._store.show(slot, layer)
                             self._shown.add(count)
                         self._changed.notify_all()
