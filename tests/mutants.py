@@ -466,8 +466,8 @@ MUTANTS = [
     mutant(
         "experts-most-used-goes",
         "experts.py",
-        "key=lambda slot: self.scores[self._held[slot]]",
-        "key=lambda slot: -self.scores[self._held[slot]]",
+        "key=lambda slot: self.scores[self._in_slot[slot]]",
+        "key=lambda slot: -self.scores[self._in_slot[slot]]",
         "test_experts.py::test_the_least_used_goes",
     ),
     mutant(

@@ -775,7 +775,9 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     lines = err.splitlines()
     found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s; ", lines[0])
     assert found
-    told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
+    told = re.match(
+        r"slow: the disk allows (0\.\d+) tokens/s, more only with accepted draft tokens; a faster", lines[1]
+    )
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
     monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e9)

@@ -116,7 +116,7 @@ def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
 def bytes_forced_out(target: Backend) -> int:
     """Bytes of the target that are read in every pass, if without its draft none would be; else 0."""
     plan = target.plan if isinstance(target, TellsPlan) else None
-    return plan.streamed_bytes if plan is not None and plan.crowded else 0
+    return plan.streamed_bytes if plan is not None and plan.fits_without_draft else 0
 
 
 def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Backend:

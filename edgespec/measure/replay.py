@@ -1,7 +1,7 @@
-"""Recorded text in the place of a target model: measures and calibrates planners that need no model.
+"""Recorded answers in the place of a target model: measures planners without it.
 
-At temperature 0 a target's text does not depend on the planner, so walking a recorded answer gives the acceptance
-lengths that the target itself would have given. The SSSD paper (section 3.1.3) fits its parameters in this way.
+At temperature 0 a target's tokens do not depend on the planner. So walking a recorded answer gives the acceptance
+lengths that the target itself would give.
 """
 
 import json
@@ -25,8 +25,6 @@ MAX_LEAVES = 256  # llama.cpp's limit
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A prompt, and what a model wrote after it."""
-
     prompt_ids: list[int]
     output_ids: list[int]
     category: str = ""
@@ -34,14 +32,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a planner gained on one recorded text."""
-
     acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
     plan_seconds: list[float]  # of each pass
 
 
 def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:
-    """Recorded answers: a JSONL file of objects with the texts `prompt` and `output`, perhaps a `category`.
+    """Read a JSONL file of objects with `prompt` and `output`, perhaps a `category`.
 
     Args:
         path: the file.
@@ -72,14 +68,14 @@ def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Rec
 def replay(
     planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
 ) -> Replay:
-    """Let the planner guess a recorded output, as `generate.generate_tokens` would.
+    """Draft a recorded output, as `generate.generate_tokens` would.
 
     Args:
         planner: a planner that touches no target.
         prompt_ids: at least one token.
         output_ids: what the target wrote.
         budget: most nodes per tree.
-        vocab_size: of the target; a draft model guesses no token beyond it.
+        vocab_size: of the target; a draft model proposes no token beyond it.
     """
     sampling, noise = SamplingParams(), Noise(0, vocab_size)
     token_ids, end = list(prompt_ids), len(prompt_ids) + len(output_ids)

@@ -108,7 +108,7 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
         return None, sizes[best], notes
-    plan = replace(plan, beside=beside_it)
+    plan = replace(plan, draft_bytes=beside_it)
     if machine.platform == "darwin" and not lent:
         check_spans(plan, tensors, gpu_layers)
     kind = file_system(path)
@@ -315,7 +315,7 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
             if plan.slots_of_experts >= 0:
                 store.drop(plan.cached)
             store.look_up(plan.looked_up)
-            store.pin(plan.pinned, progress)
+            store.preload(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
             how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
             return Streamer(plan, store, how.threads, how.size), speed, store.note
