@@ -83,7 +83,7 @@ def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(smollm2_tiny, s
         check_session(backend, sessions[2], texts[2], known)
         size, backend.cells._size = backend.cells._size, 500  # what is for passes left out
         more = [work(sessions[0], [5] * 100, range(-1, 99), wanted=[])]
-        with pytest.raises(ContextFull, match="cells is full: 496 hold texts"):
+        with pytest.raises(ContextFull, match="cells is full: 496 hold tokens"):
             backend.forward(more)
         sessions[0].rewind(0)
         other.rewind(100)

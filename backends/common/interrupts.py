@@ -10,7 +10,7 @@ from edgespec.loop.backend import Session
 
 @contextmanager
 def interruptible(sessions: Sequence[Session], interrupted: Event) -> Iterator[None]:
-    """A pass over these sessions. If it raises Interrupted they are as before it; the next pass is not ended too."""
+    """Wrap a pass over these sessions. If it raises Interrupted, all nodes are dropped; the next pass is not ended."""
     try:
         yield
     except Interrupted:

@@ -15,7 +15,7 @@ from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
 
 
 class Owner(Loaded, Protocol):
-    """What a session needs of the backend it belongs to."""
+    """The part of a backend that every session needs."""
 
     def open(self) -> Any: ...
 
@@ -127,18 +127,18 @@ class NodeSession:
         self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
         return saved.note
 
-    # What engines add.
+    # Hooks.
 
     @property
     def _can_keep(self) -> bool:
-        """Whether nodes can stay after a commit."""
+        """True if nodes can stay after a commit."""
         return True
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         """Bring the cells of `path`, and of `stay` behind them, right behind those of the committed tokens."""
 
     def _copy_cells(self, other: Self) -> None:
-        """Have the cells of the committed tokens in a new session, too."""
+        """Give a new session the cells of the committed tokens."""
 
     def _load_cells(self, path: str | Path, saved: Saved) -> None:
         """Read the cells that belong to `saved.token_ids` into this empty session."""

@@ -1,8 +1,8 @@
 """Trees as paths (`path_cost.py`) on engines whose cells of attention belong to nodes: `torch` and `mlx`.
 
-Cells lie as for any tree: the text's in order, then one for each node. What makes a path a sequence of its own are the
-states of recurrent layers alone. Tokens that are owed, and nodes on several paths, are computed again for their sake;
-whatever was in a cell stays there. So a state is of use wherever a path has ended, and its text's cells are complete.
+Cells lie as for any tree: those of committed tokens in order, then one for each node. Only the states of recurrent
+layers need paths. For them unread committed tokens, and nodes on several paths, are computed again; a cell that is
+filled stays as it is. So a state can be used wherever a path has ended: all cells of its tokens are there.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Lane(Generic[State]):
     """One sequence of a pass."""
 
     start: int  # tokens before it
-    state: State | None  # behind those; None: there are none
+    state: State | None  # after those; None: no tokens
     token_ids: list[int]  # committed ones, and then nodes'
     nodes: list[int]  # that it ends with
 
@@ -63,7 +63,7 @@ class Rectangle(Generic[State]):
         self.in_order = first == 0 and len(lanes) == 1 and len(self.rows) == width  # a token sees all that is before it
 
     def sees(self, parents: Sequence[int], length: int, window: int | None) -> NDArray[np.bool_]:
-        """[tokens of all lanes, length + nodes]: which cells each token sees.
+        """Cells that each token sees, shape [tokens of all lanes, length + nodes].
 
         Args:
             parents: of all uncommitted nodes.
@@ -81,13 +81,13 @@ class Rectangle(Generic[State]):
 
 
 class RecurrentStates(Generic[State]):
-    """The states of one session: of its text, and behind nodes where a path has ended."""
+    """The states of one session: after committed tokens, and after nodes where a path has ended."""
 
     def __init__(self, most_paths: int, streams: bool) -> None:
         """
         Args:
-            most_paths: of a tree; so many nodes' states are kept, too.
-            streams: passes read weights from a disk or over a bus, so that one is better than two.
+            most_paths: of a tree; also the most nodes whose states are kept.
+            streams: passes read weights from a disk or over a bus, so one pass is better than two.
         """
         self.text = States[State](KEPT_STATES)
         self._tips = dict[int, State]()
@@ -95,12 +95,12 @@ class RecurrentStates(Generic[State]):
         self._after_prompt = False  # the last commit was of a prompt's part
 
     def unread_committed(self, length: int) -> int:
-        """Tokens that the next pass begins with, of a text of so many."""
+        """Of `length` committed tokens, the number that the next pass begins with."""
         behind = length - self.text.last
         return behind if behind <= (MOST_OWED if self._streams else MOST_OWED_IN_MEMORY) else 0  # more: `unread`
 
     def unread(self, token_ids: Sequence[int], most: int) -> Rectangle[State] | None:
-        """If too many tokens are owed: the next of them, at most so many, to be read in a pass of their own."""
+        """A pass for at most `most` unread committed tokens, if there are too many to begin paths with."""
         last = self.text.last
         if len(token_ids) - last == self.unread_committed(len(token_ids)):
             return None
@@ -138,7 +138,7 @@ class RecurrentStates(Generic[State]):
         return found
 
     def take(self, rectangle: Rectangle[State], states: Sequence[State]) -> None:
-        """The states behind a pass's lanes: of use where nothing stands behind a lane's last token."""
+        """Take the states after a pass's lanes. One is used if its lane was not filled up."""
         for lane, state in zip(rectangle.lanes, states, strict=True):
             if len(lane.token_ids) == rectangle.width and lane.nodes:
                 self._tips[lane.nodes[-1]] = state
@@ -148,7 +148,7 @@ class RecurrentStates(Generic[State]):
             del self._tips[node]
 
     def commit(self, length: int, path: Sequence[int], prompt: bool) -> None:
-        """These nodes have followed a text of so many tokens; they are part of a prompt, or not."""
+        """The nodes of `path` were committed behind `length` tokens; `prompt`: as part of a prompt."""
         ends = [(at, node) for at, node in enumerate(path, length + 1) if node in self._tips]
         if ends:
             at, node = ends[-1]
@@ -157,7 +157,7 @@ class RecurrentStates(Generic[State]):
         self._tips = {}
 
     def cut(self, length: int) -> None:
-        """Only so many tokens stay, and no nodes."""
+        """Forget the states after more than `length` tokens, and those of nodes."""
         self.text.cut(length)
         self._tips = {}
 
@@ -197,7 +197,7 @@ class RecurrentSession(NodeSession, Generic[State]):
 
 
 def most_paths(state: int, weights: int, budget: int, sessions: int) -> int:
-    """Paths of a tree, so that all states take no more memory than they should.
+    """Most paths of a tree, so that all states fit into their part of the memory.
 
     Args:
         state: bytes of one.
@@ -210,5 +210,5 @@ def most_paths(state: int, weights: int, budget: int, sessions: int) -> int:
 
 
 def states_of(paths: int) -> int:
-    """States that a session holds at most: of its text, behind nodes, and before and after a pass with a step."""
+    """Most states of a session: after committed tokens, after nodes, and before and after a pass with a step."""
     return KEPT_STATES + paths + 2 * (paths + 1)

@@ -12,7 +12,7 @@ from .ggml.files import llama_cpp
 
 
 class Batch:
-    """What the next pass evaluates."""
+    """The rows of the next pass. The struct points into arrays of this object, which must outlive the pass."""
 
     def __init__(self, rows: int) -> None:
         """
@@ -36,14 +36,14 @@ class Batch:
             setattr(self.struct, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
 
     def fill(self, rows: Rows) -> int:
-        """Fill it; how many rows it has."""
+        """Fill the struct. Returns the number of rows."""
         total = len(rows.tokens)
         self._tokens[:total] = rows.tokens
         self._positions[:total] = rows.positions
         self._wanted[:total] = 0
         self._wanted[rows.wanted] = 1
         counts = [len(node_ids) for node_ids in rows.ids]
-        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)  # kept: the batch points into it
+        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)  # the struct points into it
         address = self._flat.__array_interface__["data"][0]
         self._id_counts[:total] = counts
         self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]

@@ -1,19 +1,19 @@
-"""Which cells of llama.cpp's cache are in use, so that each session's cells stay in the order of its text.
+"""Which cells of llama.cpp's cache are in use, so that each session's cells stay in the order of its tokens.
 
-llama.cpp puts tokens into the first free cells. With one session that is the order of its text: what a commit drops
-are the last cells in use. With several, one session's dropped nodes would leave a gap below the cells of others, whose
-next tokens would come to stand there, before their own past, and attention would add up in another order. So:
+llama.cpp puts tokens into the first free cells. With one session that is the order of its tokens: a commit drops the
+last cells in use. With several, the dropped nodes of one session leave a gap before the cells of others. Their next
+tokens would fill it, before their own past, and attention would add up in another order. So:
 
-    cells 0 … end - 1     in use: texts, nodes, and waste
+    cells 0 … end - 1     in use: committed tokens, nodes, and waste
     waste                 dropped, but tagged with a sequence id of its own, for free cells would be filled
     cells from end on     free
 
-When the end is reached, texts are saved, the cache is emptied, and the texts are put back one after the other. Forks
-share cells, also afterwards: a mark for each of a text's cells tells which.
+When the end is reached, all sequences are saved, the cache is emptied, and they are loaded one after the other. Forks
+share cells, also afterwards: each cell has a mark, and equal marks tell which cells are shared.
 
-Attention over long prompts adds up tiles of `TILE` cells that start at multiples of `TILE`. There a text's cells must
-also stand where they would stand alone, but for whole tiles. Where a prompt goes on within a tile, other cells behind
-it, the tile's first cells are copied to the end.
+Attention over long prompts adds up tiles of `TILE` cells that start at multiples of `TILE`. There a token must stand
+at the same place of a tile as it would in an empty cache. If a prompt goes on within a tile and other cells stand
+behind it, the first cells of that tile are copied to the end.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from .ggml.files import llama_cpp
 from .ggml.signals import Signals
 
 EXTRA_IDS = 2  # of sequences: one for waste, one for padding
-# With a sliding window llama.cpp takes cells of one sequence alone that have left it as free. So all have two.
+# llama.cpp treats a cell behind a sliding window as free if it has one sequence id only. So there every cell has two.
 IN_WINDOWS = 2
 MUCH_WASTE = 1024  # cells; attention looks at each of them
 
@@ -47,29 +47,28 @@ class Rows:
     padding: int = 0
 
     def add(self, tokens: list[int], positions: list[int], ids: list[list[int]]) -> None:
-        """So many more."""
         self.tokens += tokens
         self.positions += positions
         self.ids += ids
 
     def pad(self, count: int, seq: int) -> None:
-        """Rows of a text of their own, which no other sees."""
+        """Add rows of a sequence of their own, which no other row sees."""
         places = list(range(self.padding, self.padding + count))
         self.add([0] * count, places, [[seq]] * count)
         self.padding += count
 
     def fill(self, shape: RowClass, seq: int) -> None:
-        """See that rows are of this class, and logits, for the head's shape is theirs, if there are any."""
+        """Pad to this row class, and want more rows if any is wanted: the output matrix is of the class, too."""
         self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
         self.wanted += also_wanted(self.wanted, len(self.tokens), shape)
 
 
 class Holder(Protocol):
-    """What of a session is put back when the cache is put in order."""
+    """The part of a session that `Cells` uses."""
 
     cached: int  # committed tokens that have a cell
-    marks: list[int]  # of these cells: equal where two texts share one
-    aligned: bool  # its tiles are those it would have alone
+    marks: list[int]  # of these cells: equal where two sessions share one
+    aligned: bool  # its tiles are those of an empty cache
 
     @property
     def has_nodes(self) -> bool: ...
@@ -81,24 +80,22 @@ class Holder(Protocol):
     def own_ids(self) -> Sequence[int]: ...
 
     def moved(self, end: int, aligned: bool) -> None:
-        """Its text now has cells up to `end`, which only its own id carries."""
+        """Its committed tokens now have cells up to `end`, which only its own ids carry."""
 
     def lost(self) -> None:
-        """Its text has no cells any more."""
+        """Its committed tokens have no cells any more."""
 
     def replaced(self, start: int, seq: int, end: int) -> None:
-        """Its tokens from a position on get the cells up to `end` that this id carries, instead of their own."""
+        """Its tokens from position `start` on get the cells up to `end` that `seq` carries, instead of their own."""
 
 
 class Cells:
-    """See the module."""
-
     def __init__(self, context: Any, ids: int, window: int = 0) -> None:
         """
         Args:
             context: llama.cpp's.
             ids: sequence ids of sessions; those behind them are used here.
-            window: how far some layers look back; 0: all look at everything.
+            window: the sliding window of some layers, in tokens; 0: there is none.
         """
         self.end = 0
         self.wasted = False  # some of the cells in use are waste
@@ -112,25 +109,25 @@ class Cells:
         self._size = llama_cpp.llama_n_ctx(context)
 
     def new_marks(self, count: int) -> range:
-        """For so many cells that no other text has."""
+        """Marks of `count` cells that no other session has."""
         self._marks += count
         return range(self._marks - count, self._marks)
 
     def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
-        """What these sequences have at positions from `start` on is about to be dropped, but not to be free."""
+        """Tag cells of these ids at positions from `start` on: they are about to be dropped, but must not be free."""
         for seq in ids:
             for waste in self._waste_ids:
                 llama_cpp.llama_memory_seq_cp(self._memory, seq, waste, start, stop)
         self.wasted = True
 
     def drop_padding(self, between: int) -> None:
-        """Free the cells of a pass's padding, but for the first so many, behind which others stand."""
+        """Free the cells of a pass's padding, except the first `between`, which stand before others."""
         if between:
             self.waste([self.padding_id], 0, between)
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
 
     def fill(self, count: int, sessions: Iterable[Holder]) -> bool:
-        """Have the next so many cells be waste, copies of texts', without a pass. False: there is no text."""
+        """Fill the next `count` cells with unused copies; no forward pass. False if nothing can be copied."""
         source = max(sessions, key=lambda session: session.cached, default=None)
         if source is None or not source.cached:
             return count == 0
@@ -142,28 +139,28 @@ class Cells:
         return True
 
     def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
-        """Have a text's cells from a position on, all of one tile, stand at the end, where they stand in their tile."""
+        """Copy a session's cells from position `start` on, all of one tile, to the same places of a tile at the end."""
         self.fill((start - self.end) % TILE, sessions)
         with self._copied(session, start, session.cached):
             session.replaced(start, self.padding_id, self.end)
 
     @contextmanager
     def _copied(self, source: Holder, start: int, stop: int) -> Iterator[None]:
-        """A text's cells at these positions stand at the end once more, in the padding's sequence, for a moment."""
+        """Within, the end of the cache has copies of a session's cells at these positions, under the padding's id."""
         with Signals().held():
             for data in self.parts(source, start, stop):  # one: no layer has a window
                 if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
                     self.uncertain = True
-                    raise ModelError("llama.cpp could not copy a part of a text in its cache")
+                    raise ModelError("llama.cpp could not copy a part of a sequence in its cache")
             self.end += stop - start
             yield
             self.drop_padding(0)
 
     def make_room(self, rows: int, sessions: Iterable[Holder]) -> None:
-        """See that so many cells are free at the end.
+        """Make `rows` cells free at the end.
 
         Raises:
-            ContextFull: they are not, while sessions have nodes, or texts take too many.
+            ContextFull: sessions have nodes, or committed tokens take too many cells.
         """
         holders = [session for session in sessions if session.cached or session.has_nodes]
         if not holders and self.end:
@@ -173,17 +170,17 @@ class Cells:
             raise ContextFull("the cache is full, and nodes of other trees are in it")
         used = sum(session.cached for session in holders)
         if full and (taken := used - sum(shared for *_, shared in with_sources(holders))) + rows > self._size:
-            raise ContextFull(f"the cache of {self._size} cells is full: {taken} hold texts, {rows} more are needed")
+            raise ContextFull(f"the cache of {self._size} cells is full: {taken} hold tokens, {rows} more are needed")
         if full or (not nodes and (self.uncertain or (self.wasted and self.end - used > max(used, MUCH_WASTE)))):
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
-        """Empty the cache, and put the texts back one after the other."""
+        """Empty the cache, and load the saved sequences one after the other."""
         with Signals().held():
             self._put_in_order([session for session in holders if session.cached])
 
-    def _put_in_order(self, texts: list[Holder]) -> None:
-        saved = [(*found, list(self.parts(found[0], found[2], found[0].cached))) for found in with_sources(texts)]
+    def _put_in_order(self, loaded: list[Holder]) -> None:
+        saved = [(*found, list(self.parts(found[0], found[2], found[0].cached))) for found in with_sources(loaded)]
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
         for session, source, shared, parts in saved:
@@ -192,20 +189,20 @@ class Cells:
                 for seq in own:
                     llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
             if not all(self.put(data, own) for data in parts):
-                for other in texts:  # also those that are back: they may be what is in the way
+                for other in loaded:  # also those that are back: they may be in the way
                     other.lost()
                 self.uncertain = True
-                raise ModelError("llama.cpp could not put a text back into its cache")
+                raise ModelError("llama.cpp could not put a sequence back into its cache")
             self.waste(own[:1], 0)
             aligned = self.end % TILE == 0 and (not shared or source.aligned)
             self.end += session.cached - shared
             session.moved(self.end, aligned)
 
     def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
-        """A text's cells at these positions, as llama.cpp writes them.
+        """A session's cells at these positions, as llama.cpp writes them.
 
-        It leaves out what has left a sliding window by the end of a sequence, though a text that is rewound looks at
-        it again. So each part ends before the window, counted from its beginning, does.
+        llama.cpp omits cells that have left a sliding window by the end of a sequence, but a session that is rewound
+        needs them. So no part is longer than the window.
         """
         step, seq = self.window or max(1, stop), self.padding_id  # an id that is free between passes
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
@@ -218,7 +215,7 @@ class Cells:
             yield data
 
     def put(self, data: Any, ids: Sequence[int]) -> bool:
-        """Fill the next cells with one of the `parts`, for the ids of a text; whether that worked."""
+        """Fill the next cells with one of the `parts`, for these ids. False if llama.cpp refuses."""
         seq = self.padding_id
         if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
             return False
@@ -228,12 +225,12 @@ class Cells:
         return True
 
 
-def with_sources(texts: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
-    """Each text, the one before it that it shares most cells with, and how many, in whole tiles."""
+def with_sources(sessions: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
+    """Each session, the earlier one that it shares most cells with, and their number, in whole tiles."""
     found = list[tuple[Holder, Holder, int]]()
-    for i, text in enumerate(texts):
-        shared = [common_prefix(text.marks, other.marks) for other in texts[:i]]
+    for i, session in enumerate(sessions):
+        shared = [common_prefix(session.marks, other.marks) for other in sessions[:i]]
         most = max(shared, default=0)
-        source = texts[shared.index(most)] if shared else text
-        found.append((text, source, whole_tiles(most)))
+        source = sessions[shared.index(most)] if shared else session
+        found.append((session, source, whole_tiles(most)))
     return found

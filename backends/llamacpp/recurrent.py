@@ -1,18 +1,18 @@
 """Models with recurrent layers in llama.cpp: trees as paths (`edgespec/planners/path_cost.py`).
 
-llama.cpp's recurrent memory has one state for each sequence id. Copying a sequence shares its state, until one of both
-goes on; a state cannot be taken back. Cells of attention beside it are tagged with ids, as in `session.py`. A copy of
-no positions takes the state alone. So a session has these ids:
+llama.cpp's recurrent memory has one state for each sequence id. To copy a sequence is to share its state until one of
+both goes on; a state cannot be taken back. Cells of attention are tagged with ids, as in `session.py`. A copy of no
+positions copies the state and no cells. So a session has these ids:
 
-    text      carries the cells of the text as far as it has a state, and that state
-    lanes     the paths of a pass: each starts as a copy of the text, or of another lane that ended with a node
-    states    of shorter texts, without cells, for steps and for prompts that begin alike
+    text      carries the cells of the committed tokens as far as they have a state, and that state
+    lanes     the paths of a pass: each starts as a copy of `text`, or of another lane that ended with a node
+    states    of shorter prefixes, without cells, for steps and for prompts with a common beginning
 
-A pass is a rectangle, for llama.cpp computes sequences of equal lengths together and others in turn, reading all
-weights again. What stands behind a path's leaf is never read.
+A pass is a rectangle: llama.cpp computes sequences of equal lengths together, and others one after the other, each of
+which reads all weights again. Logits behind a path's leaf are never read.
 
-The first path's cells come right behind the text's, in its order. Others' come in other places, so with `in_order`
-their tokens are owed even where a state is there.
+The cells of the first path come right behind those of `text`, in order. Those of other paths do not, so with `in_order`
+their tokens are read again even where they have a state.
 """
 
 from collections.abc import Sequence
@@ -50,16 +50,15 @@ OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures whose sta
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether some layers have a state for all the text before."""
     return bool(llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model))
 
 
 def why_not(model: Any) -> str:
-    """Why a model with recurrent layers cannot be run; empty if it can."""
+    """The reason that a model with recurrent layers cannot be run; empty if it can."""
     name = metadata(model, "general.architecture").decode()
     if name in OTHER_MEMORY:
         return f"llama.cpp keeps the states of {name} where they cannot be copied"
-    if llama_cpp.llama_model_n_swa(model):  # and texts are rewound to where it began
+    if llama_cpp.llama_model_n_swa(model):  # and sequences are rewound to where it began
         return (
             "some layers are recurrent and others have a sliding window, of which llama.cpp keeps only the last cells"
         )
@@ -70,7 +69,7 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
     """Paths that a tree may have, so that all states do not take too much memory; 0: no layer is recurrent.
 
     Raises:
-        UsageError: there are not enough sequence ids for so many sessions.
+        UsageError: there are not enough sequence ids for these sessions.
     """
     if not is_recurrent(model):
         return 0
@@ -85,17 +84,17 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
 
 
 def ids_of_session(paths: int) -> int:
-    """Sequence ids that a session has: its text's, lanes for paths and a step, states and one more to change them."""
+    """Sequence ids of a session: `text`, lanes for paths and a step, states, and one more to exchange them."""
     return 1 + (paths + 1) + (KEPT_STATES + 1)
 
 
 def reads_weights(limits: Capabilities) -> bool:
-    """Whether every call of llama.cpp reads weights from a disk, so that one is better than two."""
+    """True if every call of llama.cpp reads weights from a disk, so that one is better than two."""
     return limits.streams or limits.experts is not None
 
 
 def most_unread(limits: Capabilities) -> int:
-    """Tokens, from which on those that are owed get a pass of their own."""
+    """Most unread committed tokens of a path; more get a pass of their own."""
     return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
 
 
@@ -104,7 +103,7 @@ class Between(Interrupted):
 
 
 class Owner(nodes.Owner, Protocol):
-    """What sessions and passes need of the backend they belong to."""
+    """The part of a backend that sessions and passes need."""
 
     memory: Any  # llama.cpp's; None once it is freed
     context: Any  # llama.cpp's
@@ -142,7 +141,7 @@ class LlamaRecurrentSession(NodeSession):
         self._memory = backend.memory
         self.seq_ids = seq_ids
         self._text, *others = seq_ids
-        self._states = States[int](KEPT_STATES)  # sequence ids; the text's cells end where its last state does
+        self._states = States[int](KEPT_STATES)  # sequence ids; the cells of `text` end where its last state does
         self._free = others[-KEPT_STATES - 1 :]
         self._lanes = others[: -KEPT_STATES - 1]  # that are free, in rising order: some models want neighbours
         self._after_prompt = False  # the last commit was of a prompt's part
@@ -151,7 +150,7 @@ class LlamaRecurrentSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._in_place = -1  # the node whose lane has its cells right behind the text's
+        self._in_place = -1  # the node whose lane has its cells right behind those of `text`
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}
@@ -187,12 +186,12 @@ class LlamaRecurrentSession(NodeSession):
         self._head = None
 
     def _go_on(self, lane: int, length: int) -> None:
-        """The text's cells and state are those of a lane that ended with so many tokens."""
+        """Give `text` the cells and the state of a lane that ended behind `length` tokens."""
         self._copy(lane, self._text, self._states.last, length)
         self._keep(length)
 
     def _keep(self, at: int) -> None:
-        """Keep the text's state, which is that after so many tokens."""
+        """Keep a copy of the state of `text`, which is that after `at` tokens."""
         seq = self._free.pop()
         self._copy_state(self._text, seq)
         self._drop(self._states.add(at, seq))
@@ -243,7 +242,7 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def step(self) -> Lane | None:
-        """A further sequence, that brings the state on if nothing stands behind its last token."""
+        """A further lane: its state becomes that of `text`, if nothing stands behind its last token."""
         return self._step
 
     def evaluated(self, lanes: Sequence[Lane]) -> None:
@@ -264,7 +263,7 @@ class LlamaRecurrentSession(NodeSession):
         self._head = self._step = None
 
     def drop_nodes(self) -> None:
-        """A pass is ended before its last call of llama.cpp: no path is left."""
+        """A pass ended before its last call of llama.cpp: drop all paths."""
         self._tips = {}
         self._forget_nodes()
         self._lanes = self.seq_ids[1 : -KEPT_STATES - 1]
@@ -272,7 +271,7 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """A pass failed, and may have moved states in memory without their contents: read the text again."""
+        """A pass failed, and may have moved states in memory without their contents: all tokens are read again."""
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)
@@ -387,7 +386,7 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
 
 
 def _compute(backend: Owner, lanes: Sequence[tuple[Lane, RowLogits]], length: int, *, prompt: bool) -> None:
-    """One rectangle: the lanes' tokens, each filled up to a length. Raises Between."""
+    """Evaluate one rectangle: the lanes' tokens, each filled up to `length`. Raises Between."""
     if backend.interrupted:
         raise Between("the pass was interrupted")
     rows = Rows([], [], [], [])

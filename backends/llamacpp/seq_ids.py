@@ -1,9 +1,8 @@
 """Sequence ids: each session has some of its own, all others are lent for the leaves of trees.
 
-llama.cpp has 256. A session has one of its own, two where some layers have a sliding window (`cells.py`), or all that
-it uses where layers are recurrent (`recurrent.py`). Lent ids
-carry the text of the session that has them, and stay with it until another wants more than are free: tagging a text's
-cells anew in every pass would cost time.
+llama.cpp has 256. A session has one of its own, or two if some layers have a sliding window (`cells.py`). If layers are
+recurrent it owns all that it uses (`recurrent.py`). Lent ids carry the committed tokens of their session. They stay
+with it until another wants more than are free: to tag cells again in every pass would cost time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,21 +13,19 @@ from .ggml.files import llama_cpp
 
 
 class Borrower(Protocol):
-    """What of a session is needed here."""
+    """The part of a session that is needed here."""
 
     seq_ids: list[int]  # that carry its committed text: its own, and those that are lent to it
     cached: int  # committed tokens that have a cell
 
 
 class SeqIds:
-    """See the module."""
-
     def __init__(self, sessions: int, count: int, share: int = 1) -> None:
         """
         Args:
             sessions: how many may be open.
             count: of all ids.
-            share: of them, that each session has of its own.
+            share: ids that each session owns.
         """
         self._share = share
         self._own = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
@@ -36,7 +33,6 @@ class SeqIds:
 
     @property
     def all_open(self) -> bool:
-        """Whether there are no ids for another session."""
         return not self._own
 
     def open(self) -> list[int]:
@@ -44,21 +40,21 @@ class SeqIds:
         return self._own.pop(0)
 
     def close(self, ids: Sequence[int]) -> None:
-        """A session is closed; nothing carries its ids any more."""
+        """Take back the ids of a closed session. No cell may carry them."""
         self._own.append(list(ids[: self._share]))
         self.give_back(ids[self._share :])
 
     def give_back(self, ids: Sequence[int]) -> None:
-        """Nothing carries these lent ids any more."""
+        """Take back lent ids. No cell may carry them."""
         self._free += ids
 
     def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
-        """Ids that a session may use for leaves, those that it has first, but for those that are taken."""
+        """Ids that a session may use for leaves, those that it has first; `taken` ones are left out."""
         others = (other.seq_ids[self._share :] for other in sessions if other is not session)
         return (seq for seq in chain(session.seq_ids, self._free, *others) if seq not in taken)
 
     def lend(self, seq: int, session: Borrower, sessions: Sequence[Borrower], memory: Any) -> None:
-        """A session gets an id that was offered to it, which from now on carries its text."""
+        """Give a session an id that was offered to it, and tag its committed tokens' cells with it."""
         if seq in self._free:
             self._free.remove(seq)
         else:

@@ -30,7 +30,7 @@ from .ggml.state_files import load_parts, load_sequence, save_parts, save_sequen
 
 
 class Owner(nodes.Owner, Protocol):
-    """What a session needs of the backend it belongs to."""
+    """The part of a backend that a session needs."""
 
     memory: Any  # llama.cpp's cache; None once it is freed
     context: Any  # llama.cpp's
@@ -94,7 +94,7 @@ class LlamaSession(NodeSession):
         self._own_count = len(seq_ids)
         self.cached = 0  # committed tokens that have a cell
         self.marks: list[int] = []  # of these cells: equal where a fork shares one
-        self.aligned = True  # its tiles are those it would have alone
+        self.aligned = True  # its tiles are those of an empty cache
         self._edge = 0  # the cell behind the last cached token; -1: not known
 
     def _forget_nodes(self) -> None:
@@ -252,17 +252,16 @@ class LlamaSession(NodeSession):
 
     @property
     def may_copy(self) -> bool:
-        """Whether cells may be copied."""
         return self._backend.copies
 
     @property
     def _in_tiles(self) -> bool:
-        """Whether attention over prompts adds up tiles, unlike that over trees."""
+        """True if attention over prompts adds up tiles, unlike that over trees."""
         exact = self._backend.capabilities.exact
         return self._backend.tiles and exact is not None and exact.prompts != exact.trees
 
     def _continues(self, length: int, end: int) -> bool:
-        """Whether tokens behind `length`, in cells from `end` on, have the tiles they would have alone."""
+        """True if tokens behind `length`, in cells from `end` on, have the tiles of an empty cache."""
         if self._backend.alone(self):
             return True
         if length == 0:
@@ -270,7 +269,7 @@ class LlamaSession(NodeSession):
         return self.aligned and length == self.cached == len(self.token_ids) and self._edge == end
 
     def _may_move(self, length: int) -> bool:
-        """Whether copies at the end of the cache may replace the cells of the tile that `length` ends in."""
+        """True if copies at the end of the cache may replace the cells of the tile that `length` ends in."""
         return self.aligned and length <= self.cached and self._backend.copies
 
     def tail(self, work: Work, end: int | None = None) -> int:
@@ -294,7 +293,7 @@ class LlamaSession(NodeSession):
         self._edge = end
 
     def padding_before(self, work: Work, end: int) -> int:
-        """Cells to fill from `end` on, before this work's, so that a prompt's tiles are those it would have alone.
+        """Cells to fill from `end` on, before this work's, so that a prompt has the tiles of an empty cache.
 
         Raises:
             ContextFull: it begins within a tile whose other cells stand elsewhere.
@@ -345,7 +344,6 @@ class LlamaSession(NodeSession):
 
     @property
     def has_nodes(self) -> bool:
-        """Whether nodes are uncommitted."""
         return bool(self._tokens)
 
     @property
@@ -413,7 +411,7 @@ class LlamaSession(NodeSession):
 def paddings(
     sessions: Sequence[LlamaSession], batch: Sequence[Work], cells: Cells, every: Sequence[LlamaSession]
 ) -> list[int]:
-    """Rows of padding before each work, so that prompts have the tiles that they would have alone.
+    """Rows of padding before each work, so that prompts have the tiles of an empty cache.
 
     Before the first work copies of cells take the place of rows.
 

@@ -22,7 +22,7 @@ class Stop:
         self.lie_in(ctypes.create_string_buffer(2))
 
     def lie_in(self, flag: Any) -> None:
-        """Have the flag in these two bytes, an array of C's characters, as long as no pass is under way."""
+        """Move the flag to these two bytes, an array of C's characters. No pass may be under way."""
         # C's strlen tells whether the flag, a string, is empty: one in Python would cost a tenth of a short pass.
         self._flag = flag
         if self._asked:

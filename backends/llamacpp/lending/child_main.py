@@ -1,4 +1,4 @@
-"""The process that `apart.py` starts: loads a model with borrowed layers, and does what it is told."""
+"""The process that `child_process.py` starts: it loads a model with borrowed layers, and answers calls."""
 
 import os
 import pickle
@@ -65,10 +65,10 @@ class Host:
         return self._changed(session, before)
 
     def _changed(self, session: int, before: list[int]) -> tuple[int, list[int], int]:
-        """How many tokens stayed, which came, and what is owed."""
-        held = self._sessions[session]
-        same = common_prefix(held.token_ids, before)
-        return same, held.token_ids[same:], held.unread_committed
+        """The number of tokens that stayed, the new ones, and the number of unread ones."""
+        found = self._sessions[session]
+        same = common_prefix(found.token_ids, before)
+        return same, found.token_ids[same:], found.unread_committed
 
     def save(self, session: int, path: str, note: Any) -> None:
         self._sessions[session].save(path, note)

@@ -1,8 +1,8 @@
 """A model in a process of its own: where a lender dies, llama.cpp ends the program that borrowed from it.
 
-Here is what stands for the model in this program; `apart_child.py` is the other end. Calls go through a socket, one at
-a time. Logits stay there until they are asked for: a walk needs a few rows of a tree's. The flag that ends a pass lies
-in memory of both.
+`ChildBackend` stands for the model in this program; `child_main.py` is the other end. Calls go through a socket, one at
+a time. Logits stay in the child until they are asked for: verification needs a few rows of a tree. The flag that ends a
+pass lies in memory of both processes.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ SECONDS_TO_BORROW = 20  # the start of the program is in it
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What does not change of a loaded model."""
+    """Facts of a loaded model that do not change."""
 
     capabilities: Capabilities
     notes: list[str]
@@ -201,17 +201,17 @@ class Child:
         progress: Callable[[int, int], None] = lambda done, total: None,
         seconds: float | None = None,
     ) -> Any:
-        """Have the process do something.
+        """Call a method in the process.
 
         Args:
-            name: of a method of `apart_child.Host`.
+            name: of a method of `child_main.Host`.
             arguments: for it.
-            progress: told what the method tells.
-            seconds: to wait for anything; None: for ever.
+            progress: called with the numbers that the method reports.
+            seconds: to wait for an answer; None: for ever.
 
         Raises:
-            EdgespecError, ValueError: what it raised.
-            ModelError: it is gone, as when a lender is, or says nothing.
+            EdgespecError, ValueError: as the method did.
+            ModelError: the process is gone, for example with a lender, or does not answer.
         """
         self._calls += 1
         try:
@@ -234,7 +234,7 @@ class Child:
         """The next message, which has begun to come."""
         try:
             return self._connection.recv_bytes()
-        except KeyboardInterrupt:  # nobody knows where the next one begins
+        except KeyboardInterrupt:  # where the next one begins is not known
             self._connection.close()
             raise
 
@@ -249,8 +249,8 @@ class Child:
         return f"a lender ({', '.join(self._lenders)}) is gone, or the way to it; its layers went with it{said}"
 
     def end(self, seconds: float = SECONDS_TO_END) -> None:
-        """End it; it has so long to do so itself. Safe to call twice."""
-        self._connection.close()  # which it takes for a sign
+        """End the process; after `seconds` it is killed. Safe to call twice."""
+        self._connection.close()  # the process ends when it sees this
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -260,7 +260,7 @@ class Child:
 
 
 def flag_in(file: int) -> Any:
-    """Two bytes of memory that all have who map this file: see `Stop.lie_in`."""
+    """Two bytes of memory that every process with a map of this file shares: see `Stop.lie_in`."""
     return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
 
 

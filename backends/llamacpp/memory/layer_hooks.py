@@ -1,4 +1,4 @@
-"""In step with a pass: llama.cpp tells which node it computes next, and waits until that node's weights are there."""
+"""Hooks of a pass: llama.cpp calls them before each node, and waits until the weights of that node are there."""
 
 from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
@@ -11,12 +11,12 @@ from .skip_padding import SkipPadding
 
 
 class LayerHooks:
-    """Told by llama.cpp which node of the graph it computes next; keeps a streamer in step with it.
+    """llama.cpp calls them with the node of the graph that it computes next; they keep a streamer in step.
 
-    Nodes are named after their layer ("ffn_out-7"). llama.cpp first asks, ahead of computing, node by node, until one
-    shall be reported; it computes that group, reports, and goes on. So when a question comes right after a report,
-    everything before is computed. The first pass has every node reported and so learns the last node before each
-    layer that is streamed; later passes stop only there.
+    Nodes are named after their layer ("ffn_out-7"). Before it computes, llama.cpp asks node by node which one it shall
+    report. It computes up to that node, reports, and goes on. So when it asks right after a report, all nodes before
+    are computed. In the first pass every node is reported. That tells the last node before each streamed layer; later
+    passes stop only there.
     """
 
     def __init__(self, streamer: Streamer) -> None:

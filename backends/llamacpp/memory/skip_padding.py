@@ -1,7 +1,7 @@
 """A mixture of experts in memory: rows of padding choose no experts.
 
-Passes are padded so that they agree to the bit (`exact.py`), a plain pass often to two rows. Most work of a mixture is
-its experts', row by row: the second row would nearly double it. See `mixture.py` for those that are read from disk.
+Passes are padded to a row class (`exact.py`), plain decoding often to two rows. Most work of a mixture is that of its
+experts, row by row: the second row would nearly double it. For experts that are read from disk see `mixture.py`.
 """
 
 from itertools import pairwise
@@ -17,12 +17,11 @@ from .mixture import node_at
 
 
 def has_experts(path: str) -> bool:
-    """Whether a model has experts."""
     return bool(own_values(path).get("expert_count"))
 
 
 class SkipPadding:
-    """Told by llama.cpp which node it computes next; what the backend asks of it is as of `LayerHooks`."""
+    """llama.cpp calls it with the node that it computes next. It has the interface of `LayerHooks`."""
 
     streamer = mixture = error = None
     wait_seconds = 0.0
@@ -77,4 +76,4 @@ class SkipPadding:
         self._cut = set()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
