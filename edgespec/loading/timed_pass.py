@@ -1,4 +1,4 @@
-"""Seconds of single passes, measured on random tokens."""
+"""Time single passes over random tokens."""
 
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -10,16 +10,16 @@ from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import ReadsExperts
 from edgespec.loop.passes import prefill
 
-TEXT_OF_MIXTURES = 24  # tokens before the passes
+TEXT_OF_MIXTURES = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     nodes: int
     seconds: float
-    waited: float  # of that, for the disk
-    experts: float = 0.0  # different ones that it used of a layer, if they are read as they are chosen
-    hits: float = 0.0  # the share of them that was in memory
+    waited: float  # seconds of that for the disk
+    experts: float = 0.0  # different experts read per layer
+    hits: float = 0.0
     read: int = 0  # bytes of the others
 
     @property
@@ -31,10 +31,9 @@ class Pass:
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
-    """The faster of two passes over a chain of `nodes` random tokens, after one that is not counted."""
     session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
     mixture = backend.mixture if isinstance(backend, ReadsExperts) else None
-    start = TEXT_OF_MIXTURES if mixture else 0  # behind nothing all tokens choose much the same experts
+    start = TEXT_OF_MIXTURES if mixture else 0  # after an empty prompt most tokens choose the same experts
     prefill(backend, session, tokens(backend, start, seed=9))
     found = []
     for seed in range(3):

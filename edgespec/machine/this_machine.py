@@ -1,4 +1,4 @@
-"""A computer as a value, so that a plan for any computer can be made on any other."""
+"""A computer as a value, so that plans for any computer can be made on any other."""
 
 import os
 import sys

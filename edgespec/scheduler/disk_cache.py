@@ -1,7 +1,6 @@
-"""A folder of saved sessions, so that long prompts need not be read again.
+"""A folder of saved sessions, found by their leading tokens.
 
-A file is found by its tokens: a prompt that begins with the same ones starts from there. Files of other models, or of
-the same model loaded otherwise, are left alone.
+Files of other models, or of the same model loaded otherwise, are left alone.
 """
 
 import hashlib
@@ -17,13 +16,13 @@ from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.session_files import beside, difference, load_beside, look
 
-WORTH_SAVING = 256  # tokens that no file has
-ABANDONED = 3600.0  # seconds after which an unfinished file belongs to a program that was killed
+WORTH_SAVING = 256  # new tokens that are worth a file
+ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
 PART = 8  # a growing sequence is saved again only when 1 / PART of it is new
 
 
 class DiskCache:
-    """One model's saved sessions. Raises only when it is made: later failures are reported, and the cache not used."""
+    """One model's saved sessions. Only `__init__` raises: later failures are reported, and the cache is not used."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class DiskCache:
         """
         self.least = least
         self._folder, self._backend, self._most_bytes, self._say = Path(folder), backend, most_bytes, say
-        self._saved: dict[Path, list[int]] = {}  # file -> its tokens
+        self._saved: dict[Path, list[int]] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(".*.kept*-*.new"):
@@ -72,7 +71,7 @@ class DiskCache:
 
         Args:
             session: of the target.
-            draft: of the draft for the same sequence; it may have read fewer tokens.
+            draft: of the draft for the same sequence; it may have fewer tokens.
 
         Returns:
             False if nothing was saved.
@@ -84,7 +83,7 @@ class DiskCache:
             about = json.dumps([dict(self._backend.identity), tokens], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
             session.save(path)
-        except EdgespecError as error:  # such as the model's process being gone
+        except EdgespecError as error:
             self._say(str(error))
             return False
         if draft and common_prefix(draft.token_ids, tokens) >= self.least:
@@ -104,7 +103,7 @@ class DiskCache:
         try:
             session.load(path)
             load_beside(path, draft)
-            os.utime(path)  # used most recently
+            os.utime(path)
         except SessionFileError as error:
             self._say(f"{error}; it is left out")
             self._drop(path)
@@ -112,7 +111,7 @@ class DiskCache:
             return False
         except EdgespecError as error:
             self._say(str(error))
-        except OSError:  # its time could not be set
+        except OSError:
             pass
         return True
 

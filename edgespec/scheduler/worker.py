@@ -1,4 +1,4 @@
-"""The thread that makes the passes when callers do not."""
+"""The thread that makes passes for several callers."""
 
 import atexit
 from collections.abc import Callable
@@ -25,10 +25,9 @@ class Worker:
                 thread = Thread(target=self._run, name="edgespec passes", daemon=True)
                 thread.start()
                 self.thread = thread
-                atexit.register(at_exit)  # no thread may be in an engine while the program ends
+                atexit.register(at_exit)  # no thread may be in an engine at exit
 
     def join(self, at_exit: Callable[[], None]) -> None:
-        """Wait until the thread has ended, after the queue was closed."""
         if self.thread:
             self.thread.join()
             atexit.unregister(at_exit)
@@ -43,7 +42,7 @@ class Worker:
                         return
                 with self._turn:
                     self._step()
-            except Exception as error:  # of no single request
+            except Exception as error:
                 with self._turn:
                     self._fail(error)
 

@@ -1,4 +1,4 @@
-"""HTTP below the dialects: bodies as JSON, whole answers, and streams of server-sent events."""
+"""HTTP below the dialects: JSON bodies, whole answers, and server-sent events."""
 
 import asyncio
 import json
@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from edgespec.server.errors import Refused, refusal
 
-MOST_BODY = 8 * 2**20  # bytes
-BODY_SECONDS = 60.0  # in which it must have come
+MOST_BODY = 8 * 2**20
+BODY_SECONDS = 60.0
 MOST_DEPTH = 64  # of JSON
 GONE = 499  # the client left before the answer
 
-Event = tuple[str | None, Any]  # a server-sent event: its name, and JSON, a string as it is, or None for a comment
+Event = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
 Body = TypeVar("Body", bound="Lenient")
 
 
@@ -29,8 +29,6 @@ class Lenient(BaseModel):
 
 
 class SamplingFields(Lenient):
-    """Fields of all dialects. Their names are OpenAI's, or else llama.cpp's."""
-
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -50,7 +48,7 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
     """The request's JSON.
 
     Raises:
-        Refused: it is too long, comes too slowly, is not JSON, or not of this kind.
+        Refused: it is too long or too slow, not JSON, or not of this kind.
     """
     data = bytearray()
     try:
