@@ -65,8 +65,7 @@ class GenerationResult:
 class Model:
     """A loaded target with its planners. Keeps the last sequences' caches, so a longer prompt costs only its new part.
 
-    After `close` every other method raises `Closed`. Safe for threads and asyncio tasks: their requests share
-    passes.
+    After `close` every other method raises `Closed`. Safe for threads and asyncio tasks: their requests share passes.
     """
 
     def __init__(
@@ -79,14 +78,14 @@ class Model:
         pace: AutoState | None = None,
         targets: Targets | None = None,
     ) -> None:
-        """Args:
-        target: the model that generates; loaded for as many sessions as there are planners.
-        planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are
-            batched.
-        budget: most draft tokens of a request per pass.
-        sampling: default of `generate` and `chat`; None: greedy.
-        pace: pass times that the planners know, by which requests share a pass.
-        targets: several targets, used instead of `target` and the planners.
+        """
+        Args:
+            target: the model that generates; loaded for as many sessions as there are planners.
+            planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are batched.
+            budget: most draft tokens of a request per pass.
+            sampling: default of `generate` and `chat`; None: greedy.
+            pace: pass times that the planners know, by which requests share a pass.
+            targets: several targets, used instead of `target` and the planners.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -133,8 +132,7 @@ class Model:
             stop: strings that end the output; not part of it.
             grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
             prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
-                from. It
-                changes no output. It is cut to the context's length.
+                from. It changes no output. It is cut to the context's length.
             stats: filled in while it runs.
             progress: called with (prompt tokens prefilled, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
@@ -147,7 +145,7 @@ class Model:
         request = self.request(
             prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
         )
-        TextStream(self.target.vocab, stop)
+        TextStream(self.target.vocab, stop)  # raises UsageError for bad stop strings
         return self._stream(request, stats, progress)
 
     def _stream(
@@ -171,8 +169,8 @@ class Model:
     ) -> AsyncIterator[Chunk]:
         """As `stream`, for asyncio: other tasks run meanwhile, and their requests share passes with this one.
 
-        A task that is cancelled, or leaves the loop, ends its request after the pass under way. To leave early:
-        `async with contextlib.aclosing(model.astream(...)) as chunks`.
+        A task that is cancelled, or leaves the loop, ends its request after the pass under way. To leave early, wrap
+        the iterator in `contextlib.aclosing`.
         """
         request = self.request(
             prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
@@ -252,10 +250,8 @@ class Model:
         """Continue a prompt in `k` sequences: sequence i is what `generate` returns with seed + i.
 
         The prompt is prefilled once and its cells are shared. Each pass serves all sequences that have a session
-        (`parallel`
-        of `load`); siblings draft from each other's output. To continue some of them, call it again with their text
-        appended:
-        cached tokens are not prefilled again.
+        (`parallel` of `load`); siblings draft from each other's output. To continue some of them, call it again with
+        their text appended: cached tokens are not prefilled again.
 
         Args:
             prompt: as for `stream`.
@@ -352,55 +348,43 @@ def load(
     Sampling defaults to the call's, then models.yaml's, then the model's own, then greedy.
 
     Args:
-        target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub,
-            or
-            a source such as hf:owner/repository/file.gguf.
+        target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
+            source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, and at most the model's budget or 64. A
-            number
-            is fixed, and trees do not depend on time. Planner auto then means specexec with a draft, sssd with a
-                datastore
-            or if weights are streamed, else none.
+            number is fixed, and trees do not depend on time. Planner auto then means specexec with a draft, sssd with a
+            datastore or if weights are streamed, else none.
         datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
-        backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default:
-            for
+        backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
             files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
-        gpu_layers: llamacpp, torch: layers of the target to keep on the GPU; -1 = all. Default: what fits
-            `gpu_memory`.
-        memory: memory that the program may take, in bytes or as "12G"; weights that do not fit are streamed from
-            disk.
+        gpu_layers: llamacpp, torch: layers of the target to keep on the GPU; -1 = all. Default: what fits `gpu_memory`.
+        memory: memory that the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk.
             Default: free memory, for mlx on a Mac at most what its GPU can hold.
         kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Output
-            then
-            equals plain decoding's with that type. Default: f16; for float32 weights f32.
+            then equals plain decoding's with that type. Default: f16; for float32 weights f32.
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
-        gpu_memory: llamacpp, torch: what to use of the GPU's memory, in bytes or as "10G", the draft included.
-            Layers
-            that do not fit are computed by the processor with llamacpp, streamed from host memory with torch.
-                Default:
+        gpu_memory: llamacpp, torch: what to use of the GPU's memory, in bytes or as "10G", the draft included. Layers
+            that do not fit are computed by the processor with llamacpp, streamed from host memory with torch. Default:
             what is free.
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
-            "off".
-            Default, where the engine has row classes: wide where reading weights takes as long, else narrow.
+            "off". Default, where the engine has row classes: wide where reading weights takes as long, else narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; llamacpp, where memory is
             counted: for a quarter, and what others leave.
         ahead: the draft goes on while the target runs, for one request, as long as that gains time; with a budget
-            always.
-            Default: where it has a processor of its own, and no budget is given (see docs/reference/planners.md).
-        targets: verify in this number of processes, each with a copy of the target
-            (docs/guides/several-machines.md). They import the program again: scripts need `if __name__ ==
-                "__main__":`.
+            always. Default: where it has a processor of its own, and no budget is given (see
+            docs/reference/planners.md).
+        targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
+            They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         models_file: a models.yaml to use besides the built-in one.
         remember: keep pass times and row classes from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
-            weights
-            that stay in memory.
+            weights that stay in memory.
         say: receives a line for each thing that takes some seconds.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 

@@ -15,7 +15,7 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 CHOICES = ("narrow", "wide", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
 BLOCK = 512
-FASTER = 1.1  # a speed-up of single rows that is worth passes of fewer rows
+FASTER = 1.1  # speed-up of single rows that is worth passes of fewer rows
 SAME = 1.1  # slow-down of a narrow pass up to which wide is the default, also in memory
 COLD = 2.0  # slow-down of a streamed layer against the probe model, whose weights stay in the processor's cache
 
@@ -25,9 +25,8 @@ def choose_way(
 ) -> Computing:
     """Choose how the engine computes a model that it is about to load.
 
-    Another way than the usual last one is taken if it has the asked row class and is clearly faster. If only the
-    usual
-    way has a class for many rows, it is kept. If loading fills the memory, classes are found now.
+    Another way than the usual last one is taken if it has the asked row class and is clearly faster, but not if only
+    the usual way has a class for many rows. If loading fills the memory, classes are found now.
 
     Args:
         engine: its name.
@@ -148,7 +147,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
 def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
     """True if a wide pass takes about as long as a narrow one of the fewest rows.
 
-    With a draft wide passes would pay sooner, but then its text and plain decoding's would be of two classes.
+    A draft does not count: wide passes would pay sooner with it, but plain decoding would be of another class.
     """
     if not is_timed([wide, narrow]):
         return limits.streams

@@ -1,5 +1,3 @@
-"""Load a target and its draft."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -54,8 +52,7 @@ def open_backends(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Backend]:
-    """Load [target] or [target, draft], checked to share one vocabulary; the target gets the memory that the draft
-    leaves.
+    """Load [target] or [target, draft] with one vocabulary; the target gets the memory that the draft leaves.
 
     Args:
         entry: the target.
@@ -113,7 +110,6 @@ def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
 
 
 def bytes_forced_out(target: Backend) -> int:
-    """Bytes of the target that each pass streams, if without the draft all would fit; else 0."""
     plan = target.plan if isinstance(target, TellsPlan) else None
     return plan.streamed_bytes if plan is not None and plan.fits_without_draft else 0
 

@@ -1,11 +1,10 @@
 """Find row classes: sizes of passes whose rows are bit-identical ("batch invariance").
 
-An engine has kernels for few rows and others for many, and they round differently. Where they switch depends on the
-engine, processor, model and cache, so the same tokens are tried in passes of many sizes: a chain, a tree, and copies
-of one token, after a short and a long prompt. (In a mixture of experts the tokens decide how many rows an expert
-gets.)
+An engine has kernels for few rows and others for many, which round differently. The switch between them depends on the
+engine, processor, model and cache, and in a mixture of experts on the tokens. So the same tokens are tried in passes of
+many sizes, as a chain and as a tree.
 
-Some kernels take four rows together and leave the rest to another, such as llama.cpp's for repacked weights: large
+Some kernels take four rows together and leave the rest to another, such as llama.cpp's for repacked weights. Large
 passes agree there at multiples of four.
 """
 
@@ -29,7 +28,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
 SMALL = 3  # nodes of a tree with gaps: fewer than any kernel takes together
 TOGETHER = 4  # rows that a kernel may take together
-MULTIPLES = (4, 8, 16, 32, 60, 64, 128)
+MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
 MANY = 32  # rows: a class from few to this many serves every pass
 REPEATED = 5
 TRYING = "finding passes that agree to the bit, once for this model on this machine"

@@ -19,7 +19,7 @@ from edgespec.scheduler.targets.verifier import Described, describe
 from edgespec.weights.plan import SAFETY
 
 MOST_TARGETS = 64
-PLANNERS = ("auto", "chain")  # planners that draft chains
+PLANNERS = ("auto", "chain")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """The part of a `Backend` that `edgespec.model.Model` needs of a target in another process."""
-
     vocab: Vocab
     described: Described
     notes: Sequence[str]
@@ -139,7 +137,6 @@ def open_targets(
 
 
 def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
-    """The options of each of `count` processes: memory and processors are divided."""
     machine = this_machine()
     options = replace(options, threads=options.threads or max(1, machine.processors // count))
     if folder:
@@ -149,7 +146,6 @@ def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
 
 
 def _describe(spec: ModelSpec, places: Sequence[Place]) -> list[Described]:
-    """Load all copies: first one, whose measurements the others then find."""
     try:
         first = places[0].executor.submit(describe, spec).result()
         return [first, *(one.result() for one in [place.executor.submit(describe, spec) for place in places[1:]])]

@@ -1,5 +1,3 @@
-"""Time single passes over random tokens."""
-
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -10,7 +8,7 @@ from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import ReadsExperts
 from edgespec.loop.passes import prefill
 
-TEXT_OF_MIXTURES = 24
+TEXT_OF_MIXTURES = 24  # tokens before the passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +16,12 @@ class Pass:
     nodes: int
     seconds: float
     waited: float  # seconds of that for the disk
-    experts: float = 0.0  # different experts read per layer
+    experts: float = 0.0
     hits: float = 0.0
-    read: int = 0  # bytes of the others
+    read: int = 0  # bytes of experts that were not in memory
 
     @property
     def limit(self) -> str:
-        """The bottleneck: disk, memory or compute."""
         if self.waited > 0.25 * self.seconds:
             return "disk"
         return "memory" if self.nodes == 1 else "compute"

@@ -13,14 +13,14 @@ THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
 SECONDS = 10.0
 FINALISTS, ROUNDS = 3, 3
 BETTER = 1.05  # speed-up that another way than the usual needs
-MEASURE = 0.3
+MEASURE = 0.3  # seconds
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     threads: int = READ_THREADS
-    size: int = READ_SIZE
+    size: int = READ_SIZE  # bytes of a read
     speed: float = 0.0  # bytes per second; 0: not measured
 
 
@@ -71,12 +71,12 @@ def recall_reading(path: str) -> Reading:
 
 
 def remember_reading(path: str, reading: Reading) -> bool:
-    """Remember how to read a file's disk; False if that fails. Raises OSError."""
+    """Remember how to read a file's disk; False if that fails; raises OSError."""
     return reading.speed > 0 and remembered.remember(_about(path), asdict(reading))
 
 
 def disk_speed(path: str) -> float:
-    """Bytes per second of direct reads, remembered or measured now. Errors as `find_reading`."""
+    """Bytes per second of direct reads, remembered or measured now; errors as `find_reading`."""
     return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
 
 

@@ -1,8 +1,7 @@
 """Remember measurements from run to run, as small JSON files in the user's cache folder.
 
 A file's name is a hash of all that the measurement depends on, and a file is replaced in one step, so nothing is
-locked.
-Measurements only steer speed: a file that cannot be read or written counts as missing.
+locked. Measurements only steer speed: a file that cannot be read or written counts as missing.
 """
 
 import hashlib
@@ -76,7 +75,7 @@ def remember(about: About, value: Any) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step, so that no reader finds half of it. Raises OSError."""
+    """Write a file in one step, so that no reader finds half of it; raises OSError."""
     with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
         new = Path(file.name)
         try:

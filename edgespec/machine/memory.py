@@ -1,5 +1,3 @@
-"""Free memory, file systems, and the speed of a disk."""
-
 import ctypes
 import math
 import mmap
@@ -53,7 +51,7 @@ def in_bytes(size: int | str) -> int: ...
 @overload
 def in_bytes(size: int | str | None) -> int | None: ...
 def in_bytes(size: int | str | None) -> int | None:
-    """An option's size in bytes. Raises UsageError as `parse_size`."""
+    """An option's size in bytes; raises UsageError as `parse_size`."""
     return parse_size(size) if isinstance(size, str) else size
 
 
@@ -189,7 +187,7 @@ def file_system(path: str, mounts: Path = MOUNTS) -> str:
 
 
 def disk_name(path: str, mounts: Path = MOUNTS) -> str:
-    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device. Raises OSError."""
+    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device; raises OSError."""
     point, kind, source = _mount(path, mounts)
     return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
 

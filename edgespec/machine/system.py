@@ -1,5 +1,3 @@
-"""The C library, memory, and direct reads of files."""
-
 import ctypes
 import mmap
 import os
@@ -68,7 +66,7 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
 
 
 def memory_step(descriptor: int) -> int:
-    """The alignment in memory that direct reads of a file need. Raises OSError: not even whole blocks can be read."""
+    """The alignment in memory that direct reads of a file need; raises OSError if it is more than a block."""
     buffer = own_buffer()
     try:
         os.preadv(descriptor, [buffer[SECTOR : SECTOR + BLOCK]], 0)
@@ -81,9 +79,8 @@ def memory_step(descriptor: int) -> int:
 def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: int = BLOCK) -> None:
     """As `read_fully`, for any range of a file that is open for direct reads.
 
-    Unwanted bytes of the first and last block go to a buffer. If blocks would not lie at multiples of `step` in
-    memory, all
-    bytes are copied through the buffer, READ_SIZE at a time.
+    Unwanted bytes of the first and last block go to a buffer. If blocks would not lie at multiples of `step` in memory,
+    all bytes are copied through the buffer, READ_SIZE at a time.
     """
     buffer = own_buffer()
     while start < stop:
@@ -107,7 +104,7 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: i
 
 
 def touch(descriptor: int, start: int, stop: int) -> None:
-    """Read bytes `start` to `stop` of a file into the page cache. Errors as for `read_fully`."""
+    """Read bytes `start` to `stop` of a file into the page cache; errors as for `read_fully`."""
     buffer = own_buffer()
     while start < stop:
         done = os.preadv(descriptor, [buffer[: stop - start]], start)
@@ -152,7 +149,7 @@ def check_result(result: int | None, what: str) -> None:
 
 
 def new_memory(library: Any, size: int) -> int:
-    """The address of `size` writable bytes. Raises OSError."""
+    """The address of `size` writable bytes; raises OSError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     check_result(address, "mmap")

@@ -1,5 +1,3 @@
-"""A computer as a value, so that plans for any computer can be made on any other."""
-
 import os
 import sys
 from dataclasses import dataclass

@@ -14,15 +14,14 @@ from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
 from edgespec.scheduler.session_pool import Lane
 
-TIMES_FAIR = 2  # a sequence may draft this multiple of its share of a pass
+TIMES_FAIR = 2
 
 Batch = list[tuple[Lane, Pass]]
 Failed = list[tuple[Lane, Exception]]
 
 
 def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
-    """Sequences to decode in the next pass, and one to prefill; they alternate if prompts and trees cannot share a
-    pass.
+    """Sequences to decode in the next pass, and one to prefill; they alternate if they cannot share a pass.
 
     Args:
         lanes: sessions with work.
@@ -140,7 +139,6 @@ def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes |
 
 
 def while_target_runs(batch: Batch) -> AbstractContextManager[None]:
-    """Within it the target runs; the draft of a single sequence may go on."""
     lane, pass_ = batch[0]
     if lane.generation and len(batch) == 1 and pass_.tree:
         return lane.generation.while_target_runs(pass_)

@@ -18,11 +18,11 @@ from edgespec.loop.session_files import beside, difference, load_beside, look
 
 WORTH_SAVING = 256  # new tokens that are worth a file
 ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
-PART = 8  # a growing sequence is saved again only when 1 / PART of it is new
+PART = 8
 
 
 class DiskCache:
-    """One model's saved sessions. Only `__init__` raises: later failures are reported, and the cache is not used."""
+    """One model's saved sessions; a failure after `__init__` is reported, and the cache is not used."""
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class DiskCache:
             raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
 
     def best(self, token_ids: Sequence[int]) -> tuple[Path | None, int]:
-        """The file that shares most leading tokens, and their number."""
         shared = {path: common_prefix(saved, token_ids) for path, saved in self._saved.items()}
         path = max(shared, key=lambda path: shared[path], default=None)
         return path, shared[path] if path else 0
@@ -99,7 +98,7 @@ class DiskCache:
         return True
 
     def load(self, path: Path, session: Session, draft: Session | None = None) -> bool:
-        """Load a file into a session, which may be empty if that fails. False: there is no room now."""
+        """Load a file into a session, which may be empty if that fails; False: there is no room now."""
         try:
             session.load(path)
             load_beside(path, draft)

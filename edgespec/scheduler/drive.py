@@ -11,7 +11,7 @@ from edgespec.scheduler.scheduler import Scheduler
 
 
 def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
-    """The events of one request. Arguments and errors as for `Scheduler.submit`."""
+    """The events of one request; arguments and errors as for `Scheduler.submit`."""
     with closing(events_of(scheduler, [request], [stats] if stats is not None else ())) as found:
         for _, event in found:
             yield event

@@ -55,9 +55,7 @@ class PromptChunks:
         return reading.prompt_pass(end - start)
 
     def fast(self, taken: int, most: int) -> int:
-        """Tokens of a prompt, up to about `most`, that a pass with `taken` other rows prefills within the longest
-        wait.
-        """
+        """Tokens of a prompt, about `most` at most, that a pass with `taken` other rows prefills in time."""
         curve = self._times.at(0)
         if curve is None:
             return FIRST_CHUNK

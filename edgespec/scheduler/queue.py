@@ -16,14 +16,14 @@ def first_come(handle: Handle) -> float:
 
 
 def shortest_first(handle: Handle) -> float:
-    """The highest response ratio next (Brinch Hansen, 1971): short `max_tokens` first, but each request rises as it
-    waits.
+    """The highest response ratio next (Brinch Hansen, 1971): requests with a small `max_tokens` first, but each one
+    rises.
     """
     return -(perf_counter() - handle.since) / handle.request.max_tokens
 
 
 class Queue:
-    """Requests that wait for a session, safe for any thread. Idle work comes after all others."""
+    """Requests that wait for a session, safe for any thread; idle work comes after all others."""
 
     def __init__(self, order: Order = first_come) -> None:
         self.changed = Condition()
@@ -57,7 +57,6 @@ class Queue:
         return sorted(waiting, key=lambda handle: (handle.is_idle_work, self._order(handle)))
 
     def to_end(self) -> list[Handle]:
-        """Requests that were cancelled while they waited, or ended by an interrupted step."""
         with self.changed:
             return [one for one in self._handles if one.cancelled or one.status is Status.DONE]
 

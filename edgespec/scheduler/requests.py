@@ -1,5 +1,3 @@
-"""Requests, their events, and their status."""
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,8 +44,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One token, and the characters that it completes."""
-
     text: str  # empty for half a character, and for the beginning of a stop string
     token_id: int | None  # None: text held back when the request ended for lack of room
     source: Source
@@ -70,8 +66,6 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Foresaw:
-    """Tokens that the draft expects to follow."""
-
     token_ids: list[int]
     shown: frozenset[int] = frozenset()
 
@@ -230,7 +224,7 @@ class CurrentPass:
         self.check()
 
     def check(self) -> None:
-        """Interrupt the pass under way if no request needs it. From any thread."""
+        """Interrupt the pass under way if no request needs it, from any thread."""
         with self._lock:
             if self._handles and (self._closed or all(handle.cancelled for handle in self._handles)):
                 self._interrupt()

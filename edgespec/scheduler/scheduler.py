@@ -1,12 +1,10 @@
 """Many requests, one model: each pass of the target serves as many sequences as fit.
 
-Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes keep to a
-row
+Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes keep to a row
 class (`loading/exact.py`).
 
-A step may be interrupted anywhere, also by Ctrl-C in a caller's thread. Each session has a `Phase` that says what
-may be
-undone, and the next step begins with `SessionPool.recover`.
+A step may be interrupted anywhere, also by Ctrl-C in a caller's thread. Each session has a `Phase` that says what may
+be undone, and the next step begins with `SessionPool.recover`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
 from edgespec.scheduler.worker import Worker
 
 AHEAD = 0.5  # part of a pass's time that may be spent on `foresee`
-MOST_AHEAD = 128
+MOST_AHEAD = 128  # tokens
 
 
 class Scheduler:
@@ -93,7 +91,7 @@ class Scheduler:
         return handle
 
     def promote(self, handle: Handle) -> bool:
-        """Make idle work a real request. False: it was ended to make room for another."""
+        """Make idle work a real request; False: it was ended to make room for another."""
         with self._queue.changed:
             if not handle.cancelled:
                 handle.promote()
@@ -106,7 +104,7 @@ class Scheduler:
             self._queue.changed.notify()
 
     def start(self) -> None:
-        """Start the worker thread. Raises RuntimeError if the system refuses one."""
+        """Start the worker thread; raises RuntimeError if the system refuses one."""
         self._worker.start(self.close)
 
     def close(self) -> None:
@@ -120,7 +118,7 @@ class Scheduler:
 
     @contextmanager
     def _between_steps(self) -> Iterator[SessionPool]:
-        """Hold `turn` with open sessions. Raises Closed."""
+        """Hold `turn` with open sessions; raises Closed."""
         with self.turn:
             if self._queue.closed:
                 raise Closed
@@ -136,7 +134,7 @@ class Scheduler:
             return pool.load(path)
 
     def forget(self) -> None:
-        """Empty idle sessions, so that the next prompts are prefilled in full. Raises Closed."""
+        """Empty idle sessions, so that the next prompts are prefilled in full; raises Closed."""
         with self._between_steps() as pool:
             pool.forget_all()
 
@@ -173,7 +171,6 @@ class Scheduler:
         self.pool.mark(Phase.SETTLED)
 
     def end_cancelled(self) -> None:
-        """End cancelled requests now; a step under way does so itself."""
         if self.turn.acquire(blocking=False):
             try:
                 self.pool.recover(self._queue.put_back)
@@ -323,7 +320,7 @@ class Scheduler:
             self._finish(handle, error)
 
     def _finish(self, handle: Handle, error: Exception | None) -> None:
-        if handle.ended:  # by a step that was interrupted
+        if handle.ended:
             handle.end(None)
             return
         if error is not None:

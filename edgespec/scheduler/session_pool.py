@@ -1,7 +1,6 @@
 """Sessions of the target with their planners: assignment, sharing, and eviction.
 
-An idle session keeps its tokens, and a prompt that begins with them starts from there. If all sessions take cells
-from
+An idle session keeps its tokens, and a prompt that begins with them starts from there. If all sessions take cells from
 one pool, new requests empty the least recently used idle ones. A `DiskCache` saves those first.
 """
 
@@ -22,11 +21,9 @@ from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
 
-WORTH_SHARING = (
-    8  # tokens by which another session must be the better start; a chat template's fixed first words are 24
-)
+WORTH_SHARING = 8  # tokens by which another session must be better: templates alone share 24
 WORTH_KEEPING = 64  # tokens of an idle session worth keeping: a request that would drop them gets another one
-RESERVED = 1024  # tokens of an answer that has_room reserves
+RESERVED = 1024  # tokens of an answer that `has_room` reserves
 PROMPT_RETRIES = 3
 
 
@@ -40,8 +37,6 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A session of the target, its planner, and the request that they serve, if any."""
-
     session: Session
     planner: Planner
     handle: Handle | None = None
@@ -52,7 +47,7 @@ class Lane:
     retries: PromptRetries = field(default_factory=PromptRetries)
     source: "Lane | None" = None  # shares this session's first `forked` cells
     forked: int = 0
-    looked_at: bool = False  # was considered for the disk cache since it is idle
+    looked_at: bool = False
 
     @property
     def draft(self) -> Session | None:
@@ -115,7 +110,7 @@ class Lane:
             handle.tell(Foresaw(generation.foreseen.copy(), handle.request.shown))
 
     def drop_pass(self) -> None:
-        """Forget nodes and drafts of an interrupted pass. Raises what the planner raises."""
+        """Forget nodes and drafts of an interrupted pass; raises what the planner raises."""
         self.session.rewind(len(self.session.token_ids))
         if self.handle and self.generation:
             prompt = self.handle.request.prompt_ids
@@ -126,7 +121,7 @@ class Lane:
 
 
 class SessionPool:
-    """All sessions of the target. One thread at a time may call its methods."""
+    """All sessions of the target, for one thread at a time."""
 
     def __init__(self, target: Backend, planners: Sequence[Planner]) -> None:
         self.disk_cache: DiskCache | None = None
@@ -160,12 +155,10 @@ class SessionPool:
         return sum(len(lane.session.token_ids) for lane in self.lanes)
 
     def known(self, prompt: Sequence[int]) -> int:
-        """Leading tokens of a prompt that a session or the disk cache has."""
         on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
         return max(self._in_memory(prompt), on_disk)
 
     def has_room(self, request: Request) -> bool:
-        """True if the cells suffice for this request and the active ones."""
         active = [self._reserved(lane) for lane in self.busy]
         if self.limits.cells is None or not active:
             return True
@@ -213,7 +206,6 @@ class SessionPool:
         lane.phase = Phase.SETTLED
 
     def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
-        """Start from the session's own tokens, another session, or the disk cache; lost tokens are saved first."""
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt[:-1])
         forks = source is not lane
@@ -253,7 +245,7 @@ class SessionPool:
         for lane in self.lanes:
             handle = lane.handle
             if lane.phase is Phase.PASSING and handle and not handle.ended:
-                with suppress(Exception):  # the planner raises it again after a restart
+                with suppress(Exception):
                     lane.drop_pass()
             if lane.phase is Phase.SETTLED:
                 continue
@@ -264,12 +256,11 @@ class SessionPool:
             self.renew(lane)
 
     def renew(self, lane: Lane) -> None:
-        """Replace the session by an empty one without a request, and reset its planner."""
         lane.phase = Phase.CHANGING
         lane.handle = lane.generation = None
         self._pass_on(lane, 0)
         lane.source, lane.forked = None, 0
-        with suppress(Exception):  # tried again later; then it ends one request
+        with suppress(Exception):
             lane.session.close()
             lane.session = self._target.open()
             lane.planner.begin([0])
@@ -313,7 +304,7 @@ class SessionPool:
         return False
 
     def save_latest(self, path: str | Path, note: Any) -> None:
-        """Save the session that was used last, and a note, unless the file has both. Raises SessionFileError."""
+        """Save the session that was used last, and a note, unless the file has both; raises SessionFileError."""
         last = max(self.lanes, key=lambda lane: lane.used)
         if not has(path, last.session.token_ids, note):
             last.session.save(path, note)

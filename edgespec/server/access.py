@@ -20,7 +20,6 @@ from edgespec.server.errors import Refused
 
 PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
 PUBLIC_FOLDER = "/static/"
-# The page may load from, and send to, this server only.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,11 +30,11 @@ SAFETY = [
     (b"referrer-policy", b"no-referrer"),
 ]
 LOCAL_NAMES = ("localhost", "host.docker.internal")
-SLOW_READER = 60.0
+SLOW_READER = 60.0  # seconds
 
 
 class Guard:
-    """The outermost layer. It also leaves clients that do not read."""
+    """The outermost layer, which also leaves clients that do not read."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ class Answers:
         self._ping_seconds = ping_seconds
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
-        """(number of the answer, event) until all have ended; None after `ping_seconds` of silence. An early end
+        """(number of the answer, event) until all have ended; None after `ping_seconds` of silence; an early end
         raises.
         """
         queue, handles = asyncio.Queue[tuple[int, Event]](), list[Handle]()

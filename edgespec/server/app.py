@@ -66,7 +66,7 @@ def make_app(
 
 
 class Counting:
-    """Counts answers by path and status. Unknown paths count as one."""
+    """Counts answers by path and status; unknown paths count as one."""
 
     def __init__(self, app: Starlette, service: Service) -> None:
         self._app = app

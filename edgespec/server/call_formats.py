@@ -1,4 +1,4 @@
-"""Formats of tool calls, found by a model's chat template. A new one is an entry of `FORMATS`."""
+"""Formats of tool calls, found by a model's chat template; a new one is an entry of `FORMATS`."""
 
 import json
 import re
@@ -41,7 +41,6 @@ UNKNOWN = Schema.anything()
 
 
 def made(name: Any, arguments: Any) -> Call:
-    """Raises ValueError."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a call")
     return Call(name, json.dumps(arguments, ensure_ascii=False))
@@ -85,8 +84,6 @@ def as_pairs(pair: str, function: str) -> Callable[[str, Parameters], list[Call]
 
 
 def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
-    """Calls between control tokens, by a regular expression of a name and JSON."""
-
     def parse(text: str, parameters: Parameters) -> list[Call]:
         found = re.findall(call, text, re.DOTALL)
         if not found:
@@ -106,7 +103,7 @@ def as_braces(text: str, parameters: Parameters) -> list[Call]:
 
 
 def _braced(text: str, at: int) -> tuple[Any, int]:
-    """The value at a position, and its end. Raises ValueError."""
+    """The value at a position, and its end; raises ValueError."""
     at += len(text[at:]) - len(text[at:].lstrip())
     if text.startswith(QUOTE, at):
         end = text.index(QUOTE, at + len(QUOTE))
@@ -203,7 +200,7 @@ FORMATS = (
         pair="<parameter={key}>{value}</parameter>\n",
     ),
     QWEN,
-    CallFormat(  # Apriel
+    CallFormat(
         ("<tool_calls>[",), ("<tool_calls>",), "</tool_calls>", as_object,
         '<tool_calls>[{"name": {quoted}, "arguments": {arguments}}]</tool_calls>',
     ),
@@ -214,7 +211,7 @@ FORMATS = (
         ("<|tool_call>call:",), ("<|tool_call>",), "<tool_call|>", as_braces,
         "<|tool_call>call:{name}{braces}<tool_call|>", inner=(QUOTE,),
     ),
-    CallFormat(  # which `channels.py` reads
+    CallFormat(
         ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"), (), "", as_object,
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     ),

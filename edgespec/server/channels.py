@@ -29,8 +29,9 @@ def comes_in_channels(template: str) -> bool:
 
 class ChannelParser:
     def __init__(self, calls: CallFormat | None = None) -> None:
-        """Args:
-        calls: None: nothing may be called, and messages to functions are content.
+        """
+        Args:
+            calls: None: nothing may be called, and messages to functions are content.
         """
         self._calls = calls is not None
         self._header: str | None = None
@@ -56,7 +57,7 @@ class ChannelParser:
         return [piece for piece in found if piece not in ("", Thought(""))]
 
     def whole(self) -> list[Call]:
-        return []  # its end marker decides that it is a call
+        return []
 
     def _step(self, found: list[Piece]) -> bool:
         if self._free:

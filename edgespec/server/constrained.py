@@ -25,7 +25,7 @@ KEY = r"/[^:,{}\[\]<>\s]+/"
 PLAIN = '%json {"type": ["number", "boolean", "null"]}'
 SIMPLE = ("integer", "number", "boolean", "null")
 ANYTHING = Schema.anything()
-ANSWER, THOUGHT, FREE = "edgespec_answer", "edgespec_thought", "edgespec_free"  # rules that no user's grammar has
+ANSWER, THOUGHT, FREE = "edgespec_answer", "edgespec_thought", "edgespec_free"
 # A string, comment or regular expression of a Lark grammar; or, as group 1, the rule `start`.
 LARK_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|\b(start)\b')
 
@@ -68,7 +68,7 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
         if value.values:
             term = f"({' | '.join(string(spelled(one)) for one in value.values)})"
         elif value.is_text:
-            marker = PLACE.split(after)[0].strip("\n")  # the string ends here, also without the line breaks
+            marker = PLACE.split(after)[0].strip("\n")
             term, behind = rules.text_until(marker), after[after.index(marker) + len(marker) :]
         else:
             term = rules.json(value)
@@ -78,8 +78,6 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
 
 
 class Rules:
-    """A growing Lark grammar with one rule for each sub-schema."""
-
     def __init__(self, vocab: Vocab) -> None:
         self.lines: list[str] = []
         self._vocab = vocab
@@ -97,7 +95,6 @@ class Rules:
         return " ".join(places[piece] if i % 2 else self.spelled(piece) for i, piece in enumerate(pieces) if piece)
 
     def spelled(self, text: str) -> str:
-        """A literal in which markers may be control tokens."""
         control = control_tokens(self._vocab, text)
         return " ".join(f"<[{control[part]}]>" if part in control else string(part) for part in parts_of(text))
 
@@ -201,7 +198,6 @@ def parts_of(text: str) -> list[str]:
 
 
 def control_tokens(vocab: Vocab, text: str) -> dict[str, int]:
-    """Marker -> its token, for each marker in `text` that is a control token."""
     found = dict[str, int]()
     for part in parts_of(text):
         ids = vocab.encode(part, add_bos=False, parse_special=True)

@@ -25,7 +25,7 @@ class Turn:
     text: str = ""
     thought: str | None = None
     calls: Sequence[Call] = ()  # of an assistant; their arguments may be invalid JSON
-    result_of: str | None = None  # of a tool: the call's id
+    result_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Question:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     choices: int = 1
-    log_probs: int | None = None  # report log-probabilities, and this number of alternatives
+    log_probs: int | None = None
     plain: bool = False
     grammar: Grammar | None = None
     prediction: str = ""  # likely output, to draft from
@@ -55,7 +55,7 @@ class Question:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message: a string, null, or text parts. Raises Refused for other parts, such as images."""
+    """The text of a message: a string, null, or text parts; raises Refused for other parts, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     found = list[str]()

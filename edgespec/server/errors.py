@@ -11,7 +11,7 @@ class Refused(Exception):
     status: int
     message: str
     code: str | None = None
-    param: str | None = None  # the wrong field
+    param: str | None = None
 
     @property
     def kind(self) -> str:

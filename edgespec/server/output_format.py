@@ -1,5 +1,3 @@
-"""The format of a model's answers and prompts, derived once from its chat template."""
-
 from collections.abc import Sequence
 
 from edgespec.loop.backend import Vocab
@@ -25,9 +23,10 @@ TAIL = 12  # tokens at a prompt's end that may open a thought
 
 class OutputFormat:
     def __init__(self, vocab: Vocab, template: str) -> None:
-        """Args:
-        vocab: of the model.
-        template: the chat template; "": prompts are raw, and all of an answer is content.
+        """
+        Args:
+            vocab: of the model.
+            template: the chat template; "": prompts are raw, and all of an answer is content.
         """
         self._vocab = vocab
         self._names_thinking = "message.thinking" in template

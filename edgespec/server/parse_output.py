@@ -133,7 +133,7 @@ class OutputParser:
 
     def finish(self) -> list[Piece]:
         held, self._held = self._held, ""
-        found: list[Piece] = [Thought(held) if self.thinking else held]  # an unfinished call is content
+        found: list[Piece] = [Thought(held) if self.thinking else held]
         if self._open and self._calls and not self._calls.close:
             found = calls_of(held, self._open, self._calls, self._parameters)
         elif self._open:

@@ -1,5 +1,3 @@
-"""Messages for a chat template."""
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -45,7 +43,7 @@ def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: 
             message["reasoning_content"] = turn.thought
         elif turn.thought:
             message["thinking"] = turn.thought
-            if calls:  # such a template refuses both
+            if calls:
                 message["content"] = ""
         yield message
 

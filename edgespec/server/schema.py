@@ -21,7 +21,7 @@ class Schema:
         self.properties: dict[str, Schema] = {}
         self.required: list[str] = []
         self.items: Schema | None = None
-        self.json: dict[str, Any] = {}  # with the definitions that it may refer to
+        self.json: dict[str, Any] = {}
 
     @classmethod
     def anything(cls) -> "Schema":
@@ -82,7 +82,7 @@ class _Resolver:
         return self._known[id(node)]
 
     def _target(self, node: Any) -> Any:
-        """Follow references. Raises LookupError, TypeError or ValueError if they lead nowhere."""
+        """Follow references; raises LookupError, TypeError or ValueError if they lead nowhere."""
         passed = set[int]()
         while isinstance(node, dict) and isinstance(reference := node.get("$ref"), str) and is_local(reference):
             if id(node) in passed:

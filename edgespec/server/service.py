@@ -22,7 +22,7 @@ from edgespec.server.output_format import OutputFormat
 
 MOST_CHOICES = 8
 MOST_STOPS = 16
-MOST_WAITING = 32  # requests; more get 429
+MOST_WAITING = 32
 PING_SECONDS = 5.0  # seconds of silence
 GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
 
@@ -40,9 +40,7 @@ class Service:
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
         self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
-        self.take_over: Callable[[Request, Listener], Handle | None] = (
-            _nobody  # the handle of an equal request that has begun, if any
-        )
+        self.take_over: Callable[[Request, Listener], Handle | None] = _nobody
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
 
     @cached_property
@@ -104,7 +102,7 @@ class Service:
         TextStream(self.model.target.vocab, question.stop)
 
     def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], bool]:
-        """Token ids and hint texts of each prompt. Runs in a worker thread."""
+        """Token ids and hint texts of each prompt, in a worker thread."""
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
         if question.conversation:
@@ -143,7 +141,7 @@ class Service:
             raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
 
     def submit(self, request: Request, listener: Listener) -> Handle:
-        """Submit a request, or take over an equal one. `listener` is called in the server's loop."""
+        """Submit a request, or take over an equal one; `listener` is called in the server's loop."""
         return self.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
 
 

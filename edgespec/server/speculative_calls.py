@@ -20,10 +20,10 @@ from edgespec.server.tool_calls import Call
 class SpeculativeCalls:
     def __init__(self, answer: Answer, vocab: Vocab) -> None:
         self._answer, self._vocab = answer, vocab
-        self._proposed: dict[int, Call] = {}  # by the call's number in the answer
+        self._proposed: dict[int, Call] = {}
 
     def after(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Reports after an event. A call written as proposed keeps the proposal's id."""
+        """Reports after an event; a call written as proposed keeps the proposal's id."""
         if isinstance(event, Foresaw):
             calls = dict(enumerate(self._predicted(event), len(self._answer.calls)))
             yield from self._withdraw(lambda number, call: number in calls and same(calls[number], call))
@@ -46,7 +46,6 @@ class SpeculativeCalls:
         return [piece for piece in pieces if isinstance(piece, Call)]
 
     def _settle(self) -> Iterator[dict[str, Any]]:
-        """Confirm or withdraw proposals for calls that are complete now."""
         answer = self._answer
         number = len(answer.calls) - sum(isinstance(piece, Call) for piece in answer.new)
         for i, piece in enumerate(answer.new):

@@ -48,7 +48,6 @@ class Tools:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Schemas of the tools' parameters, without invalid ones."""
         found = dict[str, Schema]()
         for tool in self.all:
             with suppress(UsageError):

@@ -2,8 +2,7 @@
 
     PUT /edgespec/draft-prompt    a chat request as far as it is typed; "pause": true = this may be all of it
 
-An equal chat request takes the begun answer over; another one starts from the prefilled tokens. All of it gives way
-to
+An equal chat request takes the begun answer over; another one starts from the prefilled tokens. All of it gives way to
 requests.
 """
 
@@ -27,22 +26,23 @@ from edgespec.server.wire import read_body
 PREPARED = 16  # tokens of an answer begun at a pause
 TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
 MOST_TYPING = 8
-KEPT_SECONDS = 60.0  # after the last news from its client
+KEPT_SECONDS = 60.0
 
 
 class DraftBody(ChatBody):
-    pause: bool = False  # the request may be complete
+    pause: bool = False
     id: str = ""
 
 
 class Prepared:
-    """Keeps the events of a request until an equal one takes it over. Used only in the server's loop."""
+    """Keeps the events of a request until an equal one takes it over; used only in the server's loop."""
 
     def __init__(self, service: Service, request: Request, tokens: int) -> None:
-        """Args:
-        service: of the model.
-        request: as far as it is typed.
-        tokens: of the answer that are generated ahead.
+        """
+        Args:
+            service: of the model.
+            request: as far as it is typed.
+            tokens: of the answer that are generated ahead.
         """
         self.request = request
         self._scheduler = service.model.scheduler
@@ -60,19 +60,17 @@ class Prepared:
         """End it; the session keeps its tokens.
 
         Args:
-            wanted: a prompt. A pass that prefills a beginning of it goes on: clients type faster than passes are
-                made.
+            wanted: a prompt. A pass that prefills a beginning of it goes on: clients type faster than passes are made.
         """
         self._stop_timer()
         self.handle.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
-        """True if `prompt_ids` begin with this prompt, but for its last token."""
         typed = self.request.prompt_ids[:-1]
         return typed == list(prompt_ids[: len(typed)])
 
     def adopt(self, listener: Listener) -> bool:
-        """Make it a real request; `listener` gets all its events. False: it gave way to a request, or failed."""
+        """Make it a real request; `listener` gets all its events; False: it gave way to a request, or failed."""
         if not self._scheduler.promote(self.handle):
             return False
         self._stop_timer()
@@ -133,7 +131,6 @@ class TypingAhead:
         return stable_prefix(list(map(self._service.chat_format.prompt_ids, [conversation, *further])))
 
     def _prepare(self, name: str, request: Request, tokens: int) -> None:
-        """Prefill a prompt, and decode `tokens` of its answer, in place of the client's earlier prompt."""
         known = self._latest.get(name)
         if known and known.request == request and not known.handle.cancelled:
             known.keep()

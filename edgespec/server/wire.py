@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from edgespec.server.errors import Refused, refusal
 
-MOST_BODY = 8 * 2**20
+MOST_BODY = 8 * 2**20  # bytes
 BODY_SECONDS = 60.0
-MOST_DEPTH = 64  # of JSON
+MOST_DEPTH = 64
 GONE = 499  # the client left before the answer
 
 Event = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
@@ -91,7 +91,7 @@ def _depth(value: Any) -> int:
 
 
 async def answer_whole(http: HttpRequest, work: Awaitable[Any], body: Callable[[], Mapping[str, Any]]) -> Response:
-    """Wait for `work`, then send one JSON body. The work ends if the client leaves."""
+    """Wait for `work`, then send one JSON body; the work ends if the client leaves."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_left(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ async def _left(http: HttpRequest) -> None:
 
 
 def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], Event]) -> Response:
-    """A stream of events. An error becomes the last event."""
+    """A stream of events; an error becomes the last one."""
 
     async def lines() -> AsyncIterator[bytes]:
         try:
@@ -126,7 +126,6 @@ def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], E
 
 
 def sse(name: str | None, data: Any) -> bytes:
-    """One event; without data a comment."""
     if data is None:
         return b": ping\n\n"
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))

@@ -1,13 +1,10 @@
 """Algorithm 1 of "Distributed Speculative Inference" (arXiv 2405.14105), with one draft.
 
-The draft proposes tokens without a pause. After each `lookahead` draft tokens, a free copy of the target verifies
-all
-tokens so far. The first rejected token stops the tasks built on it, and the draft continues from the target's token.
-One copy always works on the next token, so this is no slower than plain decoding while a copy is free.
+After each `lookahead` draft tokens, a free copy of the target verifies all since the last accepted one, so the next
+answer contains every late or lost one. The first rejected token stops the tasks built on it. One copy always works on
+the next token, so this is no slower than plain decoding while a copy is free.
 
-A task has all draft tokens since the last accepted one. The copy must prefill them anyway, and so late or lost
-answers
-are contained in the next one. All state belongs to the thread that drives the request; workers only queue events.
+All state belongs to the thread that drives the request; workers only queue events.
 """
 
 import math
@@ -37,11 +34,11 @@ from edgespec.scheduler.targets.guesser import Guesser
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
 
-MOST_GUESSES = 64  # draft tokens ahead of the accepted sequence
+MOST_GUESSES = 64
 LONG_PROMPT = 64  # tokens from which on all copies prefill at once
-REMEMBERED = 16  # pass times of target and draft to take the median of
+REMEMBERED = 16
 PATIENCE = 3  # pass times after which another copy is asked
-LEAST_PATIENCE = 0.2
+LEAST_PATIENCE = 0.2  # seconds
 
 Answer = tuple[Task, list[int]] | None
 
@@ -53,7 +50,7 @@ class Running:
     started: float
     measures: bool  # has no prompt, so that its time is a pass time
     wanted: bool = True
-    told: bool = False  # the copy was asked to stop
+    told: bool = False
 
 
 class Targets:
@@ -71,15 +68,16 @@ class Targets:
         most_guesses: int = MOST_GUESSES,
         stop_ids: frozenset[int] | None = None,
     ) -> None:
-        """Args:
-        vocab: the target's.
-        described: any of the copies.
-        spec: how a place loads its copy.
-        places: where the copies are; closed with this.
-        guesser: the draft; closed with this.
-        lookahead: draft tokens per task; default: the fewest for which the copies suffice.
-        most_guesses: draft tokens ahead of the accepted sequence.
-        stop_ids: tokens that end a sequence; default: the vocabulary's.
+        """
+        Args:
+            vocab: the target's.
+            described: any of the copies.
+            spec: how a place loads its copy.
+            places: where the copies are; closed with this.
+            guesser: the draft; closed with this.
+            lookahead: draft tokens per task; default: the fewest for which the copies suffice.
+            most_guesses: draft tokens ahead of the accepted sequence.
+            stop_ids: tokens that end a sequence; default: the vocabulary's.
         """
         self._vocab, self._described, self._spec = vocab, described, spec
         self._places, self._guesser = list(places), guesser
@@ -104,7 +102,6 @@ class Targets:
         self.at_close: Callable[[], None] = lambda: None
 
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
-        """Decode a request in a thread of its own; as `Scheduler.submit`."""
         handle = Handle(request, emit, stats or GenerationStats(), self._vocab)
         handle.when_cancelled = self._wake
 
@@ -206,7 +203,7 @@ class Targets:
         self._text += tokens
         if self._guesses[: len(tokens)] == tokens:
             del self._guesses[: len(tokens)]
-        else:  # rejected, or the sequence is longer than the draft's
+        else:
             self._forget_guesses()
         for running in self._running.values():
             running.wanted = running.wanted and self._helps(running.task)
@@ -218,7 +215,6 @@ class Targets:
         self._guesser.stop()
 
     def _helps(self, task: Task) -> bool:
-        """True if the task's answer can still give the next token."""
         later = self._text[len(task.token_ids) :]
         return len(later) <= len(task.guesses) and later == task.guesses[: len(later)].tolist()
 
@@ -232,12 +228,11 @@ class Targets:
                 running.place.stop(self._owner, max(unwanted))
 
     def _due(self) -> bool:
-        """True if a task with all draft tokens is to be sent now."""
         wanted = [running for running in self._running.values() if running.wanted and not running.task.only_read]
         if not wanted:
             return True  # no copy is working on the next token
         if self._passes and perf_counter() - max(running.started for running in wanted) > self._patience():
-            return True  # its copy is late, or lost
+            return True
         ahead = len(self._text) + len(self._guesses) - max(running.task.end for running in wanted)
         return ahead >= self._lookahead()
 
@@ -281,7 +276,6 @@ class Targets:
         return running.task, tokens
 
     def _lost(self, running: Running, error: BaseException) -> None:
-        """Retry after a worker was lost or failed."""
         if isinstance(error, BrokenExecutor):
             running.place.renew()
         self._idle.insert(0, running.place)
@@ -290,7 +284,6 @@ class Targets:
             raise EdgespecError(f"no copy of the target does its tasks: {error or type(error).__name__}") from error
 
     def _draft(self, most: int) -> None:
-        """Propose up to `most` draft tokens."""
         if self._guessing or self._version == self._speechless or len(self._guesses) >= most:
             return
         version, text = self._version, [*self._text, *self._guesses]
@@ -311,7 +304,7 @@ class Targets:
     def _guessed(self, version: int, token: int, seconds: float) -> Answer:
         if version == self._version:
             self._guesses.append(token)
-            if len(self._text) + len(self._guesses) > self._prompt_length + 1:  # it had no prompt to prefill
+            if len(self._text) + len(self._guesses) > self._prompt_length + 1:
                 self._drafts.append(seconds)
         return None
 
@@ -322,7 +315,6 @@ class Targets:
         return None
 
     def _wait(self) -> Answer:
-        """Wait for an event, or until a copy is late enough to ask another one."""
         timeout = self._patience() / 2 if self._idle and self._passes else None
         try:
             return self._events.get(timeout=timeout)()

@@ -1,5 +1,3 @@
-"""Draft tokens for several targets."""
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -11,10 +9,10 @@ from edgespec.planners.drafting import ChildScores, Drafter
 
 
 class Guesser(Protocol):
-    """Proposes draft tokens. One thread calls all but `stop`."""
+    """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Begin a request. Raises ContextFull: it does not fit."""
+        """Begin a request; raises ContextFull if it does not fit."""
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Likely next tokens, one by one, until it is stopped or the context is full."""
@@ -47,7 +45,6 @@ class DraftGuesser:
         self._noise = Noise(sampling.seed, self._size)
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """One pass of the draft for each token."""
         self._wanted, text = True, list(token_ids)
         while self._wanted:
             context = Context(text, self._prompt_length, self._sampling, self._noise, 1, 1)

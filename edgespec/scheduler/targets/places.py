@@ -21,7 +21,7 @@ class Place(Protocol):
     executor: Executor
 
     def stop(self, owner: str, number: int) -> None:
-        """Stop an owner's tasks up to this number. Does not wait, and may fail."""
+        """Stop an owner's tasks up to this number, without waiting; this may fail."""
 
     def renew(self) -> None:
         """Replace a lost worker."""
@@ -31,8 +31,6 @@ class Place(Protocol):
 
 
 class ThreadPlace:
-    """A thread of this program: for tests, and for engines that compute on another machine."""
-
     def __init__(self) -> None:
         self.executor: Executor = ThreadPoolExecutor(1)
 
@@ -48,7 +46,7 @@ class ThreadPlace:
 
 
 class ProcessPlace:
-    """A process of this machine, which sees one of several GPUs. It ends with this program."""
+    """A process of this machine, which sees one of several GPUs and ends with this program."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
@@ -112,7 +110,6 @@ def threads(count: int) -> list[Place]:
 
 
 def processes(count: int) -> list[Place]:
-    """`count` processes of this machine, spread over its GPUs."""
     found = _gpus()
     shares = [{"CUDA_VISIBLE_DEVICES": found[i % len(found)]} if len(found) > 1 else {} for i in range(count)]
     return [ProcessPlace(share) for share in shares]

@@ -1,7 +1,6 @@
 """A copy of the target: prefill, verify draft tokens, answer with tokens.
 
-Sampling happens here, so that no logits travel: with a vocabulary of 152,000 tokens a node's are 608 kB. A copy
-belongs
+Sampling happens here, so that no logits travel: with a vocabulary of 152,000 tokens a node's are 608 kB. A copy belongs
 to one thread, which keeps it between calls: an executor only has to run `verify`.
 """
 
@@ -23,7 +22,7 @@ from edgespec.loop.verify import walk
 
 
 class Spec(Hashable, Protocol):
-    """The way to load a copy. Must be picklable, and equal to its own copies."""
+    """The way to load a copy, picklable and equal to its own copies."""
 
     def open(self) -> Backend:
         """Raises EdgespecError."""
@@ -51,7 +50,6 @@ class Task:
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence if all draft tokens are accepted, without the bonus."""
         return len(self.token_ids) + len(self.guesses)
 
 
@@ -91,7 +89,7 @@ class Verifier:
             held = len(self._session.token_ids)
             end = min(len(chain), held + most_nodes(self.target.capabilities, self._session.unread_committed))
             nodes = np.arange(end - held, dtype=np.int32)
-            known = min(end, max(root, held)) - held  # nodes that others have verified
+            known = min(end, max(root, held)) - held
             work = Work(self._session, np.array(chain[held:end], np.int32), nodes - 1, nodes[known:])
             logits = self.target.forward([work])[0]
             if end <= root:
@@ -130,7 +128,6 @@ _work = _Work()
 
 
 def verifier_of(spec: Spec) -> Verifier:
-    """This thread's copy, loaded on first use."""
     if getattr(_own, "spec", None) != spec:
         close_own()
         _own.verifier, _own.spec = Verifier(spec.open()), spec
@@ -145,7 +142,7 @@ def close_own() -> None:
 
 
 def describe(spec: Spec) -> Described:
-    """Load this thread's copy. Raises EdgespecError."""
+    """Load this thread's copy; raises EdgespecError."""
     target = verifier_of(spec).target
     return Described(
         target.name, target.build, target.capabilities, tuple(sorted(target.computing.items())), tuple(target.notes)

@@ -83,7 +83,7 @@ def conversation_of(body: CountBody) -> Conversation:
 
 
 def turns_of(role: str, content: Any, where: str) -> list[Turn]:
-    """The turns of one message: each result of a tool is a turn. Raises Refused."""
+    """The turns of one message: each result of a tool is a turn; raises Refused."""
     if not isinstance(content, list):
         return [Turn(role, text_of(content, where))]
     by_kind: dict[str, list[Any]] = {}
@@ -100,7 +100,7 @@ def turns_of(role: str, content: Any, where: str) -> list[Turn]:
 
 
 def tools_of(body: CountBody) -> Tools | None:
-    """The client's tools without the provider's own. Raises Refused."""
+    """The client's tools without the provider's own; raises Refused."""
     given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
     functions = [
         {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]} for t in given

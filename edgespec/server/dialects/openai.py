@@ -172,7 +172,6 @@ async def _stream(
 
 
 def named(vocab: Vocab, token: int) -> str:
-    """The bytes of a token as a string; for a control token its name."""
     return vocab.token_bytes(token).decode("utf-8", "replace") or vocab.token_text(token)
 
 

@@ -66,7 +66,7 @@ def question_of(body: ResponsesBody) -> Question:
 
 
 def turns_of(body: ResponsesBody) -> list[Turn]:
-    """One turn for neighbouring items of the assistant. Raises Refused."""
+    """One turn for neighbouring items of the assistant; raises Refused."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     found = [Turn("system", body.instructions)] if body.instructions else []
     thought = ""
@@ -108,7 +108,7 @@ def message_of(item: dict[str, Any], where: str) -> Turn:
 
 
 def tools_of(body: ResponsesBody) -> Tools | None:
-    """The client's tools without the provider's own. Raises Refused."""
+    """The client's tools without the provider's own; raises Refused."""
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         for tool in body.tools or ()
@@ -201,7 +201,7 @@ async def _stream(head: dict[str, Any], name: str, answers: Answers) -> AsyncIte
                     yield done_event
             if isinstance(piece, str):
                 if not begun and calls:
-                    continue  # words after a call are only in the whole answer
+                    continue
                 if not begun:
                     at["output_index"] = thought
                     started_item = item(name, "", "in_progress")
