@@ -27,7 +27,7 @@ from edgespec.machine.measurements import identity, machine, recall, remember
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
 SMALL = 3  # nodes of a tree with gaps: fewer than any kernel takes together
-TOGETHER = 4  # rows that a kernel may take together
+TOGETHER = 4
 MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
 MANY = 32  # rows: a class from few to this many serves every pass
 REPEATED = 5

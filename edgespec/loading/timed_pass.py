@@ -13,12 +13,21 @@ TEXT_OF_MIXTURES = 24  # tokens before the passes
 
 @dataclass(frozen=True, slots=True)
 class Pass:
+    """Times of a pass.
+
+    Attributes:
+        waited: seconds of that for the disk.
+        experts: different ones used per layer, if they are streamed.
+        hits: share of them that was in memory.
+        read: bytes of the others.
+    """
+
     nodes: int
     seconds: float
-    waited: float  # seconds of that for the disk
+    waited: float
     experts: float = 0.0
     hits: float = 0.0
-    read: int = 0  # bytes of experts that were not in memory
+    read: int = 0
 
     @property
     def limit(self) -> str:

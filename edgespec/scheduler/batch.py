@@ -44,8 +44,7 @@ def plan(
     times: PassTimes | None,
     chunks: PromptChunks,
 ) -> tuple[Batch, Failed]:
-    """Parts of one forward pass.
-
+    """
     Args:
         writing: sequences to decode, as many as fit.
         reader: a sequence to prefill; its chunk is the last part.

@@ -34,8 +34,7 @@ class PromptChunks:
         return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
 
     def next(self, reading: Generation, limits: Capabilities, taken: int, *, single: bool) -> Pass:
-        """The next chunk of a prompt.
-
+        """
         Args:
             reading: its sequence.
             limits: of the target.

@@ -186,18 +186,11 @@ class SessionPool:
         request = handle.request
         self._prepare(lane, request.prompt_ids)
         lane.generation = Generation(
-            self._target,
-            lane.session,
-            lane.planner,
-            request.prompt_ids,
-            request.sampling,
-            max_tokens=request.max_tokens,
-            budget=0 if request.plain else budget,
-            stats=handle.stats,
-            log_probs=request.log_probs,
-            grammar=request.grammar.start() if request.grammar else None,
+            self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
+            max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
+            log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             hint_texts=request.hint_texts,
-        )
+        )  # fmt: skip
         lane.generation.begin()
         lane.forked = min(lane.forked, len(lane.session.token_ids))
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
@@ -245,7 +238,7 @@ class SessionPool:
         for lane in self.lanes:
             handle = lane.handle
             if lane.phase is Phase.PASSING and handle and not handle.ended:
-                with suppress(Exception):
+                with suppress(Exception):  # the planner raises it again after a restart
                     lane.drop_pass()
             if lane.phase is Phase.SETTLED:
                 continue
@@ -260,7 +253,7 @@ class SessionPool:
         lane.handle = lane.generation = None
         self._pass_on(lane, 0)
         lane.source, lane.forked = None, 0
-        with suppress(Exception):
+        with suppress(Exception):  # tried again later; then it ends one request
             lane.session.close()
             lane.session = self._target.open()
             lane.planner.begin([0])

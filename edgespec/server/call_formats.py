@@ -200,7 +200,7 @@ FORMATS = (
         pair="<parameter={key}>{value}</parameter>\n",
     ),
     QWEN,
-    CallFormat(
+    CallFormat(  # Apriel
         ("<tool_calls>[",), ("<tool_calls>",), "</tool_calls>", as_object,
         '<tool_calls>[{"name": {quoted}, "arguments": {arguments}}]</tool_calls>',
     ),
@@ -211,7 +211,7 @@ FORMATS = (
         ("<|tool_call>call:",), ("<|tool_call>",), "<tool_call|>", as_braces,
         "<|tool_call>call:{name}{braces}<tool_call|>", inner=(QUOTE,),
     ),
-    CallFormat(
+    CallFormat(  # which `channels.py` reads
         ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"), (), "", as_object,
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     ),

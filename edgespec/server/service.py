@@ -23,7 +23,7 @@ from edgespec.server.output_format import OutputFormat
 MOST_CHOICES = 8
 MOST_STOPS = 16
 MOST_WAITING = 32
-PING_SECONDS = 5.0  # seconds of silence
+PING_SECONDS = 5.0
 GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
 
 

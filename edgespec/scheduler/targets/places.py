@@ -71,7 +71,7 @@ class ProcessPlace:
 
 def _begin_process(orders: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asked
 
     def obey() -> None:
         with suppress(EOFError, OSError):

@@ -121,7 +121,7 @@ _own = threading.local()
 class _Work:
     lock: threading.Lock = field(default_factory=threading.Lock)
     running: dict[tuple[str, int], Backend] = field(default_factory=dict)
-    unwanted: dict[str, int] = field(default_factory=dict)  # owner -> tasks up to this number
+    unwanted: dict[str, int] = field(default_factory=dict)  # owner -> number
 
 
 _work = _Work()
