@@ -54,14 +54,22 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file says about itself."""
+    """What a file says about itself.
 
-    identity: dict[str, Any]  # `Backend.identity`, when it was saved
+    Attributes:
+        identity: `Backend.identity`, when it was saved.
+        details: the engine's own.
+        note: the caller's own.
+        size: of the engine's bytes.
+        checksum: CRC-32 of them.
+    """
+
+    identity: dict[str, Any]
     token_ids: list[int]
-    details: dict[str, Any]  # the engine's own
-    note: Any  # the caller's own
-    size: int  # of the engine's bytes
-    checksum: int  # CRC-32 of them
+    details: dict[str, Any]
+    note: Any
+    size: int
+    checksum: int
     version: int = VERSION
 
 

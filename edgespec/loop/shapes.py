@@ -29,13 +29,21 @@ class RowClass:
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """How passes are kept in shapes that agree to the bit: `exact.py` finds them."""
+    """How passes are kept in shapes that agree to the bit: `exact.py` finds them.
 
-    name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
-    trees: RowClass  # of passes over trees
-    prompts: RowClass  # of passes over prompts; if another class, a prompt's part that was written is read again
-    short: RowClass | None = None  # of prompts that have fewer tokens than `prompts` has rows; cells do for such only
-    blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
+    Attributes:
+        name: narrow: few rows; wide: many; any: the engine makes no difference worth a name.
+        trees: of passes over trees.
+        prompts: of passes over prompts; if another class, a prompt's part that was written is read again.
+        short: of prompts that have fewer tokens than `prompts` has rows; cells do for such only.
+        blocks: rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass.
+    """
+
+    name: str
+    trees: RowClass
+    prompts: RowClass
+    short: RowClass | None = None
+    blocks: bool = False
 
 
 @dataclass(slots=True)
