@@ -1,4 +1,4 @@
-"""Putting a pass together: which part of a prompt, which nodes of a tree, and what a session need not read again."""
+"""Assembles passes: the part of a prompt, the nodes of a tree, and the prefix that a session can reuse."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def prefill(
 class PromptRetries:
     """Decides after ContextFull whether a prompt is read again from its beginning, in an emptied session.
 
-    That helps where the cache was put in order while the prompt was read: its cells may not be continued then.
+    That helps if the cache was reordered during the prefill, so that its cells cannot be continued.
     """
 
     left: int = 1

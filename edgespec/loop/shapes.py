@@ -1,4 +1,4 @@
-"""Shapes of passes that agree to the bit: what they are, and how passes are kept in them. `exact.py` finds them."""
+"""Row classes: batch sizes whose rows are bit-identical."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class RowClass:
     step: int = 1  # and others to a multiple of it: some kernels take so many rows together, and the rest one by one
 
     def rows(self, count: int) -> int:
-        """Of a pass that needs so many: with padding."""
+        """Rows, with padding, of a pass that needs `count`."""
         return max(self.least, -(-count // self.step) * self.step)
 
 
@@ -56,7 +56,7 @@ class PromptRead:
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave."""
+        """Restore the state of `as_dict`."""
         return cls(details.get("read", 0), details.get("short", False))
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,23 +64,23 @@ class PromptRead:
         return {"read": self.tokens, "short": self.short}
 
     def add(self, prompt: bool, short: bool, length: int) -> None:
-        """Nodes of a `Work` that says so were evaluated behind so many committed tokens."""
+        """Record that a work's nodes were evaluated after `length` committed tokens."""
         if length == 0:
             self.short = short
         self.reading = prompt and short == self.short
 
     def commit(self, length: int, count: int) -> None:
-        """So many of the nodes have become text behind `length` tokens."""
+        """Record that `count` nodes were committed after `length` tokens."""
         if self.reading and self.tokens == length:
             self.tokens += count
         self.reading = False
 
     def rewind(self, length: int) -> None:
-        """Only so many of the session's tokens stay."""
+        """Keep at most the first `length` tokens."""
         self.tokens, self.reading = min(self.tokens, length), False
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
-        """See `Session.kept`: what was written, or read in another class, was computed in another shape."""
+        """See `Session.reusable_prefix`: tokens decoded, or prefilled in another class, differ in their bits."""
         if exact is None or exact.prompts == exact.trees:
             return length
         length = min(self.tokens, length) if short == self.short else 0
