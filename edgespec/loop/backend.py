@@ -22,7 +22,7 @@ class Capabilities:
         max_leaves: most leaves among one session's uncommitted nodes: see `leaves`.
         logit_tolerance: most a logit changes with the shape of the pass it is computed in.
         streams: every pass reads weights from a disk or over a bus, so a wide tree is nearly free.
-        read_seconds: seconds that every pass spends on it; inf: unknown.
+        read_seconds: that every pass spends on reading weights; inf: unknown.
         layers: that follow each other, where known.
         experts: (experts of a layer, used by a token), if passes read only those used; else None.
         paths: a tree is evaluated path by path, so a node on several paths costs as often.

@@ -54,7 +54,7 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file says about itself.
+    """Description of a session, from the end of its file.
 
     Attributes:
         identity: `Backend.identity`, when it was saved.

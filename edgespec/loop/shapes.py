@@ -29,7 +29,7 @@ class RowClass:
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """How passes are kept in shapes that agree to the bit: `exact.py` finds them.
+    """Row classes to which an engine keeps its passes.
 
     Attributes:
         name: narrow: few rows; wide: many; any: the engine makes no difference worth a name.

@@ -154,7 +154,11 @@ def has_own_processor(target: Backend, draft: Backend) -> bool:
 
 
 def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
-    """Whether the draft may go on while the target runs. Raises UsageError: it is asked for, and cannot."""
+    """True if the draft may go on while the target runs.
+
+    Raises:
+        UsageError: it is asked for, and cannot.
+    """
     if asked and draft.capabilities.one_thread:
         raise UsageError(
             f"a draft on {draft.name} cannot go on while the target runs (--ahead): its passes are made in one thread"

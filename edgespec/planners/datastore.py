@@ -1,4 +1,4 @@
-"""Text to copy from: a token array and its suffix array in one memory-mapped file.
+"""Datastore to copy from: a token array and its suffix array in one memory-mapped file.
 
     offset 0        JSON, one line, padded with spaces to HEADER_SIZE bytes (see `Header`)
     HEADER_SIZE     the tokens of all documents, big-endian, a separator after each document

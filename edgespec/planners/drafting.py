@@ -147,7 +147,7 @@ class ChildScores:
 
 
 def _offset(context: Context) -> Float32Array:
-    """What bias and additive penalties add to any logits in this step, shape [target's V]."""
+    """Sum of bias and additive penalties in this step, shape [target's V]."""
     sampling = context.sampling
     additive = SamplingParams(
         presence_penalty=sampling.presence_penalty,

@@ -104,7 +104,7 @@ class States(Generic[State]):
         return max((at for at in self.kept if at <= length), default=0)
 
     def mark(self, at: int) -> None:
-        """A prompt has ended here, so another may begin alike: keep this one, if it is there."""
+        """Keep the state at the end of a prompt, if there is one: another prompt may share it."""
         self._marked |= {at} & self.kept.keys()
 
     def add(self, at: int, state: State) -> list[State]:
