@@ -1,8 +1,4 @@
-"""The contract between the program and the engines that run models.
-
-One verb, `Backend.forward`, does prefill, draft expansion, verification and several sequences at
-once. Every backend passes `tests/contract.py`.
-"""
+"""The contract between the loop and the engines. Every backend passes `tests/contract.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,23 +13,41 @@ from edgespec.loop.tree import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a loaded model can do."""
+    """Limits and features of a loaded model.
 
-    context_length: int  # most committed tokens of one session
-    max_nodes: int  # most nodes of one forward, and most uncommitted nodes of one session
-    max_wanted: int  # most wanted nodes of one forward
-    max_leaves: int  # most leaves among one session's uncommitted nodes: see `leaves`
-    logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
-    streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
-    read_seconds: float = inf  # … that of every pass take so long; inf: not known
-    layers: int = 1  # that follow each other, where that is known
-    experts: tuple[int, int] | None = None  # of a layer, used by a token; if passes read only those that are used
-    paths: bool = False  # a tree is evaluated path by path, so nodes on several of them cost as often: `paths.py`
-    gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
-    exact: BatchInvariance | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
-    spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit
-    one_thread: bool = False  # passes are made in one thread only
-    cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
+    Attributes:
+        context_length: most committed tokens of one session.
+        max_nodes: most nodes of one forward, and most uncommitted nodes of one session.
+        max_wanted: most wanted nodes of one forward.
+        max_leaves: most leaves among one session's uncommitted nodes: see `leaves`.
+        logit_tolerance: most a logit changes with the shape of the pass it is computed in.
+        streams: every pass reads weights from a disk or over a bus, so a wide tree is nearly free.
+        read_seconds: that every pass spends on reading weights; inf: unknown.
+        layers: that follow each other, where known.
+        experts: (experts of a layer, used by a token), if passes read only those used; else None.
+        paths: a tree is evaluated path by path, so a node on several paths costs as often.
+        gaps: attention adds up groups of cells, hidden ones included, so no row class exists.
+        exact: None: passes have any shape, and logits move by `logit_tolerance`.
+        spare_leaves: leaves of all sessions, the first of each not counted; None: no limit.
+        one_thread: all passes must be made in one thread.
+        cells: committed tokens of all sessions; None: each has room for a whole context.
+    """
+
+    context_length: int
+    max_nodes: int
+    max_wanted: int
+    max_leaves: int
+    logit_tolerance: float
+    streams: bool = False
+    read_seconds: float = inf
+    layers: int = 1
+    experts: tuple[int, int] | None = None
+    paths: bool = False
+    gaps: bool = False
+    exact: BatchInvariance | None = None
+    spare_leaves: int | None = None
+    one_thread: bool = False
+    cells: int | None = None
 
     def leaves(self, sequences: int) -> int:
         """Most leaves of a session where `sequences` have trees at once."""
@@ -43,13 +57,20 @@ class Capabilities:
 
 
 class Vocab(Protocol):
-    """A model's tokenizer."""
+    """A model's tokenizer.
+
+    Attributes:
+        bos_id: start of text.
+        eos_id: end of text.
+        eog_ids: tokens that end generation: end of text, end of turn.
+        chat_template: Jinja source.
+    """
 
     size: int
-    bos_id: int | None  # start of text
-    eos_id: int | None  # end of text
-    eog_ids: frozenset[int]  # end of text, end of turn, …: generation stops here
-    chat_template: str | None  # Jinja source
+    bos_id: int | None
+    eos_id: int | None
+    eog_ids: frozenset[int]
+    chat_template: str | None
 
     @property
     def fingerprint(self) -> str:
@@ -61,11 +82,11 @@ class Vocab(Protocol):
         Args:
             text: any text.
             add_bos: put the start token first, if this model wants one.
-            parse_special: read the names of control tokens in the text as those tokens.
+            parse_special: read the names of control tokens as those tokens.
         """
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text; empty for control tokens."""
+        """Bytes that the token adds to the text; empty for control tokens."""
 
     def token_text(self, token_id: int) -> str:
         """The token's name, for messages."""
@@ -74,23 +95,25 @@ class Vocab(Protocol):
 class Session(Protocol):
     """One sequence's cache in a loaded model.
 
-    Nodes evaluated since the last `commit` are numbered 0, 1, … in the order they were given.
+    Nodes evaluated since the last `commit` are numbered from 0 in the order given.
     """
 
     token_ids: list[int]  # committed tokens whose keys and values are held
 
     @property
     def unread_committed(self) -> int:
-        """Committed tokens that the next pass reads again; they count as rows of it."""
+        """Committed tokens that the next pass evaluates again, as rows of it."""
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        """Of the first `length` committed tokens, how many a prompt that starts with them need not read again.
+        """Number of the first `length` committed tokens that a prompt with this prefix can reuse.
 
-        `short`: a prompt that `is_short`.
+        Args:
+            length: of the common prefix.
+            short: the prompt has the row class `BatchInvariance.short`.
         """
 
     def commit(self, path: Sequence[int]) -> None:
-        """Commit these nodes, a chain that starts under the last committed token, and drop all other nodes."""
+        """Commit `path`, a chain under the last committed token, and drop all other nodes."""
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` committed tokens; drop all others and all nodes."""
@@ -99,14 +122,18 @@ class Session(Protocol):
         """A new session that shares the committed tokens; uncommitted nodes stay behind."""
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        """Write text and cache to a file, whole or not at all: `saved.py`. Raises SessionFileError."""
-
-    def load(self, path: str | Path) -> Any:
-        """Become what was saved, to the bit, in the place of what is here; the note that was saved with it.
+        """Write tokens, cache and note to a file, whole or not at all.
 
         Raises:
-            SessionFileError: there is no whole file, or it is another model's, or was computed in another way.
-            ContextFull: other sessions leave no room for it. As above, this one may be empty then.
+            SessionFileError: it cannot be written.
+        """
+
+    def load(self, path: str | Path) -> Any:
+        """Replace tokens and cache by those saved, bit-identical, and return the note.
+
+        Raises:
+            SessionFileError: the file is damaged, of another model, or computed in another way.
+            ContextFull: other sessions leave no room. After either error the session may be empty.
         """
 
     def close(self) -> None:
@@ -115,12 +142,10 @@ class Session(Protocol):
 
 @runtime_checkable
 class KeepsNodes(Protocol):
-    """An optional feature of sessions: nodes below a commit can stay. `planners/ahead.py` alone uses it."""
+    """Optional feature of sessions: nodes below a commit can stay. Used by `planners/ahead.py`."""
 
     def commit_keeping(self, path: Sequence[int]) -> IntArray:
-        """As `commit`, but nodes under the last of `path` stay where they can.
-
-        Those that stay are numbered 0, 1, … again.
+        """Commit as `commit` does, but keep nodes under the last of `path` where possible, numbered from 0 again.
 
         Returns:
             Their old numbers; shape [0] where none can stay.
@@ -129,26 +154,34 @@ class KeepsNodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Nodes to evaluate in one session."""
+    """Nodes to evaluate in one session.
+
+    Attributes:
+        token_ids: [n].
+        parents: a node's number (this work's nodes follow those evaluated before), or -1: last committed.
+        wanted: numbers of this work's nodes whose logits are needed.
+        prompt: part of a prompt: a chain without draft tokens, in a session without nodes.
+        short: of the row class `BatchInvariance.short`.
+    """
 
     session: Session
-    token_ids: IntArray  # [n]
-    parents: IntArray  # [n]: a node's number (this work's nodes follow those evaluated before), or -1: last committed
-    wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
-    prompt: bool = False  # a chain that is part of a prompt: no guesses, and the session has no nodes
-    short: bool = False  # … that is so short that it has a class of its own: see `BatchInvariance.short`
+    token_ids: IntArray
+    parents: IntArray
+    wanted: IntArray
+    prompt: bool = False
+    short: bool = False
 
 
 class Logits(Protocol):
-    """Next-token logits of a work's wanted nodes. Valid until the backend's next forward."""
+    """Next-token logits of a work's wanted nodes, valid until the backend's next forward."""
 
     def row(self, node: int) -> Float32Array:
         """One node's logits, shape [V], the caller's to keep."""
 
     def state(self, node: int) -> Float32Array:
-        """What the output matrix made them from, where the backend keeps it, else of shape [0].
+        """The output matrix's input for a node, where the backend keeps it, else shape [0].
 
-        For `exact.py`: weights of few bits round it, so logits hide small differences.
+        Logits of a quantised output matrix hide small differences.
         """
 
     def top(
@@ -156,24 +189,34 @@ class Logits(Protocol):
     ) -> tuple[list[IdArray], list[Scores]]:
         """Per node, the k best of log-softmax((logits + noise) / temperature): ids [k] and values [k].
 
-        `noise` has an array or None for each node; where it is shorter than the vocabulary, the ids beyond its end
-        do not exist. The normaliser runs over all ids that do.
+        Args:
+            nodes: wanted nodes.
+            k: at least 1.
+            temperature: above 0.
+            noise: an array or None per node. Ids beyond a shorter one are left out, also of the sum.
         """
 
 
 class Backend(Protocol):
-    """A loaded model."""
+    """A loaded model.
 
-    name: str  # by which `load_backend` knows its engine
+    Attributes:
+        name: engine, as for `load_backend`.
+        notes: for the user, on how the model was loaded; a line each.
+        build: the engine, its version, and the processor features that it reports.
+        computing: options that decide how it computes, as resolved.
+    """
+
+    name: str
     vocab: Vocab
     capabilities: Capabilities
-    notes: Sequence[str]  # what a user should know about how the model was loaded, a line each
-    build: str  # the engine, its version, and what it says of the processor
-    computing: Mapping[str, str | int | None]  # options that decide how it computes, as they turned out
+    notes: Sequence[str]
+    build: str
+    computing: Mapping[str, str | int | None]
 
     @property
     def wait_seconds(self) -> float:
-        """Time that passes have waited for weights from a disk or over a bus, since the model was loaded."""
+        """Seconds that passes have waited for weights from a disk or a bus since the model was loaded."""
 
     def open(self) -> Session:
         """A new, empty session.
@@ -183,17 +226,17 @@ class Backend(Protocol):
         """
 
     def keep_to(self, exact: BatchInvariance) -> None:
-        """From now on passes have these shapes, short ones padded, and logits agree to the bit.
-
-        Padding takes no part in any text. To be called before the first session is opened.
-        """
+        """Keep passes to these row classes from now on, padding short ones. Call before the first session is opened."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What decides every bit of a cache, weights, engine and class: where it is equal, sessions can be loaded."""
+        """Everything that decides a cache's bits; where it is equal, sessions can be loaded."""
 
     def interrupt(self) -> None:
-        """From any thread: have the pass under way end early, within a layer where weights stream, else the next."""
+        """End the current pass early (within a layer where weights stream), else the next one.
+
+        Callable from any thread.
+        """
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         """One pass over all works' nodes. A node sees the committed tokens, its ancestors and itself.

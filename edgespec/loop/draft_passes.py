@@ -1,7 +1,6 @@
-"""Passes of a draft model that several sequences share.
+"""Draft passes shared by several sequences.
 
-A planner that drafts yields what the draft shall evaluate, and is sent the result. `run_one` makes a pass of each;
-`run_shared` makes one pass of all that several sequences want at a time, level by level.
+A planner is a generator: it yields a pass that it wants, and receives the result.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,19 +24,25 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """Its result. The logits are valid until the planner yields again."""
+    """Result of a pass. The logits are valid until the planner yields again.
+
+    Attributes:
+        sequences: that shared the pass.
+        nodes: of all of them.
+        seconds: wall time of the pass.
+    """
 
     logits: Logits
-    sequences: int  # that shared the pass
-    nodes: int  # of all of them
-    seconds: float  # wall time of the pass
+    sequences: int
+    nodes: int
+    seconds: float
 
 
 DraftSteps: TypeAlias = Generator[Wanted, Passed, T]
 
 
 def run_one(steps: DraftSteps[T]) -> T:
-    """Return what the steps return, each work a pass of its own; raise what they raise."""
+    """Run one sequence's draft steps; their errors pass through."""
     [found] = run_shared([steps])
     if isinstance(found, Exception):
         raise found
@@ -45,7 +50,7 @@ def run_one(steps: DraftSteps[T]) -> T:
 
 
 def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
-    """Return what the steps of each sequence return or raise; they share passes."""
+    """Run the draft steps of several sequences in shared passes; return the result or exception of each."""
     found: dict[int, T | Exception] = {}
     wanted: dict[int, Wanted] = {}
 
@@ -77,9 +82,9 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
 
 
 def next_batch(wanted: Mapping[int, Wanted]) -> list[int]:
-    """Sequences of the next pass: those that wait longest and want the same draft, as far as it has room.
+    """Sequences of the next pass: the one that waits longest, and others with the same draft, as far as they fit.
 
-    A draft that is kept to row classes takes one sequence at a time: prompts and trees may differ there.
+    With row classes a pass takes one sequence: prompts and trees may differ in class.
     """
     first, *others = wanted
     draft, work = wanted[first].draft, wanted[first].work

@@ -1,4 +1,4 @@
-"""Engines: what each can do, how a model is loaded with one, and which there are."""
+"""Engines: their interface, load options, and the list of built-in ones."""
 
 import platform
 import sys
@@ -14,14 +14,14 @@ from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Vocab
 from edgespec.machine.this_machine import Machine, this_machine
 
-# name -> module with an `engine`, as modules of the entry-point group edgespec.backends have one.
+# name -> module with an `engine`, as in the entry-point group edgespec.backends
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp.engine",
     "mlx": "edgespec.backends.mlx.backend",
     "reference": "edgespec.backends.reference.backend",
     "torch": "edgespec.backends.torch.backend",
 }
-# Fields of `LoadOptions` that an engine may lack, in the order in which messages name them.
+# Optional fields of `LoadOptions`, in the order in which messages name them.
 ENGINE_OPTIONS = ("threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders")
 
 Computing = Mapping[str, str | int | None]  # see `Backend.computing`
@@ -30,20 +30,20 @@ Progress = Callable[[int, int], None]  # of (bytes read, bytes in all)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of a model that is loaded. None = not said: the engine chooses. An engine ignores what it lacks.
+    """Options of a model that is loaded. None = not given: the engine chooses.
 
     Attributes:
         context_length: most tokens of one sequence; 0 = what the model was trained for.
         budget: most draft tokens of one pass.
-        sessions: how many sessions may be open at once.
+        sessions: most sessions open at once.
         wide: passes will mostly have 16 nodes and more.
-        exact: which row class is wanted, as for `edgespec.load`.
+        exact: wanted row class, as for `edgespec.load`.
         backend: the engine's name.
         threads: compute threads.
         gpu_layers: layers on the GPU; the output counts as one, -1 = all.
         gpu_memory: bytes of GPU memory that this program may take, or "10G".
         memory: bytes of this machine's memory that the program and `draft_files` may take, or "12G".
-        kv_type: the type of keys and values in the cache, or of each, as in "f16/q8_0".
+        kv_type: type of keys and values in the cache, or of each, as in "f16/q8_0".
         device: where to compute.
         dtype: of the weights.
         lenders: addresses HOST:PORT of `edgespec lend`.
@@ -73,7 +73,7 @@ class LoadOptions:
     share: float | None = None
 
     def for_draft(self) -> Self:
-        """The options of a draft, which stays in memory. `gpu_layers` is for the target, but for 0: no GPU at all."""
+        """Options of a draft. It stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
@@ -104,29 +104,29 @@ class LoadPlan:
 
 @runtime_checkable
 class TellsPlan(Protocol):
-    """A backend with a `weights.plan.Plan` of what stays in memory; None: all of its weights do."""
+    """A backend with a `weights.plan.Plan` of what stays in memory; None: all weights do."""
 
     plan: Any
 
 
 @runtime_checkable
 class ReadsExperts(Protocol):
-    """A backend that can read experts of a mixture as they are chosen; None: it does not."""
+    """A backend that can read the chosen experts of a mixture only; None: it does not."""
 
     mixture: Any
 
 
 class Engine(Protocol):
-    """Loads models. Subclass it: few engines need all of it.
+    """Loads models.
 
     Attributes:
-        supported: the fields of `LoadOptions` that it takes into account, of `ENGINE_OPTIONS` and "draft_files".
+        supported: fields of `LoadOptions` that it uses, of `ENGINE_OPTIONS` and "draft_files".
     """
 
     supported: frozenset[str] = frozenset()
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        """A plan for a machine. Nothing large is read.
+        """Plan for a machine; nothing large is read.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -135,17 +135,21 @@ class Engine(Protocol):
         return LoadPlan(path=path, options=options)
 
     def load(self, plan: Any, way: Computing | None = None, progress: Progress | None = None) -> Backend:
-        """Load what `plan` of this engine has returned; errors as there.
+        """Load what `plan` returned; errors as there.
 
         Args:
-            plan: not too old: other programs take memory, too.
+            plan: recent, since other programs take memory, too.
             way: one of `plan.ways`; None: the last.
             progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
         """
         ...
 
     def load_vocab(self, path: str) -> Vocab:
-        """Only the tokenizer. Raises ModelError."""
+        """Load only the tokenizer.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
         ...
 
     def probe_model(self, path: str, computing: Computing) -> AbstractContextManager[Backend, bool | None] | None:
@@ -161,11 +165,15 @@ class Engine(Protocol):
         return None
 
     def left_of_gpu(self, draft: Backend, memory: int | str) -> int | str:
-        """Bytes of GPU `memory` that a draft of this engine leaves. Raises UsageError: none."""
+        """Bytes of GPU `memory` that a draft of this engine leaves.
+
+        Raises:
+            UsageError: none.
+        """
         return memory
 
     def open(self, path: str, **options: Any) -> Any:
-        """Plan and load at once, without a row class unless `exact` is said; `options` of `LoadOptions`."""
+        """Plan and load at once; `options` of `LoadOptions`, with `exact` "off" by default."""
         return self.load(self.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()))
 
 
@@ -185,13 +193,13 @@ def find_engine(name: str) -> Engine:
 
 
 def load_backend(name: str, path: str, **options: Any) -> Backend:
-    """`Engine.open` of the engine of this name; errors as there and for `find_engine`."""
+    """Load a model; errors as for `Engine.open` and `find_engine`."""
     backend: Backend = find_engine(name).open(path, **options)
     return backend
 
 
 def load_vocab(name: str, path: str) -> Vocab:
-    """Only the tokenizer of the model at `path`; errors as for `Engine.load_vocab` and `find_engine`."""
+    """Load only the tokenizer; errors as for `Engine.load_vocab` and `find_engine`."""
     return find_engine(name).load_vocab(path)
 
 
@@ -199,7 +207,7 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
     """Refuse an option that was given and that none of these engines supports.
 
     Raises:
-        UsageError: names the option and the engines, with what they have.
+        UsageError: names the option and the engines' own options.
     """
     supported = frozenset[str]().union(*(find_engine(name).supported for name in names))
     for option in ENGINE_OPTIONS:
@@ -219,7 +227,7 @@ def choose_backend(folder: bool) -> str:
 
 
 def installed_backends(folder: bool) -> list[str]:
-    """The built-in engines for model files or folders that can be used on this machine, the one to prefer first.
+    """Built-in engines for model files or folders that are installed here, the preferred one first.
 
     Raises:
         MissingPackage: no engine for folders is installed.

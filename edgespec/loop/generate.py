@@ -1,17 +1,13 @@
 """The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
-Everything that decides the tokens is in `verify.walk` and `sampling.sample`; planners only decide how
-many passes it takes. Plain decoding is the same loop with the planner `none`.
-
-A `Generation` is one sequence being generated. Its caller makes the passes, so that several sequences can share one:
+`verify.walk` and `sampling.sample` alone decide the tokens. The caller of a `Generation` makes the passes, so that
+several sequences can share one:
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    the nodes that the pass has room for
     with generation.while_target_runs(pass_):           if the pass is of this sequence alone
         logits = target.forward([pass_.work])[0]
     step = generation.accept(pass_, logits)             verify, commit
-
-`scheduler/` does so for many; `generate_tokens`, below, for one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,20 +48,29 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step: what one pass of the target has added to a sequence."""
+    """The result of one step: what one pass of the target has added to a sequence.
 
-    tokens: list[int]  # at least one
-    sources: list[Source]  # of each token; TARGET for the bonus
-    finished: str  # "" while the sequence goes on, else the finish reason
-    tree: DraftTree  # that was verified
-    path: list[int]  # its nodes that are committed, the root first
-    log_probs: list[LogProbs]  # of each token, where they were asked for
+    Attributes:
+        tokens: at least one.
+        sources: of each token; TARGET for the bonus.
+        finished: "" while the sequence goes on, else the finish reason.
+        tree: that was verified.
+        path: its nodes that are committed, the root first.
+        log_probs: of each token; empty unless asked for.
+    """
+
+    tokens: list[int]
+    sources: list[Source]
+    finished: str
+    tree: DraftTree
+    path: list[int]
+    log_probs: list[LogProbs]
 
 
 class Generation:
-    """One sequence being generated: `read_prompt`, then `propose`, `cut` and `accept` until it is `finished`.
+    """One sequence: `read_prompt`, then `propose`, `cut` and `accept` until it is `finished`.
 
-    Instead of `read_prompt`: `begin`, then `prompt_pass`, `accept_prompt` while prompt tokens are `unread`.
+    Instead of `read_prompt`: `begin`, then `prompt_pass` and `accept_prompt` while prompt tokens are `unread`.
     """
 
     def __init__(
@@ -84,10 +89,9 @@ class Generation:
         grammar: Constraint | None = None,
         hint_texts: HintTexts | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             target: the model whose output is wanted.
-            session: one of its sessions; what it holds of the prompt is not computed again.
+            session: one of its sessions; its prefix of the prompt is reused.
             planner: proposes draft tokens.
             prompt_ids: at least one token.
             sampling: how the target's tokens are chosen.
@@ -95,8 +99,8 @@ class Generation:
             budget: most draft nodes per pass.
             stats: updated by every step.
             stop_ids: tokens that end the sequence; default: the vocabulary's end-of-generation ids.
-            log_probs: steps tell how probable tokens were, with this many of the most probable ones; None: they do not.
-            grammar: what the output must match, at its beginning.
+            log_probs: number of most probable tokens that steps report; None: no log-probabilities.
+            grammar: at its beginning; the output must match it.
             hint_texts: texts to copy from, which this sequence joins.
 
         Raises:
@@ -106,12 +110,12 @@ class Generation:
         limits = target.capabilities
         self.session = session
         self.stats = stats
-        self.finished = ""  # the finish reason
+        self.finished = ""
         self.token_ids = list(prompt_ids)  # all committed tokens; the last is the next tree's root
         self.foreseen = list[int]()  # tokens that may follow, far beyond the next tree
         self.target = target
         self._planner = planner
-        self._comparable = True  # with plain decoding, whose passes the planner has measured
+        self._comparable = True  # with plain decoding
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
@@ -126,7 +130,7 @@ class Generation:
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def begin(self) -> None:
-        """Keep what the session holds of the prompt, and let the planner read the prompt.
+        """Keep the prefix of the prompt that the session holds, and let the planner read the prompt.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
@@ -139,21 +143,21 @@ class Generation:
 
     @property
     def unread(self) -> int:
-        """Prompt tokens that the target has yet to read; the last one is the first tree's root."""
+        """Prompt tokens to prefill, without the last one, which is the first tree's root."""
         return max(0, len(self._prompt_ids) - 1 - len(self.session.token_ids))
 
     def reads_on_at(self) -> int:
-        """Start of the next part of the prompt; other sequences' passes may have changed the session since."""
+        """Start of the next part of the prompt; passes of other sequences may have moved it."""
         self.session.rewind(start_of(self.target.capabilities, self.session, self._prompt_ids[:-1]))
         return len(self.session.token_ids)
 
     def prompt_pass(self, most: int | None = None) -> Pass:
-        """The next part of the prompt, at most `most` tokens, after `reads_on_at`."""
+        """The next part of the prompt, at most `most` tokens; call `reads_on_at` before."""
         work = prompt_work(self.target.capabilities, self.session, self._prompt_ids[:-1], most=most)
         return Pass(work, perf_counter(), self.target.wait_seconds)
 
     def accept_prompt(self, pass_: Pass) -> None:
-        """Commit a part of the prompt that the target has read."""
+        """Commit a prefilled part of the prompt."""
         self.session.commit(list(range(len(pass_.work.token_ids))))
         self.stats.prefill_seconds += perf_counter() - pass_.began
 
@@ -165,27 +169,27 @@ class Generation:
         self.stats.prefill_seconds += perf_counter() - started
 
     def propose(self, most: int | None = None, sequences: int = 1) -> DraftSteps[Proposed]:
-        """The draft passes for a tree rooted at the last committed token, and which nodes it may keep.
+        """Draft a tree rooted at the last committed token, and choose the nodes that pay and fit.
 
         Args:
             most: draft nodes; default: the budget.
             sequences: that propose at once for one pass.
         """
         started, before = perf_counter(), self._planner.stats.draft_seconds
-        # A node at depth d is worth a token only while d more tokens and a bonus still fit.
+        # A node at depth d pays only while d more tokens and a bonus fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
         leaves = limits.leaves(sequences)
         budget = min(self._budget, most_nodes(limits, self.session.unread_committed) - 1)
         budget = budget if most is None else min(budget, most)
         proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
         tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
-        if self._grammar and budget:  # it takes time for each node: so only for those that fit
+        if self._grammar and budget:  # the grammar takes time for each node: only those that fit
             tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids), room)
             nodes = fitting(Proposal(tree), budget, leaves)
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
     def cut(self, proposed: Proposed, size: int | None = None) -> Pass:
-        """The pass over the root and the best `size` nodes; default: all that were found to fit."""
+        """Make a pass over the root and the best `size` nodes; default: all that fit."""
         tree = only(proposed.tree, proposed.nodes[:size])
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         plain = len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed)
@@ -201,7 +205,7 @@ class Generation:
         )  # fmt: skip
 
     def foresee(self, seconds: float, most: int) -> bool:
-        """Draft for about `seconds` beyond what is `foreseen`, to at most `most` tokens. False: nothing was added."""
+        """Extend `foreseen` by drafting for about `seconds`, to at most `most` tokens; False: nothing was added."""
         known, room = self.foreseen, self._limit - len(self.token_ids)
         ended = bool(known) and known[-1] in self._stop_ids
         if ended or len(known) >= min(most, room):
@@ -213,15 +217,15 @@ class Generation:
         return bool(new)
 
     def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
-        """Within it the target makes this pass, and nothing else: the planner's draft may go on meanwhile."""
+        """Context of the target's pass when it evaluates nothing else: the planner's draft may run meanwhile."""
         return self._planner.while_target_runs(len(pass_.work.token_ids))
 
     def give_up(self) -> None:
-        """Drop the last proposal: it is not verified."""
+        """Drop the last proposal without verifying it."""
         self._planner.observe([], 0.0)
 
     def accept(self, pass_: Pass, logits: Logits, *, alone: bool = True) -> Step:
-        """Verify the tree with the target's own samples, and commit what they accept.
+        """Verify the tree with the target's own samples, and commit the accepted tokens.
 
         Args:
             pass_: of `cut`.
@@ -259,28 +263,26 @@ class Generation:
         return Step(output, sources, self.finished, tree, path, told)
 
     def _count_plain(self, passes: float, known: bool, began: float) -> None:
-        """Plain decoding would have spent `passes` seconds in passes for this step's tokens, and sampled them, too."""
         if not known:
             self._comparable = False  # one step that cannot be compared leaves no figure for the sequence
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
     def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
-        """The target's own token after a node of the tree, `accepted` being the path to it."""
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
         row = logits.row(node)
         allowed = self._grammar.masked(row) if self._grammar else row
         token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
         if self._grammar:
-            self._grammar.accept(token)  # where the walk continues, it does so with this token
+            self._grammar.accept(token)  # the walk continues with this token, if at all
         if self._log_probs is not None:
             self._told.append(told(row, token, self._log_probs))
         return token
 
 
 def told(row: Float32Array, token: int, count: int) -> LogProbs:
-    """Log-probabilities, by a row of logits [V], of a token and of the `count` most probable ones."""
+    """Log-probabilities of a token and of the `count` most probable ones, from logits [V]."""
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()
     return LogProbs(float(row[token]) - total, [(int(i), float(row[i]) - total) for i in ids])
@@ -313,7 +315,7 @@ def generate_tokens(
 
 
 def until_stop(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
-    """The output up to a stop token or the end of the room, and the finish reason ("" if there is none)."""
+    """Output up to a stop token or the end of the room, and the finish reason; "" if there is none."""
     for i, token in enumerate(output[:room]):
         if token in stop_ids:
             return output[: i + 1], "stop"

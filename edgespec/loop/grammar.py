@@ -1,8 +1,7 @@
 """Constrained decoding by a JSON schema, a regular expression, or a Lark grammar, with the package llguidance.
 
-Tokens that the grammar forbids get no probability; the others are sampled as without a grammar. The mask depends on
-the earlier tokens alone, so drafts change nothing. The grammar also drafts: a forced continuation joins the tree, and
-draft tokens that it forbids leave it.
+The mask depends on earlier tokens alone, so drafts change nothing. A forced continuation joins the tree, and forbidden
+draft tokens leave it.
 """
 
 import json
@@ -20,11 +19,11 @@ from edgespec.loop.backend import Vocab
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.tree import DraftTree, Source, make_tree
 
-MOST_BYTES = 64 * 2**10  # of a grammar
+MOST_BYTES = 64 * 2**10
 SPECIAL = b"\xff"  # begins the names of control tokens
-SEEN = 3  # tokens before forced text that are encoded with it, since tokens do not end where it begins
-SURE = log(0.98)  # a token within forced text
-LAST = log(0.5)  # the last one: what follows may belong to the same token
+SEEN = 3  # tokens encoded again with forced text, since no token boundary need lie where it begins
+SURE = log(0.98)  # log-probability of a token within forced text
+LAST = log(0.5)  # of the last one: what follows may belong to the same token
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Grammar:
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-    """JSON by a schema, an object or a string. Free white space is forbidden: models loop in it.
+    """JSON by a schema. Free white space is forbidden: models loop in it.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -82,11 +81,10 @@ class Tokenizer:
 
 
 class Compiler:
-    """Makes grammars ready for one vocabulary."""
+    """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocab: Vocab) -> None:
-        """
-        Args:
+        """Args:
             vocab: the target's.
 
         Raises:
@@ -103,10 +101,10 @@ class Compiler:
         self.compiled = lru_cache(32)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> "Compiled":
-        """Compile a grammar. From any thread.
+        """Compile a grammar, from any thread.
 
         Raises:
-            UsageError: it is wrong, too long, or asks for what llguidance cannot do.
+            UsageError: it is wrong, too long, or needs what llguidance lacks.
         """
         if len(grammar.text.encode("utf-8", "replace")) > MOST_BYTES:
             raise UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
@@ -150,10 +148,10 @@ class Constraint:
         self._vocab = vocab
 
     def masked(self, logits: Float32Array) -> Float32Array:
-        """Logits [V] in which tokens that may not come next are minus infinity.
+        """Logits [V] with minus infinity for forbidden tokens.
 
         Raises:
-            ModelError: the grammar has become too large on the way.
+            ModelError: the grammar has become too large.
         """
         allowed = _bits(self._matcher.compute_bitmask(), len(logits))
         if error := self._matcher.get_error():  # the mask would then allow only the end
@@ -166,7 +164,7 @@ class Constraint:
             self._matcher.consume_token(token)
 
     def prune_and_force(self, tree: DraftTree, token_ids: Sequence[int]) -> DraftTree:
-        """The tree without forbidden tokens, and with forced ones.
+        """Return the tree without forbidden tokens, and with forced ones.
 
         Args:
             tree: rooted at the last committed token.
@@ -176,7 +174,7 @@ class Constraint:
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
         tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
-        # (node of the old tree or None, its number in the new one, the matcher behind it, the tokens before it)
+        # (old node or None, its new number, the matcher after it, the tokens before it)
         stack: list[tuple[int, int, Any, list[int]]] = [(0, 0, self._matcher.deep_copy(), list(token_ids[-SEEN:]))]
 
         def add(token: int, parent: int, value: float, source: int) -> int:
@@ -207,7 +205,7 @@ class Constraint:
         return make_tree(tokens, parents, values, sources)
 
     def _forced(self, matcher: Any, before: Sequence[int]) -> list[int]:
-        """Forced text as this model's tokenizer encodes it. The target may still choose other tokens for it."""
+        """Forced text as the tokenizer encodes it; the target may choose other tokens for it."""
         if matcher.is_stopped() or not (forced := matcher.compute_ff_bytes()):
             return []
         head = b"".join(map(self._vocab.token_bytes, before))

@@ -1,4 +1,4 @@
-"""N-gram indices: of a sequence that grows, and of hint texts, from which its draft tokens may be copied."""
+"""N-gram indices: of a growing sequence, and of hint texts, from which its draft tokens may be copied."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -6,24 +6,24 @@ from typing import TypeAlias
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.tree import Source
 
-END = -1  # in continuations: the document ends here
-LONGEST_INPUT = 6  # longest match looked for, in tokens
+END = -1  # ends the document in continuations
+LONGEST_INPUT = 6  # tokens of the longest match
 
 
 class NgramIndex:
-    """Occurrences of each run of 0 to `longest` tokens in a growing list. The run of 0 tokens is everywhere."""
+    """Occurrences of each run of 0 to `longest` tokens in a growing list; the run of 0 tokens is everywhere."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self.text: list[int] = [END]  # the tokens, then one END
-        self._after: dict[tuple[int, ...], list[int]] = {}  # run -> where the tokens that followed it are
-        self._changing = False  # or an exception, such as KeyboardInterrupt, has ended a change
+        self._after: dict[tuple[int, ...], list[int]] = {}  # run -> positions of the tokens after it
+        self._changing = False  # also after an exception such as KeyboardInterrupt, which leaves the index broken
 
     def __len__(self) -> int:
         return len(self.text) - 1
 
     def become(self, tokens: Sequence[int]) -> None:
-        """Index these tokens instead, keeping what both begin with."""
+        """Index these tokens instead; the common prefix stays."""
         if self._changing:
             self.text, self._after = [END], {}
         shared = common_prefix(self.text[:-1], tokens)
@@ -58,13 +58,13 @@ class NgramIndex:
         """Earlier occurrences of the last tokens, longest run first.
 
         Returns:
-            (length of the run, where the tokens that followed it are: at most the last `count`), without the
-            lengths that have the same occurrences as a longer one.
+            (run length, at most the last `count` positions of the tokens after it), without the lengths with the same
+            occurrences as a longer one.
         """
         return self.matches_of(self.text[max(0, len(self) - self.longest) : -1], count)
 
     def matches_of(self, end: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-        """As `matches`, for the end of another text."""
+        """Matches of another sequence's last tokens, as `matches`."""
         found = list[tuple[int, list[int]]]()
         known = 0
         for length in range(min(self.longest, len(end)), -1, -1):
@@ -75,28 +75,26 @@ class NgramIndex:
         return found
 
 
-Hint: TypeAlias = tuple[Source, NgramIndex]  # the index of a text, and the source that its copies have
+Hint: TypeAlias = tuple[Source, NgramIndex]  # index, and source of the tokens copied from it
 
 
 class HintTexts:
-    """Texts shared by the sequences of one request: a predicted answer, and what each sequence has generated.
+    """Texts shared by one request's sequences: a predicted answer, and the output of each sequence.
 
-    Each begins with the last tokens of the prompt, so that the first tokens of an answer match it.
+    Each begins with the prompt's last tokens, so that an answer's first tokens match it.
     """
 
     def __init__(self, prompt_ids: Sequence[int], prediction: Sequence[int] = ()) -> None:
-        """
-        Args:
-            prompt_ids: the prompt of all the sequences.
-            prediction: tokens of a predicted answer; empty: there is none.
+        """Args:
+        prompt_ids: the prompt of all the sequences.
+        prediction: tokens of a predicted answer; empty: there is none.
         """
         self._head = list(prompt_ids[-LONGEST_INPUT:])
         self._predicted = [(Source.PREDICTION, self._index(prediction))] if prediction else []
         self._generated = list[NgramIndex]()
-        self.prediction = len(prediction)  # tokens
+        self.prediction = len(prediction)
 
     def __eq__(self, other: object) -> bool:
-        """True if prompt and prediction are equal."""
         return isinstance(other, HintTexts) and self._given == other._given
 
     @property
@@ -109,12 +107,12 @@ class HintTexts:
         return index
 
     def join(self) -> int:
-        """Add a sequence; its number."""
+        """Add a sequence and return its number."""
         self._generated.append(self._index(()))
         return len(self._generated) - 1
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """A sequence has grown."""
+        """Append new tokens of a sequence."""
         self._generated[number].extend(tokens)
 
     def hints(self, number: int) -> list[Hint]:

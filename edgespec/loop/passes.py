@@ -1,4 +1,4 @@
-"""Putting a pass together: which part of a prompt, which nodes of a tree, and what a session need not read again."""
+"""Assembles passes: the part of a prompt, the nodes of a tree, and the prefix that a session can reuse."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,18 @@ from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """One sequence's proposal before it is cut: other sequences may want rows of the same pass."""
+    """One sequence's proposal before it is cut: other sequences may want rows of the same pass.
+
+    Attributes:
+        nodes: [m] that it may keep, best first, the root left out.
+        started: `perf_counter()` when proposing began.
+        draft_seconds: of its draft passes.
+    """
 
     tree: DraftTree
-    nodes: NDArray[np.intp]  # [m] that it may keep, best first, the root left out
-    started: float  # `perf_counter()` when proposing began
-    draft_seconds: float  # of its draft passes
+    nodes: NDArray[np.intp]
+    started: float
+    draft_seconds: float
 
     @property
     def log_probs(self) -> FloatArray:
@@ -29,15 +35,24 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One sequence's part of a forward, from when it is put together until its logits are accepted."""
+    """One sequence's part of a forward, from when it is put together until its logits are accepted.
+
+    Attributes:
+        began: `perf_counter()` when it was put together.
+        waited: the target's `wait_seconds` then.
+        tree: to be verified; None: a part of the prompt.
+        started: as in `Proposed`.
+        draft_seconds: as in `Proposed`.
+        plain: plain decoding would make the same pass.
+    """
 
     work: Work
-    began: float  # `perf_counter()` when it was put together
-    waited: float  # the target's `wait_seconds` then
-    tree: DraftTree | None = None  # to be verified; None: a part of the prompt
-    started: float = 0.0  # as in `Proposed`
-    draft_seconds: float = 0.0  # as in `Proposed`
-    plain: bool = False  # plain decoding would make the same pass
+    began: float
+    waited: float
+    tree: DraftTree | None = None
+    started: float = 0.0
+    draft_seconds: float = 0.0
+    plain: bool = False
 
 
 def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:
@@ -101,7 +116,7 @@ def prefill(
 class PromptRetries:
     """Decides after ContextFull whether a prompt is read again from its beginning, in an emptied session.
 
-    That helps where the cache was put in order while the prompt was read: its cells may not be continued then.
+    That helps if the cache was reordered during the prefill, so that its cells cannot be continued.
     """
 
     left: int = 1

@@ -25,34 +25,55 @@ from edgespec.loop.tree import DraftTree, Proposal
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """State of one sequence at one step, for planners."""
+    """State of one sequence at one step, for planners.
 
-    token_ids: Sequence[int]  # all committed tokens; the last is the tree's root, at position len - 1
-    prompt_length: int  # how many of them are prompt
+    Attributes:
+        token_ids: all committed tokens; the last is the tree's root, at position len - 1.
+        prompt_length: how many of them are prompt.
+        noise: the Gumbel noise that the target's samples will use.
+        max_depth: deeper nodes cannot be used: the output would be too long.
+        max_leaves: leaves that the pass has room for.
+        pass_times: the target's: stop where more nodes do not pay; None: use the whole budget.
+        least: a draft token less probable than this does not pay.
+        sequences: that have trees at once, and share the leaves that a backend holds.
+        hints: texts from which draft tokens may be copied.
+        foreseen: last tokens that are not committed; 0 but for `foresee`.
+    """
+
+    token_ids: Sequence[int]
+    prompt_length: int
     sampling: SamplingParams
-    noise: Noise  # the Gumbel noise that the target's samples will use
-    max_depth: int  # deeper nodes cannot be used: the output would be too long
-    max_leaves: int  # leaves that the pass has room for
-    pass_times: Curve | None = None  # the target's: stop where more nodes do not pay; None: use the whole budget
-    least: float = 0.0  # a draft token less probable than this does not pay
+    noise: Noise
+    max_depth: int
+    max_leaves: int
+    pass_times: Curve | None = None
+    least: float = 0.0
     head: int | None = (
         None  # committed tokens that each path of the pass begins with (recurrent layers); None: no paths
     )
-    sequences: int = 1  # that have trees at once, and share the leaves that a backend holds
-    hints: Sequence[Hint] = ()  # texts from which draft tokens may be copied
-    foreseen: int = 0  # last tokens that are not committed; 0 but for `foresee`
+    sequences: int = 1
+    hints: Sequence[Hint] = ()
+    foreseen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerStats:
-    """Counts since `begin`, and a measurement."""
+    """Counts since `begin`, and a measurement.
+
+    Attributes:
+        draft_seconds: of draft passes that the target waited for.
+        hidden_seconds: of draft passes made while the target ran.
+        went_on: steps whose search was used again by the next step.
+        mean_batch: sequences that shared a draft pass; earlier passes fade.
+        plain_seconds: of the target's pass over one node, if measured.
+    """
 
     draft_passes: int = 0
-    draft_seconds: float = 0.0  # of draft passes that the target waited for
-    hidden_seconds: float = 0.0  # of draft passes made while the target ran
-    went_on: int = 0  # steps whose search was used again by the next step
-    mean_batch: float = 1.0  # sequences that shared a draft pass; earlier passes fade
-    plain_seconds: float = 0.0  # of the target's pass over one node, if measured
+    draft_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    went_on: int = 0
+    mean_batch: float = 1.0
+    plain_seconds: float = 0.0
 
 
 class Planner(ABC):

@@ -1,4 +1,4 @@
-"""May two models guess for each other?"""
+"""Check that a draft has the vocabulary of its target."""
 
 from edgespec.errors import VocabMismatch
 from edgespec.loop.backend import Vocab
@@ -7,7 +7,7 @@ MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ
 
 
 def check_same_vocab(target: Vocab, draft: Vocab) -> None:
-    """Refuse a draft that speaks another language than the target.
+    """Refuse a draft with another vocabulary than the target.
 
     Families pad their vocabularies to different sizes (Qwen2.5: 151,936 to 152,064), so unused tokens
     at the end may be missing on one side.

@@ -167,7 +167,7 @@ def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
 def top_of_rows(
     rows: Iterable[Float32Array], k: int, temperature: float, noise: Iterable[Float32Array | None]
 ) -> tuple[list[IdArray], list[Scores]]:
-    """What `edgespec.loop.backend.Logits.top` promises, for rows [V] in the host's memory."""
+    """Implements `edgespec.loop.backend.Logits.top` for rows [V] in the host's memory."""
     ids, values = list[IdArray](), list[Scores]()
     for row, extra in zip(rows, noise, strict=True):
         scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
@@ -204,7 +204,7 @@ def _nucleus(logits: Float32Array, top_p: float) -> IdArray:
 
 
 def _nucleus_size(probs: NDArray[np.floating], top_p: float) -> int:
-    """How many of the descending `probs` it takes to reach `top_p`; at least one."""
+    """Number of the descending `probs` that reach `top_p`; at least one."""
     return int(np.searchsorted(np.cumsum(probs, dtype=np.float64), top_p)) + 1
 
 
@@ -228,5 +228,5 @@ def sample(
 
 
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
-    """What the argmax is taken of when T > 0, in float64 so that ties are the model's, not ours."""
+    """Operands of the argmax when T > 0; float64 adds no ties to the model's."""
     return logits.astype(np.float64) / params.temperature + gumbel

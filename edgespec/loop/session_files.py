@@ -1,4 +1,4 @@
-"""A session in a file: a text's tokens with their keys and values, so that a prompt need not be read again.
+"""A session in a file: tokens with their keys and values, so that a prompt need no prefill.
 
     the engine's bytes | JSON: identity, token ids, … | length and checksum of the JSON, MARK
 
@@ -31,7 +31,7 @@ SAMPLE = 1 << 14  # bytes
 
 
 class Loaded(Protocol):
-    """What of a `Backend` is needed here."""
+    """The part of `Backend` that is needed here."""
 
     capabilities: Capabilities
 
@@ -54,14 +54,22 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file says about itself."""
+    """Description of a session, from the end of its file.
 
-    identity: dict[str, Any]  # `Backend.identity`, when it was saved
+    Attributes:
+        identity: `Backend.identity`, when it was saved.
+        details: the engine's own.
+        note: the caller's own.
+        size: of the engine's bytes.
+        checksum: CRC-32 of them.
+    """
+
+    identity: dict[str, Any]
     token_ids: list[int]
-    details: dict[str, Any]  # the engine's own
-    note: Any  # the caller's own
-    size: int  # of the engine's bytes
-    checksum: int  # CRC-32 of them
+    details: dict[str, Any]
+    note: Any
+    size: int
+    checksum: int
     version: int = VERSION
 
 
@@ -109,7 +117,7 @@ def write(
 
 
 def look(path: str | Path) -> Saved:
-    """What a file says about itself; the engine's bytes are not read.
+    """Read a file's description; the engine's bytes are not read.
 
     Raises:
         SessionFileError: it cannot be read, or is no session's file, or not a whole one.
@@ -135,7 +143,7 @@ def look(path: str | Path) -> Saved:
 
 
 def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
-    """Whether a file's text begins so, and its note is this one."""
+    """True if a file's tokens begin with `token_ids`, and its note equals `note`."""
     try:
         saved = look(path)
     except SessionFileError:
@@ -144,7 +152,7 @@ def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
 
 
 def read(path: str | Path, backend: Loaded) -> Saved:
-    """The same of a file whose session this backend can go on with: the engine's bytes are whole.
+    """Read the description of a session that this backend can load, and check the engine's bytes.
 
     Raises:
         SessionFileError: as `look`, or it is another model's, or of one that was loaded otherwise.
@@ -167,19 +175,19 @@ def read(path: str | Path, backend: Loaded) -> Saved:
 
 
 def beside(path: str | Path) -> Path:
-    """Where the draft's session is saved, of the text whose session is in this file."""
+    """File of the draft's session, next to the target's."""
     return Path(f"{path}.draft")
 
 
 def load_beside(path: str | Path, draft: Session | None) -> None:
-    """Have the draft start from what was saved with a session, if it was, and by this draft; else it reads again."""
+    """Load the draft's session saved with the target's; without a usable one the draft prefills again."""
     if draft and beside(path).exists():
         with suppress(SessionFileError, ContextFull):
             draft.load(beside(path))
 
 
 def difference(saved: Saved, backend: Loaded) -> str:
-    """Why a session cannot be used with a model, in words; "" if it can."""
+    """Reason why a session cannot be used with a model; "" if it can."""
     here = backend.identity
     for name in (*here, *saved.identity):
         was, is_ = saved.identity.get(name), here.get(name)

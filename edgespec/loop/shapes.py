@@ -1,4 +1,4 @@
-"""Shapes of passes that agree to the bit: what they are, and how passes are kept in them. `exact.py` finds them."""
+"""Row classes: batch sizes whose rows are bit-identical."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,19 +23,27 @@ class RowClass:
     step: int = 1  # and others to a multiple of it: some kernels take so many rows together, and the rest one by one
 
     def rows(self, count: int) -> int:
-        """Of a pass that needs so many: with padding."""
+        """Rows, with padding, of a pass that needs `count`."""
         return max(self.least, -(-count // self.step) * self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """How passes are kept in shapes that agree to the bit: `exact.py` finds them."""
+    """Row classes to which an engine keeps its passes.
 
-    name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
-    trees: RowClass  # of passes over trees
-    prompts: RowClass  # of passes over prompts; if another class, a prompt's part that was written is read again
-    short: RowClass | None = None  # of prompts that have fewer tokens than `prompts` has rows; cells do for such only
-    blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
+    Attributes:
+        name: narrow: few rows; wide: many; any: the engine makes no difference worth a name.
+        trees: of passes over trees.
+        prompts: of passes over prompts; if another class, a prompt's part that was written is read again.
+        short: of prompts that have fewer tokens than `prompts` has rows; cells do for such only.
+        blocks: rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass.
+    """
+
+    name: str
+    trees: RowClass
+    prompts: RowClass
+    short: RowClass | None = None
+    blocks: bool = False
 
 
 @dataclass(slots=True)
@@ -48,7 +56,7 @@ class PromptRead:
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave."""
+        """Restore the state of `as_dict`."""
         return cls(details.get("read", 0), details.get("short", False))
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,23 +64,23 @@ class PromptRead:
         return {"read": self.tokens, "short": self.short}
 
     def add(self, prompt: bool, short: bool, length: int) -> None:
-        """Nodes of a `Work` that says so were evaluated behind so many committed tokens."""
+        """Record that a work's nodes were evaluated after `length` committed tokens."""
         if length == 0:
             self.short = short
         self.reading = prompt and short == self.short
 
     def commit(self, length: int, count: int) -> None:
-        """So many of the nodes have become text behind `length` tokens."""
+        """Record that `count` nodes were committed after `length` tokens."""
         if self.reading and self.tokens == length:
             self.tokens += count
         self.reading = False
 
     def rewind(self, length: int) -> None:
-        """Only so many of the session's tokens stay."""
+        """Keep at most the first `length` tokens."""
         self.tokens, self.reading = min(self.tokens, length), False
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
-        """See `Session.kept`: what was written, or read in another class, was computed in another shape."""
+        """See `Session.reusable_prefix`: tokens decoded, or prefilled in another class, differ in their bits."""
         if exact is None or exact.prompts == exact.trees:
             return length
         length = min(self.tokens, length) if short == self.short else 0

@@ -9,28 +9,46 @@ from edgespec.loop.tree import Source
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and seconds of one generation."""
+    """Counts and seconds of one generation.
+
+    Attributes:
+        backend: the target's engine.
+        exact: the class of shapes its passes have, which agree to the bit; "": none.
+        cached_tokens: prompt tokens that were still in the cache.
+        tokens: output, an end-of-text token included.
+        passes: of the target, prefill not counted.
+        drafted: draft nodes verified, roots not counted.
+        finish_reason: "stop": end of text or a stop string; "length": max_tokens or context; "interrupted".
+        prefill_seconds: both models.
+        draft_seconds: draft model's passes.
+        hidden_seconds: of draft passes made while the target worked, so part of none of the others.
+        draft_went_on: steps whose search was used again by the next step.
+        target_seconds: target's passes.
+        wait_seconds: the part of them spent waiting for weights from a disk.
+        plan_seconds: planning, sampling and bookkeeping: the rest of a step.
+        plain_seconds: plain decoding of these tokens, by what its passes were seen to take; 0: not seen.
+    """
 
     planner: str = "none"
-    backend: str = ""  # the target's engine
-    exact: str = ""  # the class of shapes its passes have, which agree to the bit; "": none
+    backend: str = ""
+    exact: str = ""
     seed: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that were still in the cache
-    tokens: int = 0  # output, an end-of-text token included
-    passes: int = 0  # of the target, prefill not counted
-    drafted: int = 0  # draft nodes verified, roots not counted
+    cached_tokens: int = 0
+    tokens: int = 0
+    passes: int = 0
+    drafted: int = 0
     tokens_by_source: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in Source})
-    finish_reason: str = ""  # "stop": end of text or a stop string; "length": max_tokens or context; "interrupted"
-    prefill_seconds: float = 0.0  # both models
-    draft_seconds: float = 0.0  # draft model's passes
+    finish_reason: str = ""
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
     draft_passes: int = 0
-    hidden_seconds: float = 0.0  # of draft passes made while the target worked, so part of none of the others
-    draft_went_on: int = 0  # steps whose search was used again by the next step
-    target_seconds: float = 0.0  # target's passes
-    wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
-    plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a step
-    plain_seconds: float = 0.0  # plain decoding of these tokens, by what its passes were seen to take; 0: not seen
+    hidden_seconds: float = 0.0
+    draft_went_on: int = 0
+    target_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float:

@@ -43,7 +43,7 @@ class TextStream:
         return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """What was still held back when the tokens ended."""
+        """End of the text, held back until now."""
         text = self._release(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return text
@@ -72,7 +72,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 def user_messages(text: str, system: str | None = None) -> list[Message]:
-    """A conversation that is one question."""
+    """Messages of a single question."""
     question: Message = {"role": "user", "content": text}
     return [{"role": "system", "content": system}, question] if system else [question]
 

@@ -29,13 +29,20 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """A tree of n nodes. All arrays have shape [n]."""
+    """A tree of n nodes. All arrays have shape [n].
+
+    Attributes:
+        parents: parents[0] == -1, else 0 <= parents[i] < i.
+        log_probs: natural log of the estimated probability that the whole path to the node is accepted.
+        depth: root 0, its children 1, ….
+        source: a Source each.
+    """
 
     token_ids: IntArray
-    parents: IntArray  # parents[0] == -1, else 0 <= parents[i] < i
-    log_probs: FloatArray  # natural log of the estimated probability that the whole path to the node is accepted
-    depth: IntArray  # root 0, its children 1, …
-    source: IntArray  # a Source each
+    parents: IntArray
+    log_probs: FloatArray
+    depth: IntArray
+    source: IntArray
 
     def __len__(self) -> int:
         return len(self.token_ids)

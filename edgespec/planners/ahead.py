@@ -1,8 +1,7 @@
 """The draft's search goes on while the target runs, in a thread of its own, and across steps.
 
-Verification ends at an *exit*: the accepted nodes, then the bonus. Where that token was drafted and read, too, the next
-step's search is what lies below it. Only the origin moves: log-probabilities and depths are
-counted from the new root, and the order of the nodes stays.
+Verification ends at the accepted nodes and the bonus. If the draft has read the bonus, too, the search below it is the
+next step's.
 """
 
 import os
@@ -32,13 +31,13 @@ from edgespec.planners.drafting import ChildScores
 from edgespec.planners.search import COMMITTED, NOT_READ, Search
 from edgespec.planners.specexec import SpecExecPlanner
 
-KNOWN = 512  # nodes that are known beyond those that are sent: exits lie there
+KNOWN = 512  # most nodes known beyond those sent
 UNLIKELY = 0.001  # nodes less probable are not read ahead
 QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft's
 
 
 class Worker:
-    """Run one task at a time. The caller waits for its end before it touches what the task works on."""
+    """Run one task at a time. Join before touching what the task works on."""
 
     def __init__(self, interrupt: Callable[[], None], *, nice: bool = True) -> None:
         """
@@ -46,9 +45,9 @@ class Worker:
             interrupt: ends a pass early, or the next if none is under way: `Backend.interrupt` of the draft.
             nice: on Linux the thread, and those that it starts, give way to others.
         """
-        self.stopped = Event()  # the task is to end after what it is just doing
-        self.lock = Lock()  # held while the task changes what others look at
-        self.late = False  # a pass was ended that had ended by itself: perhaps the next will be, then
+        self.stopped = Event()
+        self.lock = Lock()
+        self.late = False  # an interrupt may have come too late, and would end the next pass
         self._interrupt, self._nice = interrupt, nice
         self._passing = False
         self._executor: ThreadPoolExecutor | None = None
@@ -56,12 +55,11 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """True if a task was given and not waited for."""
         return self._task is not None
 
     @contextmanager
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
-        """Run the task within; at the end it is told to stop, and not waited for."""
+        """Run the task within; at the end it is asked to stop, but not joined."""
         if self._executor is None:
             give_way = _give_way if self._nice else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
@@ -77,7 +75,6 @@ class Worker:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Within it the draft makes a pass."""
         with self.lock:
             self._passing = True
         try:
@@ -90,10 +87,10 @@ class Worker:
         """Wait until the task is done; raises what it raised.
 
         Args:
-            lost: nobody wants what it finds: a pass under way ends early.
+            lost: its result is not needed: end a current pass early.
 
         Returns:
-            Whether a pass ended early, and with it all that the draft's session held besides its text.
+            True if a pass ended early: the draft's session has no nodes then.
         """
         self.late = False
         if self._task is None:
@@ -114,7 +111,6 @@ class Worker:
         return False
 
     def close(self) -> None:
-        """Wait for the task, and end the thread."""
         try:
             self.join(lost=True)
         finally:
@@ -129,11 +125,9 @@ def _give_way() -> None:
 
 
 class AheadSearch(Search):
-    """A search that one thread reads on while another looks at it."""
-
     def __init__(self, root_token: int, budget: int) -> None:
         super().__init__(root_token, budget)
-        self.lock = Lock()  # held while nodes are added
+        self.lock = Lock()
         self.known = KNOWN  # nodes; farther ones are dropped, unless the budget has room for them
 
     @property
@@ -145,10 +139,7 @@ class AheadSearch(Search):
             super().add_children(batch, places, ids, values)
 
     def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
-        """The unread nodes above a depth, nearest first, that are right with a probability of at least `least`.
-
-        In the tree or not, each is worth its probability: if the target writes it, the next search begins below it.
-        """
+        """Unread nodes above a depth, nearest first, whose probability is at least `least`."""
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
@@ -169,7 +160,7 @@ class AheadSearch(Search):
         return unread
 
     def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
-        """Return what lies below a node that was read, as a search of its own: the node is committed now.
+        """Return the search below a node that was read and is committed now.
 
         Args:
             node: the new root.
@@ -200,8 +191,6 @@ class AheadSearch(Search):
 
 
 class AheadPlanner(SpecExecPlanner):
-    """SpecExec's search, which goes on while the target verifies, and below what the target wrote."""
-
     _search: AheadSearch | None
 
     def __init__(
@@ -231,8 +220,8 @@ class AheadPlanner(SpecExecPlanner):
         self._sequences, self._top_up, self._forks = sequences, top_up, forks
         self._worker = Worker(draft.interrupt, nice=nice)
         self._context: Context | None = None  # of the last proposal
-        self._went_ahead = False  # in this step
-        self._reading = list[int]()  # nodes of the pass under way
+        self._went_ahead = False
+        self._reading = list[int]()
 
     @property
     def stats(self) -> PlannerStats:
@@ -258,7 +247,6 @@ class AheadPlanner(SpecExecPlanner):
 
     @contextmanager
     def while_target_runs(self, nodes: int) -> Iterator[None]:
-        """See `Planner`: the search goes on."""
         search, context = self._search, self._context
         if search is None or context is None:
             yield
@@ -299,7 +287,6 @@ class AheadPlanner(SpecExecPlanner):
             run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
-        """True if the pass under way is of no use, since the sequence goes on elsewhere."""
         with search.lock:
             path = search.follow(tokens)
             if tokens and search.place[0] == NOT_READ:  # it is reading the sequence
@@ -309,7 +296,6 @@ class AheadPlanner(SpecExecPlanner):
             return bool(search.place[path[-1]] == NOT_READ) and path[-1] not in self._reading
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """Commit what the draft has read of the new tokens, and keep what lies below them."""
         search, self._search = self._search, None
         late = False
         if self._worker.busy:
@@ -334,7 +320,6 @@ class AheadPlanner(SpecExecPlanner):
             self._settle()
 
     def _commit_keeping(self, places: list[int]) -> list[int]:
-        """Commit these of the draft's nodes. Returns the old numbers of those below that stayed."""
         session = self._drafter.session
         if isinstance(session, KeepsNodes):
             return [*map(int, session.commit_keeping(places))]
@@ -342,19 +327,17 @@ class AheadPlanner(SpecExecPlanner):
         return []
 
     def _settle(self) -> None:
-        """See that no pass is to end early that begins from now on. The session has no nodes before and after it."""
+        """Use up an interrupt that came too late. The session has no nodes before and after."""
         token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
         with suppress(Interrupted, ContextFull):
             self._drafter.draft.forward([Work(self._drafter.session, token, above, np.zeros(0, np.int32))])
         self._drafter.commit([])
 
     def close(self) -> None:
-        """End the thread, and free the draft's session."""
         self._worker.close()
         if self._worker.late:
             self._settle()
         super().close()
 
 
-class AheadChainPlanner(ChainPlanner, AheadPlanner):
-    """`AheadPlanner` for a tree without branches."""
+class AheadChainPlanner(ChainPlanner, AheadPlanner): ...

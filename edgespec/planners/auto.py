@@ -1,8 +1,6 @@
-"""Whatever generates fastest: in every step the candidate with the most tokens per second, or plain decoding.
+"""In every step, the candidate with the most tokens per second, or plain decoding.
 
-Each candidate is a planner with an estimate. It is asked where the estimate beats the best so far, and then says which
-part of its tree pays (`cost.py`). An `AutoState` learns pass times and how well the candidates did; it is kept from one
-sequence to the next. Nothing of this decides which tokens are generated, only in how many passes.
+A candidate is asked if its estimate beats the best rate so far. `AutoState` outlives the sequence.
 """
 
 from abc import ABC, abstractmethod
@@ -33,43 +31,46 @@ RETRIED = 16  # runs after which a draft that did not pay gets a new chance: mac
 
 @dataclass(slots=True)
 class Share:
-    """Share of the things hoped for that came; earlier ones fade."""
-
     fading: float  # of what was seen, with each further thing
     came: float = 0.0
     hoped: float = 0.0
 
     def add(self, came: float, hoped: float) -> None:
-        """More things were hoped for, and came."""
         self.fade(hoped)
         self.came, self.hoped = self.came + came, self.hoped + hoped
 
     def fade(self, times: float) -> None:
-        """Count less what was seen."""
         left = self.fading**times
         self.came, self.hoped = self.came * left, self.hoped * left
 
     def value(self, belief: float) -> float:
-        """The share; `belief` is what was believed before anything was seen."""
         return (self.came + belief * BELIEF) / (self.hoped + BELIEF)
 
 
 @dataclass(slots=True)
 class AutoState:
-    """Measurements of a target, its draft and the copies at work; kept from sequence to sequence and run to run."""
+    """Measurements of a target, its draft and the copies at work; kept from sequence to sequence and run to run.
+
+    Attributes:
+        copies: copied tokens that were accepted, of those expected.
+        agreement: tokens the draft knew best, of all it was asked.
+        worth: tokens of drafted steps, of those predicted.
+        guard: of drafts that go on while the target works.
+        runs: in which it was learned.
+        written: tokens, in all of them.
+    """
 
     target: PassTimes = field(default_factory=PassTimes)
     draft: PassTimes = field(default_factory=PassTimes)
-    copies: Share = field(default_factory=lambda: Share(0.99))  # copied tokens that were accepted, of those expected
-    agreement: Share = field(default_factory=lambda: Share(0.998))  # tokens the draft knew best, of all it was asked
-    worth: Share = field(default_factory=lambda: Share(0.98))  # tokens of drafted steps, of those predicted
-    guard: Guard = field(default_factory=Guard)  # of drafts that go on while the target works
-    runs: int = 0  # in which it was learned
-    written: int = 0  # tokens, in all of them
+    copies: Share = field(default_factory=lambda: Share(0.99))
+    agreement: Share = field(default_factory=lambda: Share(0.998))
+    worth: Share = field(default_factory=lambda: Share(0.98))
+    guard: Guard = field(default_factory=Guard)
+    runs: int = 0
+    written: int = 0
 
     @property
     def streams(self) -> bool:
-        """True if every pass reads the same weights from a disk or over a bus."""
         return self.target.slope == FLAT
 
     def proportions(self, sequences: int) -> Curve:
@@ -77,7 +78,6 @@ class AutoState:
         return Curve(np.ones(1), np.ones(1), self.target.slope, self.target.experts, sequences)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         shares = {name: [share.came, share.hoped] for name, share in self._shares()}
         costs = {"target": self.target.as_list(), "draft": self.draft.as_list()}
         return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, "written": self.written, **shares}
@@ -103,19 +103,15 @@ class AutoState:
 
 
 def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> AutoState:
-    """Nothing is known but what passes read from a disk or over a bus.
-
-    Args:
-        streams: the same weights in every pass, so that nodes are cheap.
-        experts: those that the nodes choose: as for `Curve`.
+    """Args:
+    streams: passes read the same weights from a disk or over a bus, so that nodes are cheap.
+    experts: as for `Curve`.
     """
     return AutoState(PassTimes(HEAVY if experts else FLAT if streams else STEEP, experts))
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A candidate's proposal."""
-
     proposal: Proposal  # with `nodes`: the part that pays
     rate: float  # tokens per second of a step with it
     expected: float = 0.0  # accepted draft tokens
@@ -123,15 +119,12 @@ class Offer:
 
 
 class Candidate(ABC):
-    """A planner that `auto` can ask."""
-
     goes_ahead = False  # its draft may go on while the target runs
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A sequence starts: see `Planner`."""
         self.planner.begin(prompt_ids)
 
     @abstractmethod
@@ -143,13 +136,10 @@ class Candidate(ABC):
         """As for `Planner`, with the part that pays; `context.pass_times` is None before the target's first pass."""
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """A step is over, with this candidate's proposal or another: see `Planner`."""
         self.planner.observe(tokens, seconds)
 
 
 class AutoPlanner(Planner):
-    """See the module."""
-
     def __init__(self, name: str, state: AutoState, candidates: Sequence[Candidate]) -> None:
         """
         Args:
@@ -160,11 +150,11 @@ class AutoPlanner(Planner):
         self.name = name
         self._state = state
         self._candidates = candidates
-        self._offer: Offer | None = None  # of this step
-        self._asked: Candidate | None = None  # that made it; None: plain decoding
+        self._offer: Offer | None = None
+        self._asked: Candidate | None = None
         self._length = 0  # of the sequence when it was made
-        self._rows = 0  # of the pass
-        self._went_ahead = False  # the draft went on in this step
+        self._rows = 0
+        self._went_ahead = False
 
     @property
     def stats(self) -> PlannerStats:
@@ -189,7 +179,6 @@ class AutoPlanner(Planner):
             candidate.begin(prompt_ids)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        """The tree with the most tokens per second."""
         length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
         times = self._state.target.at(length)
         times = times.shared(sequences) if times else None
@@ -218,7 +207,6 @@ class AutoPlanner(Planner):
         return state.target.least_seen(context.sequences) >= (PLAIN_STREAMED if state.streams else PLAIN)
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        """As the candidate's whose tree is verified, where it gains by going on."""
         guard, offer, asked = self._state.guard, self._offer, self._asked
         self._went_ahead = False
         if offer is None or asked is None or not asked.goes_ahead:
@@ -232,7 +220,6 @@ class AutoPlanner(Planner):
             candidate.planner.saw(tree, path, logits)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """Learn what the step has cost and gained."""
         for candidate in self._candidates:
             candidate.observe(tokens, seconds)
         if self._offer is None or not tokens:
@@ -248,7 +235,6 @@ class AutoPlanner(Planner):
         self._offer.learn(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """As the first candidate that can."""
         for candidate in self._candidates:
             if found := candidate.planner.foresee(context, count, seconds):
                 return found

@@ -34,8 +34,6 @@ LEAST_TRUST = 0.05
 
 
 class Lookup(Candidate):
-    """A planner without a draft model, which is always asked."""
-
     def __init__(self, planner: Planner, state: AutoState) -> None:
         super().__init__(planner)
         self._state = state
@@ -61,8 +59,6 @@ class Lookup(Candidate):
 
 
 class Drafting(Candidate):
-    """A planner with a draft model, whose passes are counted in `AutoState.draft`."""
-
     def __init__(self, planner: Planner, state: AutoState, *, patience: int = 0, goes_ahead: bool = False) -> None:
         """
         Args:
@@ -78,7 +74,6 @@ class Drafting(Candidate):
         self._agreement_here = Share(0.98)  # as `AutoState.agreement`, of this sequence alone
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """The draft reads the prompt if it is likely to be asked."""
         self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
         if self._patience:
             self._first_asked = self._patience + length
@@ -140,7 +135,6 @@ class Drafting(Candidate):
 
     @property
     def _may_try(self) -> bool:
-        """Whether a draft of which nothing is known may be asked: its prefill takes time, too."""
         return self._state.written >= self._first_asked
 
     def _depth(self, context: Context, budget: int) -> int:
@@ -151,12 +145,10 @@ class Drafting(Candidate):
         return length - len(session.token_ids) if session else 0
 
     def _draft_times(self, length: int, sequences: float) -> Curve | None:
-        """The draft's pass times, as far as sequences that propose at once share passes; None: none was made yet."""
         times = self._state.draft.at(length)
         return times.shared(min(self.planner.stats.mean_batch, sequences)) if times else None
 
     def _predict(self, times: Curve, length: int, unread: int, depth: int, head: int | None = None) -> float:
-        """Tokens per second that asking the draft may bring, in favour of the doubt."""
         draft_times = self._draft_times(length, times.sequences)
         if draft_times is None:
             return inf if self._may_try else 0.0

@@ -8,8 +8,6 @@ from edgespec.planners.specexec import SpecExecPlanner
 
 
 class ChainPlanner(SpecExecPlanner):
-    """A tree without branches."""
-
     name = "chain"
     children = 1
     enough = 0.0

@@ -24,8 +24,6 @@ from edgespec.planners.sssd import SssdPlanner
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a planner may be made of."""
-
     target: Backend
     draft: Backend | None = None
     datastore_file: str | None = None
@@ -34,11 +32,9 @@ class Parts:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the planner
 
     def datastore(self) -> Datastore | None:
-        """Opened for the target's vocabulary. Raises DatastoreError."""
         return open_datastore(Path(self.datastore_file), self.target.vocab) if self.datastore_file else None
 
     def drafting(self, usual: type[SpecExecPlanner], ahead: type[AheadPlanner]) -> Planner:
-        """A planner with the draft, of the second class if it goes on while the target runs."""
         assert self.draft
         kind = usual if self.ahead is None else ahead
         return kind(self.draft, cost=self.state.draft if self.state else None, **self.ahead or {}, **self.options)
@@ -46,8 +42,6 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A planner that users can name."""
-
     make: Callable[[Parts], Planner] | None = None  # None: `candidates` are made
     options: tuple[str, ...] = ()
     draft: bool = False  # it uses a draft model
@@ -152,7 +146,6 @@ def _made(name: str, parts: Parts) -> Planner:
 
 
 def has_own_processor(target: Backend, draft: Backend) -> bool:
-    """Whether the draft computes where nothing of the target does."""
     places = [str(backend.computing.get("device", "")) for backend in (target, draft)]
     for i, backend in enumerate((target, draft)):
         if (layers := backend.computing.get("gpu_layers")) is not None:
@@ -161,7 +154,11 @@ def has_own_processor(target: Backend, draft: Backend) -> bool:
 
 
 def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
-    """Whether the draft may go on while the target runs. Raises UsageError: it is asked for, and cannot."""
+    """True if the draft may go on while the target runs.
+
+    Raises:
+        UsageError: it is asked for, and cannot.
+    """
     if asked and draft.capabilities.one_thread:
         raise UsageError(
             f"a draft on {draft.name} cannot go on while the target runs (--ahead): its passes are made in one thread"
@@ -170,5 +167,4 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
 
 
 def taken(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a planner has."""
     return {option: value for option, value in options.items() if name in PLANNERS and option in PLANNERS[name].options}

@@ -1,4 +1,4 @@
-"""Text to copy from: a token array and its suffix array in one memory-mapped file.
+"""Datastore to copy from: a token array and its suffix array in one memory-mapped file.
 
     offset 0        JSON, one line, padded with spaces to HEADER_SIZE bytes (see `Header`)
     HEADER_SIZE     the tokens of all documents, big-endian, a separator after each document
@@ -42,8 +42,6 @@ Progress = Callable[[str, int, int], None]  # phase, done, total (0: not known)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a datastore says about itself."""
-
     magic: str
     version: int
     fingerprint: str  # of the vocabulary
@@ -55,12 +53,10 @@ class Header:
 
     @property
     def suffix_offset(self) -> int:
-        """Where the suffix array begins, in bytes; aligned for its entries."""
         return -(-(HEADER_SIZE + self.tokens * self.token_width) // 8) * 8
 
     @property
     def file_size(self) -> int:
-        """In bytes."""
         return self.suffix_offset + self.tokens * self.position_width
 
 
@@ -368,5 +364,4 @@ def documents_of(value: Any) -> Iterator[str]:
 
 
 def has_word(text: str) -> bool:
-    """Whether there is a letter in it."""
     return any(map(str.isalpha, text))

@@ -21,13 +21,11 @@ BATCHES = 16  # passes over which the mean batch fades
 
 
 class Drafter:
-    """One session of a draft model. Since `begin`: `passes`, and their `seconds`."""
-
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
         self.seconds, self.passes = 0.0, 0
-        self.last = 0.0  # seconds of the last pass
-        self.evaluated = 0  # uncommitted nodes in the session
+        self.last = 0.0
+        self.evaluated = 0
         self.mean_batch = 1.0  # sequences that shared a pass; earlier passes fade
         self._last_batch = 1  # sequences that shared the last one
         self.pass_cost = PassTimes() if cost is None else cost
@@ -47,12 +45,10 @@ class Drafter:
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
-        """Tokens of the sequence that the draft has not read."""
         return len(token_ids) - len(self.session.token_ids)
 
     @property
     def cost(self) -> Curve | None:
-        """Of its passes, at the length of its text, as shared as the last one was; None: none was made yet."""
         cost = self.pass_cost.at(len(self.session.token_ids))
         return cost.shared(self._last_batch) if cost else None
 
@@ -61,11 +57,9 @@ class Drafter:
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
-        """Commit the tokens the session lacks; the last one's logits and node."""
         return run_one(self.reading(token_ids))
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
-        """The steps of `read`."""
         limits, session, retries = self.draft.capabilities, self.session, PromptRetries()
         session.rewind(start_of(limits, session, token_ids, want_last=True))
         self.evaluated = 0
@@ -84,11 +78,9 @@ class Drafter:
                 return passed.logits, len(work.token_ids) - 1
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
-        """One pass over new nodes, `parents` being nodes or COMMITTED; their logits and nodes [n]."""
         return run_one(self.evaluating(token_ids, parents))
 
     def evaluating(self, token_ids: IdArray, parents: IdArray) -> DraftSteps[tuple[Logits, IdArray]]:
-        """The steps of `evaluate`."""
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
         work = Work(self.session, tokens, above, wanted)
@@ -113,12 +105,10 @@ class Drafter:
             self.evaluated = 0
 
     def commit(self, path: Sequence[int]) -> None:
-        """Make nodes text; all others go."""
         self.session.commit(path)
         self.evaluated = 0
 
     def close(self) -> None:
-        """Free the session."""
         self.session.close()
 
 
@@ -157,7 +147,7 @@ class ChildScores:
 
 
 def _offset(context: Context) -> Float32Array:
-    """What bias and additive penalties add to any logits in this step, shape [target's V]."""
+    """Sum of bias and additive penalties in this step, shape [target's V]."""
     sampling = context.sampling
     additive = SamplingParams(
         presence_penalty=sampling.presence_penalty,

@@ -1,15 +1,7 @@
-"""Whether the draft shall go on while the target works, by what it has gained so far.
+"""Decides by measured tokens per second whether the draft goes on while the target runs.
 
-On processors that both use nothing says that it pays: the target's pass becomes longer, and what was guessed meanwhile
-may be lost. So two ways are compared, alone and beside, in tokens per second. What going on costs in a pass it gains in
-the next tree, so a sample is the time from one pass's beginning to the next one's, and the tokens that the next one's
-tree is expected to write: 1 + the sum of its nodes' probabilities, which varies far less than what is written. How far
-these hold is learned for each way, from what the trees it made did write.
-
-First come `REST` rounds alone, then `BLOCK` beside, again and again after 32, 64, … rounds, from 32 again when the
-better way changes: what can be lost by trying shrinks. Trees differ, so a few rounds say little. The draft goes on only
-once that is better by more than chance would have it, and no longer than it is better. What was found out is remembered
-from run to run.
+A sample is the time between two passes, and the tokens expected of the second one's tree, corrected by the accepted
+share. After `REST` steps without, `BLOCK` steps with; the rests grow, and start again when the better way changes.
 """
 
 from collections import deque
@@ -28,15 +20,12 @@ SURE = 1.5  # … and by so many standard errors of the difference, to begin wit
 
 @dataclass(slots=True)
 class Way:
-    """What one way has brought."""
-
     samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # tokens, seconds
     wrote: float = 8.0  # fading: tokens of the trees that it made …
     hoped: float = 8.0  # … and how many were expected
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0: nothing was seen."""
         seconds = sum(seconds for _, seconds in self.samples)
         return sum(tokens for tokens, _ in self.samples) / seconds * self.wrote / self.hoped if seconds else 0.0
 
@@ -48,27 +37,23 @@ class Way:
         return sqrt(sum((held * tokens - rate * took) ** 2 for tokens, took in self.samples)) / seconds
 
     def audit(self, wrote: float, hoped: float) -> None:
-        """One more tree."""
         self.wrote += wrote - self.wrote / AUDITED
         self.hoped += hoped - self.hoped / AUDITED
 
 
 @dataclass(slots=True)
 class Guard:
-    """See the module. One text at a time asks it."""
-
     alone: Way = field(default_factory=Way)
     beside: Way = field(default_factory=Way)
     goes_on: bool = False  # beside the pass that was begun last
     better: bool = False  # whether going on was, when last compared
     _left: int = REST  # rounds of this turn
     _rest: int = REST
-    _since: float | None = None  # when that pass began; None: something else came between
+    _since: float | None = None
     _hoped: float = 0.0  # tokens expected of its tree
-    _maker: Way | None = None  # that made this tree
+    _maker: Way | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what another run may begin with."""
         ways = {name: [list(way.samples), way.wrote, way.hoped] for name, way in self._ways()}
         return {"better": self.better, "rest": self._rest, **ways}
 
@@ -84,9 +69,11 @@ class Guard:
         return [("alone", self.alone), ("beside", self.beside)]
 
     def next(self, expected: float, now: float) -> bool:
-        """A pass begins, over a tree that is expected to write so many tokens: whether the draft shall go on beside it.
+        """Return whether the draft goes on in the next pass.
 
-        `now`: seconds, by any clock.
+        Args:
+            expected: tokens, of the pass's tree.
+            now: seconds, by any clock.
         """
         self._maker = None
         if self._since is not None:
@@ -99,17 +86,14 @@ class Guard:
         return self.goes_on
 
     def wrote(self, tokens: int) -> None:
-        """What came of that tree."""
         if self._maker:
             self._maker.audit(tokens, self._hoped)
         self._maker = None
 
     def pause(self) -> None:
-        """Something else comes between this pass and the next."""
         self._since = self._maker = None
 
     def _decide(self) -> None:
-        """A turn is over."""
         if self.goes_on == self.better:
             self._turn(not self.goes_on, BLOCK)
             return

@@ -6,8 +6,6 @@ from edgespec.loop.tree import Proposal, root_only
 
 
 class NonePlanner(Planner):
-    """Only the root."""
-
     name = "none"
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:

@@ -92,29 +92,22 @@ class States(Generic[State]):
     """The states that a session keeps of its text, by the number of tokens before them; nothing is kept of 0 tokens."""
 
     def __init__(self, room: int) -> None:
-        """
-        Args:
-            room: how many may be kept, at least 2.
-        """
         self.kept: dict[int, State] = {}
         self._room = room
         self._marked = set[int]()
 
     @property
     def last(self) -> int:
-        """Tokens before the last one."""
         return max(self.kept, default=0)
 
     def before(self, length: int) -> int:
-        """Tokens before the last one that is not behind so many."""
         return max((at for at in self.kept if at <= length), default=0)
 
     def mark(self, at: int) -> None:
-        """A prompt has ended here, so another may begin alike: keep this one, if it is there."""
+        """Keep the state at the end of a prompt, if there is one: another prompt may share it."""
         self._marked |= {at} & self.kept.keys()
 
     def add(self, at: int, state: State) -> list[State]:
-        """Keep one more; those given up for it."""
         dropped = [self.kept.pop(at)] if at in self.kept else []
         if len(self.kept) == self._room:
             dropped.append(self._drop(self._superfluous()))
@@ -122,11 +115,9 @@ class States(Generic[State]):
         return dropped
 
     def cut(self, length: int) -> list[State]:
-        """Give up those behind so many tokens."""
         return [self._drop(at) for at in sorted(self.kept) if at > length]
 
     def copy(self) -> "States[State]":
-        """The same states, kept on their own."""
         other = States[State](self._room)
         other.kept, other._marked = self.kept.copy(), self._marked.copy()
         return other

@@ -45,7 +45,6 @@ class Search:
 
     @property
     def most_known(self) -> int:
-        """Nodes that are known; farther ones are dropped."""
         return self.budget
 
     def cutoff(self, count: int) -> float:
@@ -80,7 +79,6 @@ class Search:
         self.place = np.concatenate([self.place, np.full(np.count_nonzero(near), NOT_READ)])
 
     def best(self) -> FloatArray:
-        """The log-probabilities of the K best nodes, best first."""
         return -np.sort(-self._of_use())[: self.budget]
 
     @property
@@ -123,7 +121,6 @@ class Search:
         return np.array(batch, np.int64)
 
     def found(self) -> DraftTree:
-        """Everything on the map that is of use."""
         source = np.full(len(self.parents), Source.DRAFT)
         source[0] = Source.TARGET
         tree = DraftTree(
@@ -133,7 +130,6 @@ class Search:
         return shallow(tree, self.most_depth)
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that these tokens are, as far as they are known: the whole map, not only the tree."""
         path, at = list[int](), 0
         for token in tokens:
             children = np.flatnonzero((self.parents == at) & (self.token_ids == token))
@@ -144,5 +140,4 @@ class Search:
         return path
 
     def places_along(self, path: Sequence[int]) -> list[int]:
-        """Where the first nodes of a path are in the draft's session, as far as the draft has read them."""
         return list(takewhile(lambda place: place != NOT_READ, self.place[path].tolist()))

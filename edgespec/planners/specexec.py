@@ -35,8 +35,6 @@ CATCH_UP = 64  # tokens that `foresee` reads at once of a sequence that the draf
 
 
 class SpecExecPlanner(Planner):
-    """Best-first trees from a draft model."""
-
     name = "specexec"
     children: ClassVar[int] = 32  # of a node that are considered
     enough: ClassVar[float] = ENOUGH  # tokens that reading a node must be likely to add
@@ -80,12 +78,10 @@ class SpecExecPlanner(Planner):
         return PlannerStats(drafter.passes, drafter.seconds, mean_batch=drafter.mean_batch)
 
     def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
-        """Prefill the draft model, now or with the first proposal."""
         self.observe([], 0.0)
         self._drafter.begin(prompt_ids, read)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        """Algorithm 2: every node found; the best `budget` of them are its tree."""
         steps = min(self.depth, self._drafter.room(context))
         if steps <= 0 or budget <= 0:
             return Proposal(root_only(context.token_ids[-1]))
@@ -96,11 +92,9 @@ class SpecExecPlanner(Planner):
         return Proposal(search.found())
 
     def _begun(self, context: Context, budget: int) -> Search:
-        """The search of this step, perhaps one that has begun."""
         return Search(context.token_ids[-1], budget)
 
     def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
-        """Read nodes, in at most so many draft passes, while that pays."""
         scores, started = ChildScores(context, self.tau, self.coupling), self._drafter.seconds
         yield from self._read_root(search, scores, context)
         for _ in range(1, steps):
@@ -115,13 +109,11 @@ class SpecExecPlanner(Planner):
             yield from self._read(search, scores, batch)
 
     def _read_root(self, search: Search, scores: ChildScores, context: Context) -> DraftSteps[None]:
-        """Read what the draft lacks of the text."""
         logits, node = yield from self._drafter.reading(context.token_ids)
         children = scores.children(logits, [node], [0], self._children(search))
         search.add_children(np.array([0]), [COMMITTED], *children)
 
     def _read(self, search: Search, scores: ChildScores, batch: IdArray) -> DraftSteps[None]:
-        """One draft pass over nodes of the search."""
         above = search.place[search.parents[batch]]
         logits, nodes = yield from self._drafter.evaluating(search.token_ids[batch], above)
         children = scores.children(logits, nodes.tolist(), search.depth[batch].tolist(), self._children(search))
@@ -131,7 +123,6 @@ class SpecExecPlanner(Planner):
         return min(self.children, search.most_known)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """Commit what the draft has read of the new tokens."""
         search, self._search = self._search, None
         if search is not None:
             self._drafter.commit(search.places_along(search.follow(tokens)))
@@ -159,6 +150,5 @@ class SpecExecPlanner(Planner):
                 node = above = int(nodes[0])
 
     def close(self) -> None:
-        """Free the draft's session."""
         self._search = None
         self._drafter.close()

@@ -137,8 +137,6 @@ def grow(
 
 
 class SssdPlanner(Planner):
-    """Best-first trees of copied text."""
-
     name = "sssd"
 
     def __init__(
@@ -164,11 +162,9 @@ class SssdPlanner(Planner):
         self._index = NgramIndex(LONGEST_INPUT)
 
     def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
-        """Index the prompt; what it shares with the sequence before stays."""
         self._index.become(prompt_ids)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        """Look the last tokens up in all sources and grow one tree."""
         yield from ()
         depth = min(self.depth, context.max_depth, budget)
         if depth <= 0:
