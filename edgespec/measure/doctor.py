@@ -51,7 +51,7 @@ class Diagnosis:
     memory: int
     draft_size: int
     plan: Plan | None  # None: everything fits
-    cannot_run: str  # why, or ""
+    cannot_run: str
     disk: float  # bytes per second
     passes: tuple[Pass, ...]  # over one node, up to a full tree; none if it cannot run
     draft_seconds: float  # for drafting one tree
@@ -60,7 +60,7 @@ class Diagnosis:
     exact: str = ""  # which passes agree to the bit
     engine: str = "llamacpp"
     streams: bool = False  # every pass reads weights from a disk or over a bus
-    reading: str = ""  # how the disk is read
+    reading: str = ""
 
 
 @dataclass(slots=True)
@@ -174,14 +174,14 @@ def diagnose(
 
 
 def _read_disk(file: str) -> Reading:
-    """Speed and best way to read the disk of a file; measured where it is not known. Raises ModelError, UsageError."""
+    """Raises ModelError, UsageError."""
     known = recall_reading(file)
     if not known.speed and can_remember():
         found = find_reading(file)[0]
         remember_reading(file, found)
         return found
     found = replace(known, speed=disk_bandwidth(file, threads=known.threads, size=known.size))
-    if known.speed:  # how fast it is now
+    if known.speed:
         remember_reading(file, found)
     return found
 
@@ -201,7 +201,7 @@ def _weight_files(path: str) -> dict[str, int]:
 
 
 def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[str], None]) -> Tried:
-    """Load a target, and perhaps a draft, as `edgespec run` would, and make passes. Raises NoRoom."""
+    """Raises NoRoom."""
     path, *drafts = paths
     tried, engine, exact = Tried(), find_engine(name), options.exact
     say("memory")
@@ -306,7 +306,6 @@ def report(diagnosis: Diagnosis) -> str:
 
 
 def learned_line(pace: dict[str, Any]) -> str:
-    """Learned pass times for short sequences and the acceptance of the draft, as one line."""
     took = {name: sorted(row[1:] for row in pace[name] if row[0] == 0) for name in ("target", "draft")}
     parts = [
         f"{name}'s passes " + ", ".join(f"{nodes:.0f}: {1000 * seconds:.0f} ms" for nodes, seconds in rows)

@@ -21,7 +21,7 @@ from edgespec.models.gguf_header import own_values
 
 ROUNDS = 3
 CONTEXT = 512  # tokens of a question and its answer, that are read together
-MAX_TOKENS = 96  # of an answer
+MAX_TOKENS = 96
 
 
 def choose_layers(

@@ -29,13 +29,13 @@ ROUNDING = 1e-6  # of a sum of probabilities, here or in sampling.py
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    index: int  # in the output
+    index: int
     position: int  # in the whole sequence, prompt included
     plain_token: int | None  # None: plain decoding had already ended
     other_token: int | None  # None: the other run had already ended
     gap: float  # how much better plain decoding scores its own token, noise included, in logits; inf: nothing to score
     tolerance: float  # most a logit of the two runs may differ
-    tie: bool  # rounding can explain it
+    tie: bool
 
     def __str__(self) -> str:
         verdict = "a tie" if self.tie else "NOT a tie"

@@ -49,7 +49,7 @@ class Row:
 class Measured:
     target: str
     draft: str  # "": none
-    rows: list[Row]  # plain decoding first
+    rows: list[Row]
     streams: bool
     exact: str
     notes: list[str]

@@ -76,7 +76,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def picture(found: Measured, out: Path) -> None:
-    """Tokens per pass and per second by budget. Raises as `check_picture`, or EdgespecError: it cannot be written."""
+    """Raises as `check_picture`, or EdgespecError: it cannot be written."""
     check_picture(out)
     from matplotlib.figure import Figure
 

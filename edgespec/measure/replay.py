@@ -1,7 +1,6 @@
 """Recorded answers in the place of a target model: measures planners without it.
 
-At temperature 0 a target's tokens do not depend on the planner. So walking a recorded answer gives the acceptance
-lengths that the target itself would give.
+At temperature 0 a target's tokens do not depend on the planner.
 """
 
 import json
@@ -33,7 +32,7 @@ class Recording:
 @dataclass(frozen=True, slots=True)
 class Replay:
     acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
-    plan_seconds: list[float]  # of each pass
+    plan_seconds: list[float]
 
 
 def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:

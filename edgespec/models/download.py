@@ -111,7 +111,6 @@ class Partial:
         return [piece for piece in range(len(self.starts)) if self.next(piece) < self.end(piece)]
 
     def done(self) -> int:
-        """Bytes that are there."""
         return sum(self.counts)
 
     def put(self, at: int, data: bytes) -> None:
@@ -208,7 +207,7 @@ def _keep_trying(attempt: Callable[[], bool], position: Callable[[], int], stop:
                 return
         except (EdgespecError, _NoRangesError):
             raise
-        except Exception as error:  # whatever the library for HTTP raises
+        except Exception as error:
             why = str(error).strip().split("\n")[0] or type(error).__name__
             pause = getattr(error, "pause", 0.0)
         failures = 0 if position() > before else failures + 1

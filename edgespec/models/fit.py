@@ -19,9 +19,9 @@ class Fit:
     entry: Entry
     target: int
     draft: int
-    missing: int  # that would be fetched
+    missing: int
     streamed: int  # read by every pass; an upper bound for mixtures of experts
-    verdict: str  # for a person
+    verdict: str
 
     @property
     def order(self) -> tuple[int, int]:
@@ -58,14 +58,13 @@ def fit(entry: Entry, memory: int, disk: int) -> Fit:
 
 
 def _size(entry: Entry, source: str | None) -> tuple[int, bool]:
-    """Bytes of a source's files, and whether they are here."""
     if source is None:
         return 0, True
     try:
         path = Path(local_path(source, fetch=False))
         files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else _parts(path)
         return sum(file.stat().st_size for file in files), True
-    except (EdgespecError, OSError):  # not here, or not installed
+    except (EdgespecError, OSError):
         facts = entry.files.get(source)
         return (facts.bytes if facts else 0), False
 

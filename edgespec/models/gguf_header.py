@@ -1,7 +1,7 @@
 """Single values from a GGUF's header, read without an engine and without the package gguf.
 
-The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, number of tensors, number of keys. Each key has a
-name, a type and a value. Lists, such as the vocabulary, are skipped.
+The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, number of tensors, number of keys. Lists, such as
+the vocabulary, are skipped.
 """
 
 import re
@@ -36,7 +36,7 @@ def part_names(name: str) -> list[str]:
 
 
 def header_values(path: str, prefix: str) -> dict[str, Value]:
-    """The values, lists left out, of all keys that start with `prefix`; float32 as the shortest decimal that means it.
+    """Values, without lists, of all keys that start with `prefix`; float32 as the shortest decimal that means it.
 
     Raises:
         ModelError: the file is missing, not a GGUF, or damaged.

@@ -15,7 +15,7 @@ import numpy as np
 from edgespec.errors import ModelError
 from edgespec.loop.sampling import Float32Array
 
-Metadata = Mapping[str, Any]  # a GGUF's header: key -> number, text or list
+Metadata = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape, outermost dimension first
 
 ATTENTION = {
@@ -62,7 +62,6 @@ QKV_BIASES = _biases(ATTENTION, "attn_q", "attn_k", "attn_v")
 ATTENTION_BIASES = _biases(ATTENTION, "attn_q", "attn_k", "attn_v", "attn_output")
 MLP_BIASES = _biases(MLP, "ffn_gate", "ffn_up", "ffn_down")
 
-# Header keys, after the architecture's name, that mean the same in every family.
 COMMON_KEYS = frozenset({
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
@@ -75,11 +74,11 @@ SCALING_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    model_type: str  # as in config.json
+    model_type: str
     class_name: str
     layer: Mapping[str, str]  # tensors of a layer: GGUF name -> name in the folder
     optional: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # config flag -> tensors it brings
-    keys: frozenset[str] = frozenset()  # header keys understood besides COMMON_KEYS
+    keys: frozenset[str] = frozenset()
     interleaved: bool = False  # rows of q and k are ordered for llama.cpp's rotation of neighbours
     norm_offset: bool = False  # norms are stored as 1 + weight
 
@@ -128,10 +127,8 @@ FAMILIES = {
 
 
 def find_family(metadata: Metadata) -> Family:
-    """Which family a header describes.
-
-    Raises:
-        ModelError: none known here, or the header states something that this family is not known to have.
+    """Raises:
+    ModelError: none known here, or the header states something that this family is not known to have.
     """
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
@@ -294,9 +291,7 @@ def folder_names(metadata: Metadata, shapes: Shapes) -> dict[str, str]:
 def folder_tensors(
     name: str, new_name: str, values: Float32Array, family: Family, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Float32Array]]:
-    """One GGUF tensor as the tensors, by name, that the folder holds for it.
-
-    Args:
+    """Args:
         name: in the GGUF.
         new_name: in the folder, from `folder_names`.
         values: dequantised.
@@ -326,7 +321,7 @@ def _halves(rows: Float32Array, heads: int) -> Float32Array:
 
 
 def check_magic(path: str | Path) -> None:
-    """Refuse what is not a GGUF file, by its first bytes. Raises ModelError."""
+    """Raises ModelError."""
     file = Path(path)
     if not file.is_file():
         raise ModelError(f"{path}: {'is a folder, not a GGUF file' if file.exists() else 'there is no such file'}")

@@ -1,7 +1,7 @@
 """Models on the Hugging Face hub: the files of a source, those that are in the cache, and fetching the others.
 
-The cache is the hub's own, so other programs share the files. `download.py` fetches large ones, because
-huggingface_hub from 1.18 on starts again after every cut. The library fetches the others.
+The cache is the hub's own, so other programs share the files. `download.py` fetches large ones, because huggingface_hub
+from 1.18 on starts again after every cut.
 """
 
 import json
@@ -24,13 +24,13 @@ USUAL = ("Q4_K_M", "Q8_0")  # of a repository of GGUF files, where no type is na
 BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IGNORECASE)  # no models of their own
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
-FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a model folder
+FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
 SPARE = 10**9  # bytes of the disk that stay free
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    repository: str  # OWNER/NAME
+    repository: str
     revision: str = MAIN
     file: str = ""  # a GGUF file; of a split one, any part
     type: str | None = None  # a GGUF file of this type; "": of the usual one; None: a folder, or `file`
@@ -218,7 +218,7 @@ def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) ->
 
 
 def check_space(listings: Sequence[Listing]) -> None:
-    """Refuse downloads that the disk has no room for. Raises EdgespecError with both sizes."""
+    """Raises EdgespecError with both sizes."""
     from huggingface_hub import constants
 
     needed = sum(file.size for listing in listings for file in listing.missing)

@@ -65,7 +65,7 @@ def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
 def _of_file(path: str) -> tuple[dict[str, Any], list[str]]:
     if not Path(path).is_file():
         raise ModelError(f"{path}: there is no such file")
-    if not is_gguf(path):  # a file of another engine
+    if not is_gguf(path):
         return {}, []
     values = {key.removeprefix(GGUF_PREFIX): value for key, value in header_values(path, GGUF_PREFIX).items()}
     unknown = [key for key in NOT_HERE if values.get(key)]

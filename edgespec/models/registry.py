@@ -17,7 +17,7 @@ from edgespec.models import hub
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
 OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what an entry may say on it
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY, and what may follow
 
 
@@ -45,7 +45,7 @@ class FileFacts(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     bytes: int = Field(gt=0)  # of a split GGUF all parts together
-    sha256: list[Digest] = []  # one for each part
+    sha256: list[Digest] = []
 
 
 class Entry(BaseModel):
@@ -58,7 +58,7 @@ class Entry(BaseModel):
     license: str = ""
     memory: str = ""  # the smallest it is recommended for, such as 16G
     files: dict[str, FileFacts] = {}  # by source
-    measured: list[dict[str, Any]] = []  # by `edgespec pair --write`
+    measured: list[dict[str, Any]] = []
     defaults: Defaults = Field(default_factory=Defaults)
 
 
@@ -163,10 +163,8 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
 
 
 def is_folder(source: str) -> bool:
-    """True if a source is a model folder, here or on the hub.
-
-    Raises:
-        ModelError: a folder has no config.json, or the package that has it is not installed.
+    """Raises:
+    ModelError: a folder has no config.json, or the package that has it is not installed.
     """
     if source.startswith("hf:"):
         return hub.parse(source.removeprefix("hf:")).is_folder

@@ -23,7 +23,7 @@ ITEM_BITS = {
 @dataclass(frozen=True, slots=True)
 class Stored:
     name: str
-    dtype: str  # "BF16"
+    dtype: str
     shape: tuple[int, ...]
     start: int  # first byte in the file
     size: int  # bytes

@@ -29,7 +29,6 @@ class DirectFiles:
             raise
 
     def check(self) -> None:
-        """Fail if a file has shrunk."""
         check_sizes(self.paths, self._files, self.sizes)
 
     def whole_pages(self, extent: Extent) -> Extent:
@@ -37,7 +36,7 @@ class DirectFiles:
         return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
 
     def read(self, file: int, address: int, start: int, stop: int) -> None:
-        """Read any bytes to any address. Aligned reads are not copied."""
+        """Aligned reads are not copied."""
         read_unaligned(self._files[file], address, start, stop, self._steps[file])
         if not self._direct[file] and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[file], start, stop - start, os.POSIX_FADV_DONTNEED)

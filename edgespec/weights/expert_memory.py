@@ -54,7 +54,7 @@ class ExpertMemory:
         """
         self.layers = layers
         self.residents = [Residents(layer.count, slots) for layer in layers]
-        self.wait_seconds = 0.0  # the computation waited for the disk
+        self.wait_seconds = 0.0
         self.bytes_read = 0
         self.wanted = self.hits = 0
         self._libc = libc()
@@ -65,7 +65,7 @@ class ExpertMemory:
         self._loading: dict[Load, list[int]] = {}
         self._unread = 0
         self._error: ModelError | None = None
-        self._overflowing: set[int] = set()  # layers with experts in overflow slots
+        self._overflowing: set[int] = set()
         self._ahead_of = -1  # the layer that is read before its router has chosen; -1: none
         self._ahead: list[tuple[int, int]] = []
         self._begun: set[int] = set()
@@ -95,7 +95,6 @@ class ExpertMemory:
         return -(-address // HUGE) * HUGE
 
     def base(self, number: int, tensor: int) -> int:
-        """The address of slot 0 of a layer's weight."""
         return self._starts[number][tensor] + skew(self.layers[number], tensor)
 
     def begin(self) -> None:

@@ -33,7 +33,7 @@ MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    start: int  # address
+    start: int
     stop: int
     offset: int  # of `start` in the file
 
@@ -68,7 +68,7 @@ class LinuxStore:
         self._paths = paths
         self._mapped = mapped
         self._locked: list[tuple[int, int]] = []
-        self._inside: dict[Extent, int] = {}  # extent -> offset in its slot
+        self._inside: dict[Extent, int] = {}
         size = 0
         for layer in plan.streamed:
             offset = 0
@@ -104,7 +104,7 @@ class LinuxStore:
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         ranges = [(self._address(extent), extent.size) for extent in extents]
-        for address, size in ranges:  # only advice: faults then read megabytes
+        for address, size in ranges:
             self._libc.madvise(address, size, MADV_HUGEPAGE)
         warm([self._within_file(extent) for extent in extents], self._populate, progress)
         self._locked, self.note = lock(self._libc, ranges)
@@ -145,8 +145,8 @@ class LinuxStore:
 
     def hide(self, slot: int, layer: Layer) -> None:
         # Between the two calls the engine's addresses read as zeros. The engine does not read them then: a layer is
-        # hidden only after a later one was entered, or the pass ended. `enter` hides a layer that is entered again.
-        # Mapping the file at once would free the memory, and new memory must be zeroed.
+        # hidden only after a later one was entered, or the pass ended. Mapping the file at once would free the memory,
+        # and new memory must be zeroed.
         for extent in layer.extents:
             address = self._address(extent)
             if extent in self._moved:

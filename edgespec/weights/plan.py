@@ -1,7 +1,6 @@
 """Which weights stay in memory and which are read again in every pass: the policy, without any effect.
 
-A model larger than memory *pins* as much as fits and *streams* the rest. Parts of layers are read into slots shortly
-before the layer is computed, and dropped afterwards. `ring.py` carries out a plan.
+A model larger than memory *pins* as much as fits and *streams* the rest.
 
     pinned      output, norms, and what fits of the layers: always in memory
     streamed    a part of each layer, or of some layers, in the order of computation: read once per pass
@@ -41,8 +40,8 @@ EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    name: str  # "blk.7.ffn_up.weight"
-    file: int  # index, for models in several files
+    name: str
+    file: int
     start: int
     size: int  # bytes
 
@@ -82,7 +81,7 @@ class Plan:
     slots: int  # layers in memory at once, of the streamed
     layers: int
     looked_up: tuple[Extent, ...] = ()
-    experts: int = 0  # of a layer
+    experts: int = 0
     slots_of_experts: int = -1  # of each layer, in memory; -1: as many as the page cache keeps
     pool_bytes: int = 0  # memory of these slots, and of what moves behind them
     draft_bytes: int = 0

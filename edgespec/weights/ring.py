@@ -1,11 +1,8 @@
 """Streaming: a plan of `plan.py` carried out while a model computes.
 
-`Streamer` is a ring of slots. Threads read the plan's layers in order, pass after pass, at most `slots` ahead.
-The computation calls `enter(layer)` before a layer and `finish()` after a pass. The first layers of the next pass
-are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
-
-`Slots` is where layers are read to. `Store` is for engines that map their weights: LinuxStore, CachedLinuxStore,
-DarwinStore.
+Threads read the plan's layers in order, pass after pass, at most `slots` ahead. The computation calls `enter(layer)`
+before a layer and `finish()` after a pass. The first layers of the next pass are read while the draft model works
+(SpecExec, arXiv 2406.02532, section 4.3).
 """
 
 import sys
@@ -53,7 +50,7 @@ class Store(Slots, Protocol):
 
 
 class Streamer:
-    """The ring of layers. Made once the model is loaded; closed before the model is freed.
+    """Made once the model is loaded; closed before the model is freed.
 
     The i-th of S streamed layers has the number p * S + i in pass p, and the slot of that number modulo `slots`.
     """
@@ -66,7 +63,7 @@ class Streamer:
         size: most bytes of a read.
         """
         self.plan = plan
-        self.wait_seconds = 0.0  # the computation waited for the disk
+        self.wait_seconds = 0.0
         self._store = store
         self._layers = plan.streamed
         self._size = size
@@ -75,7 +72,7 @@ class Streamer:
         self._next = 0
         self._freed = 0  # layers before this one are computed or left out
         self._occupant: list[int | None] = [None] * plan.slots
-        self._left: dict[int, int] = {}  # layer being read -> missing pieces
+        self._left: dict[int, int] = {}
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
         self._reading = 0
@@ -239,7 +236,7 @@ def supported() -> bool:
 
 
 def moves_memory() -> bool:
-    """True where memory can be moved, as experts need it. Raises OSError."""
+    """Raises OSError."""
     return sys.platform == "linux" and moves_pages(libc())
 
 

@@ -1,7 +1,4 @@
-"""Drafted sequences in shared batches against plain decoding of single sequences: are the tokens equal?
-
-Sequences are appended to a file, so that a check of hours can be stopped and resumed.
-"""
+"""Drafted sequences in shared batches against plain decoding of single sequences: are the tokens equal?"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +22,7 @@ PLAIN = "none"
 @dataclass(frozen=True, slots=True)
 class Written:
     planner: str
-    about: str  # the target, and the most tokens
+    about: str
     prompt: str
     temperature: float
     top_p: float

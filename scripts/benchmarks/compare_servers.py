@@ -1,7 +1,6 @@
 """Tokens per second of concurrent requests: this server, and llama-server on the same questions, interleaved.
 
-Each server is a process of its own, asked over HTTP by streamed chat requests. One runs at a time, under a memory limit
-if one is given, and starts with the model's files evicted from the page cache.
+One runs at a time, under a memory limit if one is given, and starts with the model's files evicted from the page cache.
 """
 
 import os
@@ -40,14 +39,14 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class Servers:
     program: str | None  # llama-server; None: only this package's server
-    model: str  # a GGUF file
+    model: str
     draft: str | None = None
     modes: Sequence[str] = ()  # of llama-server; empty: all
     threads: int | None = None
     context_length: int = 4096
     limit: int | None = None  # bytes of memory for a process and what it caches
-    options: Sequence[str] = ()  # more, for `edgespec serve`
-    llama_options: Sequence[str] = ()  # more, for llama-server
+    options: Sequence[str] = ()
+    llama_options: Sequence[str] = ()
 
     def commands(self, parallel: int) -> dict[str, list[str]]:
         """Name -> command line, for `parallel` concurrent requests."""

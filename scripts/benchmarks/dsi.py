@@ -66,7 +66,6 @@ def si_round_as_released(target: float, draft: float, lookahead: int, right: int
 
 
 def seconds_of(rights: Sequence[int], tokens: int, cost: Callable[[int], float]) -> float:
-    """Seconds for `tokens` tokens, by the accepted draft tokens of each step and the cost of a step."""
     spent = 0.0
     for right in rights:
         if tokens <= 0:
@@ -93,7 +92,7 @@ def expected_si(acceptance: float, target: float, draft: float, lookahead: int, 
     chance = np.append((1 - acceptance) * acceptance ** np.arange(lookahead), acceptance**lookahead)
     left = np.zeros(tokens + 1)
     for count in range(1, tokens + 1):
-        rest = left[max(0, count - lookahead - 1) : count][::-1]  # after 1, 2, ... tokens
+        rest = left[max(0, count - lookahead - 1) : count][::-1]
         left[count] = lookahead * draft + target + chance[: len(rest)] @ rest
     return float(left[tokens])
 

@@ -1,7 +1,6 @@
 """Several targets measured against the closed form, with models that sleep, so seven need no seven machines.
 
-A pass computes a small random model, whose tokens can be compared, and then sleeps until its time is over. Draft tokens
-are the recorded sequence with seeded errors.
+A pass computes a small random model, whose tokens can be compared, and then sleeps until its time is over.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from edgespec.scheduler.targets.places import Cluster, Place, processes, threads
 from edgespec.scheduler.targets.verifier import Described, describe
 
 KINDS = ("threads", "processes", "dask")
-SIZE = 48  # of the vocabulary
+SIZE = 48
 PROMPT = (0, 5, 9, 3)
 
 
@@ -57,8 +56,6 @@ class Sleeping:
 
 @dataclass(frozen=True)
 class SleepingSpec:
-    """A copy of the random model whose passes take `seconds`."""
-
     seconds: float = 0.0
     model: int = 1
 
@@ -75,7 +72,7 @@ class Recorded:
     """Drafts a recorded sequence, `seconds` per token; a share of its tokens is wrong, the same ones each time."""
 
     text: Sequence[int]
-    right: float  # of 1
+    right: float
     seconds: float = 0.0
     seed: int = 0
     stopped: Event = field(default_factory=Event)
@@ -174,7 +171,7 @@ def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Pla
 def measure(
     places: Sequence[Place], target: float, draft: float, lookahead: int, acceptance: float, seed: int = 0
 ) -> Measured:
-    """Generate TOKENS once. The places stay open.
+    """The places stay open.
 
     Raises:
         EdgespecError: the tokens are not those of plain decoding.

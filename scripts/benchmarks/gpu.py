@@ -42,7 +42,7 @@ LLAMA_70B = {
     "max_position_embeddings": 8192,
 }
 CONTEXT = 512  # tokens before the tree
-HOST_SHARE = 0.75  # of the free host memory that weights may take
+HOST_SHARE = 0.75
 DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
 ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
@@ -68,14 +68,14 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Report:
     dtype: str
-    layers: int  # of the model measured
-    full_layers: int  # of the shape asked for
+    layers: int
+    full_layers: int
     streamed_layers: int
     layer_bytes: int
     streamed_bytes: int  # in a pass
     bandwidth: float  # host to device, bytes a second
     rows: list[Row]
-    from_disk: int = 0  # of the streamed layers
+    from_disk: int = 0
     disk: float = 0.0  # bytes a second
     costs: dict[int, tuple[float, float]] = field(default_factory=dict)  # nodes -> seconds of one layer, of one more
 
@@ -94,7 +94,7 @@ def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1
     torch.manual_seed(0)
-    with torch.device(device):  # faster there
+    with torch.device(device):
         model = transformers.LlamaForCausalLM(small).to(kind)
     model = model.to("cpu").eval().requires_grad_(False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # not to be rounded to 16 bits
@@ -200,9 +200,7 @@ def measure(
     known: Report | None = None,
     disk: Path | None = None,
 ) -> Report:
-    """Measure one format.
-
-    With `known` and `disk` its resident layers and DISK_LAYERS more, which come from disk, as far as there is room.
+    """With `known` and `disk` its resident layers and DISK_LAYERS more, which come from disk, as far as there is room.
 
     Args:
         shape: fields of a LlamaConfig.

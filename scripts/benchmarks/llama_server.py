@@ -15,13 +15,11 @@ from edgespec.errors import EdgespecError, UsageError
 LOADS = 300.0  # seconds that a server may take until it answers
 # By the signal that ended it.
 ENDED = {-9: "out of memory", -11: "it crashed; on a processor with AMX give it the option --no-repack"}
-# Its ways to speculate without a draft model.
 BY_TEXT = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 DRAFTED = 16  # most draft tokens per pass
 
 
 def modes(draft: str | None) -> dict[str, list[str]]:
-    """Its ways to write: name -> options."""
     found = {"plain": list[str]()} | {name: ["--spec-type", name] for name in BY_TEXT}
     if draft:
         found["draft"] = ["--spec-type", "draft-simple", "-md", draft, "--spec-draft-n-max", str(DRAFTED)]

@@ -145,7 +145,7 @@ def write_planned(
 
 
 def import_gguf() -> Any:
-    """The package that writes GGUFs. Raises MissingPackage."""
+    """Raises MissingPackage."""
     try:
         import gguf
     except ImportError as error:
@@ -218,12 +218,10 @@ def _in_blocks(sizes: tuple[int, ...]) -> bool:
 
 
 def _in_bytes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes with the bytes of a row in the place of its numbers."""
     return (*sizes[:-1], sizes[-1] // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * sizes[-1])
 
 
 def _weights(name: str, sizes: tuple[int, ...], blocks: Callable[[int], Bytes]) -> Bytes:
-    """A tensor's bytes: random blocks, or a constant."""
     if _in_blocks(sizes):
         return np.resize(blocks(sizes[1]), (sizes[0] * sizes[1] // BLOCK, BLOCK_BYTES))
     return np.full(sizes, SLOW if name.endswith("ssm_a") else 1, np.float32).view(np.uint8)

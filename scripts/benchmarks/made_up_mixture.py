@@ -32,7 +32,7 @@ PARTS = ("ffn_gate", "ffn_up", "ffn_down")
 @dataclass(frozen=True, slots=True)
 class Experts:
     count: int = 16
-    used: int = 2  # by a token
+    used: int = 2
     parts: int = 1  # that the dense feed forward is cut into
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ def _multiply(rows: Bytes, kind: str, size: int, by: int) -> None:
 
 
 def _heads(source: Path, values: dict[str, Any], part: str) -> int:
-    """Of queries or keys; without a word on the latter there are as many. Raises ModelError."""
+    """Raises ModelError."""
     key = f"{values['general.architecture']}.attention.head_count"
     count = values.get(f"{key}_kv", values.get(key)) if part == "attn_k" else values.get(key)
     if not isinstance(count, int) or count < 1:
@@ -167,7 +167,7 @@ def _heads(source: Path, values: dict[str, Any], part: str) -> int:
 
 
 def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[str, int]:
-    """Changed values of the header. Raises ModelError."""
+    """Raises ModelError."""
     kind = values["general.architecture"]
     missing = [key for key in (f"{kind}.embedding_length", "tokenizer.ggml.tokens") if key not in values]
     if missing:

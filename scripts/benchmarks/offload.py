@@ -51,7 +51,7 @@ class Group:
 
 @contextmanager
 def memory_group() -> Iterator[Group]:
-    """A new control group under this process's own. Raises EdgespecError where that is not allowed."""
+    """Raises EdgespecError where that is not allowed."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     version = 1 if "memory" in paths else 2

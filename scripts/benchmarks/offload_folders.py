@@ -28,7 +28,7 @@ class Folder:
 
 
 def parse_folder(text: str) -> Folder:
-    """Parse "mlx:big-folder" or "torch:big-folder+small-folder". Raises UsageError."""
+    """Raises UsageError."""
     engine, _, rest = text.partition(":")
     target, _, draft = rest.partition("+")
     if engine not in ENGINES or not target:
@@ -119,7 +119,6 @@ def folder_speeds(
 
 
 def lines(report: dict[str, Any]) -> list[list[str]]:
-    """Rows of a table: name, seconds or tokens/s, and comparisons."""
     found = list[list[str]]()
     if passes := report.get("passes"):
         memory, streamed = passes["in memory"], passes["streamed"]

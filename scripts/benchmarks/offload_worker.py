@@ -1,4 +1,4 @@
-"""One measuring process: passes or answers of one model, mapped or streamed. Started by `offload.py`."""
+"""One measuring process: passes or answers of one model, mapped or streamed."""
 
 import ctypes
 import json
@@ -165,7 +165,6 @@ def _measure_mlx_lm(task: Task) -> dict[str, Any]:
 
 
 def _used(read: int, before: tuple[float, float]) -> dict[str, float]:
-    """Bytes read and processor seconds since then."""
     user, system = (now - then for now, then in zip(processor_seconds(), before, strict=True))
     return {"bytes": bytes_read() - read, "user_seconds": user, "system_seconds": system}
 
@@ -182,7 +181,6 @@ def evict_model(path: str) -> float:
 
 
 def processor_seconds() -> tuple[float, float]:
-    """User and system seconds of this process."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -53,7 +53,7 @@ def closing_connection(port: int) -> Iterator[HTTPConnection]:
 
 
 def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
-    """Send a chat request and read its streamed answer. Raises EdgespecError: there is none."""
+    """Raises EdgespecError: there is none."""
     started, first, tokens, text = time.perf_counter(), 0.0, 0, ""
     sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     with closing_connection(port) as connection:

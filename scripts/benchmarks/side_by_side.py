@@ -7,7 +7,6 @@ import numpy as np
 
 from edgespec.errors import UsageError
 
-# Settings of variants, for `make_planner`.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ahead": {"ahead": True},  # the draft goes on while the target works
     "preverify": {"top_up": False},  # the target starts at once
@@ -17,10 +16,8 @@ DRAWS = 4000  # of the bootstrap
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
-    """A planner's name, and options.
-
-    Raises:
-        UsageError: there is no such setting.
+    """Raises:
+    UsageError: there is no such setting.
     """
     name, *settings = text.split("+")
     options: dict[str, Any] = {}

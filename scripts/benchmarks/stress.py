@@ -29,7 +29,7 @@ KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
 
 @dataclass
 class Found:
-    answers: Counter[str] = field(default_factory=Counter)  # kind and status -> how many
+    answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     parsed: int = 0  # answers by `SCHEMA` that were not cut, and hold what it says
     tokens: int = 0

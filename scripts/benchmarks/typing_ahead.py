@@ -16,7 +16,7 @@ WAYS = ("Enter only", "typing ahead", "typing ahead, pause")
 @dataclass(frozen=True, slots=True)
 class Typed:
     seconds: Sequence[float]  # from Enter to the first token, for each of `WAYS`
-    same: bool  # all answers are equal
+    same: bool
 
 
 def replay(port: int, model: Model, text: str, *, speed: float, pause: float, max_tokens: int, seed: int) -> Typed:

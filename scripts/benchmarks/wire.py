@@ -1,7 +1,6 @@
 """Compare answers on the wire: the same requests to llama-server and to this one.
 
-Compared are statuses, fields and their types, the order of events, and reasons of the end. Differences that are meant
-are listed in `KNOWN`, each with a reason.
+Differences that are meant are listed in `KNOWN`, each with a reason.
 """
 
 import json
@@ -84,7 +83,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    where: str  # "name: place"
+    where: str
     theirs: Shape
     ours: Shape
 
@@ -132,7 +131,7 @@ def asked(port: int, path: str, body: Any) -> dict[str, Any]:
         raw, kind = answer.read(), answer.getheader("Content-Type", "").partition(";")[0]
     told: dict[str, Any] = {"status": answer.status, "type": kind}
     if kind == "text/event-stream":
-        events = sorted(events_of(raw.decode()), key=lambda event: choice_of(event[1]))  # choices come as they may
+        events = sorted(events_of(raw.decode()), key=lambda event: choice_of(event[1]))
         told["order"] = [kind for kind, _ in groupby(map(kind_of, events))]
         kinds = sorted({kind_of(event) for event in events if isinstance(event[1], dict)})
         told["events"] = {

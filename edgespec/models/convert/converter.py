@@ -86,7 +86,7 @@ def extract(archive: Path, out: Path) -> None:
             target = out / inside
             target.parent.mkdir(parents=True, exist_ok=True)
             source = files.extractfile(member)
-            assert source is not None  # it is a regular file
+            assert source is not None
             with source, target.open("wb") as file:
                 shutil.copyfileobj(source, file)
     if not (out / SCRIPT).is_file():

@@ -1,7 +1,7 @@
 """A GGUF as the folder that transformers and mlx-lm load: config.json, tokenizer files, safetensors.
 
-Both engines read the same folder; for mlx-lm it may be quantised again. Tensors are read, dequantised and written one
-after the other, so memory stays near one output file and the largest tensor.
+Tensors are read, dequantised and written one after the other, so memory stays near one output file and the largest
+tensor.
 """
 
 import json

@@ -42,7 +42,7 @@ class Recipe:
     imatrix: str = (
         ""  # none, auto, a matrix file, or a text file to compute one from; "": auto where the type demands it
     )
-    drop: tuple[int, ...] = ()  # layers that are left out
+    drop: tuple[int, ...] = ()
     why: str = ""
 
 
@@ -61,7 +61,7 @@ PURPOSES = {
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    bytes: int  # of tensors, as they lie in the file
+    bytes: int
     file_bytes: int  # with the header; 0 in a rehearsal
 
 
@@ -84,7 +84,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse types that do not exist, and what would do nothing. Raises UsageError."""
+    """Raises UsageError."""
     types = _types()
     for name in filter(None, [recipe.type]):
         if name not in types["files"]:
@@ -234,7 +234,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
-    """Run one of the engine's programs; its last line. Raises ModelError with what it says."""
+    """Raises ModelError with what it says."""
     command = [sys.executable, "-m", f"edgespec.backends.llamacpp.tools.{module}", json.dumps(job)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     line: dict[str, Any] = {"error": "it gave no reason"}
