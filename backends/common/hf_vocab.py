@@ -1,11 +1,7 @@
-"""The tokenizer of a model folder, through transformers; shared by all backends that load such folders.
+"""The tokenizer of a model folder, through transformers.
 
-Where transformers is not installed, the backend that imports this says which extra of its own brings it.
-
-Byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece pieces ("▁" for a space, "<0x0A>"
-for a byte) are turned into bytes exactly. Token texts are those that llama.cpp's converter writes into a GGUF
-(convert_hf_to_gguf.py, `get_vocab_base`), so that fingerprints are equal across engines: unused ids at the end are
-named [PAD<id>], and tokens that look like control tokens count as such.
+Token texts are those that llama.cpp's converter writes into a GGUF (convert_hf_to_gguf.py, `get_vocab_base`), so that
+fingerprints are equal across engines: unused ids at the end are named [PAD<id>].
 """
 
 import hashlib
@@ -48,8 +44,6 @@ ALPHABET = byte_level_alphabet()
 
 
 class HfVocab:
-    """See `edgespec.loop.backend.Vocab`."""
-
     def __init__(self, tokenizer: Any, size: int, end_ids: Iterable[int] = ()) -> None:
         """
         Args:
@@ -215,5 +209,4 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,8 +1,7 @@
-"""MLX models larger than memory: where their weights lie, what a pass takes besides, and what of the weights stays.
+"""MLX models larger than memory: where their weights lie, and which of them stay.
 
-MLX maps no files: a weight is an array that owns its memory. So a plan keeps tensors whole, and only those can be
-streamed whose bytes in the file are what MLX computes with. Where mlx-lm rebuilds weights as it loads them (it stacks
-experts, say), the folder has to be written anew by mlx-lm first.
+MLX maps no files, so a plan keeps tensors whole, and streams only those whose bytes in the file MLX computes with.
+Where mlx-lm rebuilds weights as it loads them (stacked experts), mlx-lm has to write the folder again first.
 """
 
 import glob
@@ -38,7 +37,7 @@ DTYPES = {
 class Placed:
     """A weight whose bytes in a file are what MLX computes with."""
 
-    name: str  # within its layer, or else within the model
+    name: str
     layer: int  # -1: it is of none, or cannot be streamed
     tensor: Tensor
     dtype: Any
@@ -49,7 +48,7 @@ class Placed:
 class Layout:
     """Where a model's weights lie."""
 
-    paths: tuple[str, ...]  # of the files
+    paths: tuple[str, ...]
     bases: tuple[int, ...]  # where their tensors begin: MLX's own writer aligns that to nothing
     placed: tuple[Placed, ...]
     others: tuple[Tensor, ...]  # weights that mlx-lm does not take as the files have them; as if in file -1
@@ -62,7 +61,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return sum(tensor.size for tensor in self.tensors)
 
 
@@ -293,7 +291,6 @@ def _is_width(name: str, value: object) -> bool:
 
 
 def parameter_bytes(model: Any) -> int:
-    """Of all weights."""
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 

@@ -1,8 +1,6 @@
-"""Models with recurrent layers on MLX: trees as paths (`common/recurrent.py`).
+"""Models with recurrent layers on MLX: a pass is a batch, in which each lane is one of its sequences.
 
-A pass is a batch, as mlx-lm's model classes know it: a lane is one of its sequences. Recurrent layers get a cache of
-mlx-lm's own, filled with a state for each lane. Layers with attention get `LaneCache`, where all lanes see the cells of
-one session; their ropes take a position for each lane, so they stay as they are.
+Recurrent layers get mlx-lm's own cache with a state for each lane; in `LaneCache` all lanes see one session's cells.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,13 +97,10 @@ def _new(found: Any, rows: Any) -> Any:
 
 
 def _for_all(buffer: Any, end: int, lanes: int) -> Any:
-    """The first cells of a buffer [1, heads, capacity, d], seen by all lanes, without a copy."""
     return mx.broadcast_to(buffer[..., :end, :], (lanes, buffer.shape[1], end, buffer.shape[3]))
 
 
 class MlxRecurrentSession(RecurrentSession[State], MlxSession):
-    """See `edgespec.loop.backend.Session`."""
-
     caches: list[LaneCache]  # type: ignore[assignment]
 
     def __init__(self, backend: MlxOwner, caches: list[LaneCache], kinds: Sequence[Any]) -> None:
@@ -132,7 +127,6 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return None if rectangle is None else self._begin(rectangle, [])
 
     def _begin(self, rectangle: Rectangle[State], parents: Sequence[int]) -> Any:
-        """A pass over these lanes; their tokens."""
         here = Lanes(rectangle, parents, len(self.token_ids))
         for cache in self.caches:
             cache.lanes, cache.offset = here, here.starts

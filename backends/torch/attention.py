@@ -46,7 +46,7 @@ class Tree:
     """What `tree_attention` needs to know of a pass."""
 
     parts: tuple[Part, ...]
-    windows: tuple[int | None, ...]  # by layer
+    windows: tuple[int | None, ...]
     interrupted: Event  # when it is set, no further layer is computed
 
 

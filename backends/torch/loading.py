@@ -69,7 +69,7 @@ def load_model(folder: Path, dtype: str | None) -> Any:
             folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
-    except Exception as error:  # the library raises nearly every type there is
+    except Exception as error:
         raise ModelError(f"cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -303,7 +303,7 @@ def run_probe(model: Any, device: Any) -> Probe:
             run(model, [0], [0], [0], probe, device)
     except (EdgespecError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model class that does not hand everything on to attention
+    except Exception as error:
         raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
     return probe
 
