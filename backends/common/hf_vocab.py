@@ -29,7 +29,7 @@ END_TOKENS = frozenset(
     ]
 )
 LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # how folders are read
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -120,7 +120,7 @@ def _chat_template(tokenizer: Any) -> str | None:
 
 
 def _kind(tokenizer: Any) -> str:
-    """How token texts spell bytes, from the decoder's own description."""
+    """The spelling of bytes in token texts, from the decoder's own description."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     steps = state.get("decoders", [state])
     names = {step.get("type") for step in steps}

@@ -173,7 +173,7 @@ class MlxBackend:
 
     @property
     def plan(self) -> Plan | None:
-        """What of the weights stays in memory; None: all."""
+        """The weights that stay in memory; None: all."""
         return self._sweep.streamer.plan if self._sweep else None
 
     @property

@@ -46,13 +46,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a model's weights lie."""
-
     paths: tuple[str, ...]
     bases: tuple[int, ...]  # where their tensors begin: MLX's own writer aligns that to nothing
     placed: tuple[Placed, ...]
     others: tuple[Tensor, ...]  # weights that mlx-lm does not take as the files have them; as if in file -1
-    rebuilt: tuple[str, ...]  # those of layers among them
+    rebuilt: tuple[str, ...]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -97,7 +95,6 @@ def _is(found: Stored, array: Any) -> bool:
 
 
 def _layer_numbers(model: Any) -> dict[str, int]:
-    """Names of the layers' modules -> their numbers."""
     numbers = {id(layer): number for number, layer in enumerate(model.layers)}
     return {f"{name}.": numbers[id(module)] for name, module in model.named_modules() if id(module) in numbers}
 
@@ -112,12 +109,10 @@ def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """How large sessions and passes may become."""
-
     context_length: int
     budget: int
     sessions: int
-    chunk: int  # prompt tokens per pass
+    chunk: int
 
     @property
     def max_nodes(self) -> int:
@@ -217,7 +212,6 @@ KEPT = 32 << 20  # bytes of freed buffers that are kept where MLX computes on th
 
 
 def on_gpu() -> bool:
-    """Does MLX compute on a GPU?"""
     return bool(mx.default_device() == mx.gpu)
 
 

@@ -25,7 +25,7 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether some layers have a state for all the text before."""
+    """True if some layers are recurrent."""
     return any(type(cache) is ArraysCache for cache in leaves_of(make_prompt_cache(model)))
 
 
@@ -44,8 +44,6 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
 
 
 class Lanes:
-    """Where the tokens of one forward stand."""
-
     def __init__(self, rectangle: Rectangle[State], parents: Sequence[int], length: int) -> None:
         """
         Args:
@@ -54,7 +52,7 @@ class Lanes:
             length: committed tokens.
         """
         self.starts = mx.array(rectangle.positions[:, 0], dtype=mx.int32)
-        self.start, self.end = length + rectangle.first, length + len(parents)  # cells of the new nodes
+        self.start, self.end = length + rectangle.first, length + len(parents)
         self.rows = mx.array(rectangle.rows)  # which of all lanes' tokens those are
         self._rectangle, self._parents, self._length = rectangle, parents, length
         self._masks: dict[int | None, Any] = {}
@@ -115,7 +113,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
         self._kinds = kinds
         self._rectangle: Rectangle[State] | None = None  # of the pass under way
-        self._arrays, self._given = list[ArraysCache](), list[Any]()  # its states, and all that the model gets
+        self._arrays, self._given = list[ArraysCache](), list[Any]()
 
     def place(self, work: Work) -> tuple[Any, Any]:
         lanes, parents = self.lanes(work), self._parents + work.parents.tolist()

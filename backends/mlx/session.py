@@ -44,7 +44,7 @@ class MlxSession(NodeSession):
 
     @property
     def given(self) -> Sequence[Any]:
-        """What the model takes for its caches."""
+        """The caches for the model."""
         return self.caches
 
     @property
@@ -53,7 +53,7 @@ class MlxSession(NodeSession):
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, order = len(self.token_ids), [*path, *stay]
-        moved = next((i for i, node in enumerate(order) if node != i), len(order))  # earlier cells are in place
+        moved = next((i for i, node in enumerate(order) if node != i), len(order))
         if moved < len(order):
             self._move([length + node for node in order[moved:]], length + moved)
 

@@ -137,8 +137,6 @@ def address(array: Any) -> int:
 
 @dataclass(slots=True)
 class Step:
-    """A streamed layer in one work."""
-
     layer: int
     taken: Any
     made: Any
@@ -164,7 +162,7 @@ class LayerSweep:
             model: loaded lazily; its weights are replaced.
             layout: where they lie.
             plan: what is streamed, in whole tensors.
-            progress: told how much of what stays has been read.
+            progress: gets the part of the resident weights that has been read.
             store: of the same plan; closed by `close`.
 
         Raises:
@@ -191,7 +189,7 @@ class LayerSweep:
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
             owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
-        mx.eval(self._views)  # once: a slot that is filled anew needs no new views
+        mx.eval(self._views)  # once: a slot that is filled again needs no new views
         for index in self._order:
             model.layers[index].update(self._views[index][0])
             self._watch(model.layers[index], index)

@@ -22,7 +22,7 @@ class Pass:
             first: number of the first new node.
             length: how many tokens are committed.
         """
-        self.start, self.end = length + first, length + len(parents)  # cells of the new nodes
+        self.start, self.end = length + first, length + len(parents)
         self.is_chain = list(parents) == list(range(-1, len(parents) - 1))
         self._parents, self._first, self._length = parents, first, length
         self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)
@@ -87,7 +87,7 @@ class TreeRope(nn.Module):  # type: ignore[misc]
             return self.rope(x, offset=offset)
         if self._takes_array and offset.is_chain:
             return self.rope(x, offset=offset.start)
-        nodes = x.transpose(2, 1, 0, 3)  # a batch of single tokens
+        nodes = x.transpose(2, 1, 0, 3)
         if self._takes_array:
             nodes = self.rope(nodes, offset=offset.positions)
         else:

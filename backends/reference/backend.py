@@ -101,7 +101,6 @@ class ReferenceSession(NodeSession):
         return self._logits(found, work)
 
     def _seen(self, node: int) -> NDArray[np.int64]:
-        """Cells that a node sees besides its own."""
         length, above = len(self.token_ids), np.array(path_to(self._parents, node)[:-1], np.int64)
         return np.concatenate([np.arange(length), length + above])
 

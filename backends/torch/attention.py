@@ -23,13 +23,11 @@ MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks who
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One work's share of a pass."""
-
-    rows: slice  # of the pass
+    rows: slice
     new: Any  # those of them, a slice or indices, whose keys and values are not in the cache yet
     cells: Any  # the session's cache [layers, 2, key heads, cells, d]; a dictionary where not all layers have cells
     start: int  # cell of the first that is new
-    end: int  # behind that of the last
+    end: int
     masks: dict[int | None, tuple[int, Any]]  # window -> first cell it can reach, mask [n, cells from there] or None
 
 
@@ -201,7 +199,6 @@ def run(
 
 
 def finish(device: Any) -> None:
-    """Wait for what was asked of the device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # not the whole device: copies for the next pass go on
     elif device.type == "mps":

@@ -109,7 +109,7 @@ class Feeder:
         self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
         self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
         self._changed = threading.Condition()
-        self._asked, self._sent = [0] * buffers, [0] * buffers  # how often, by buffer
+        self._asked, self._sent = [0] * buffers, [0] * buffers
         self._errors: list[EdgespecError | None] = [None] * buffers
         self._thread = threading.Thread(target=self._work, name="edgespec-feed", daemon=True)
         self._thread.start()
@@ -272,7 +272,7 @@ class Pack:
         try:
             if self._places and not self._written and kind is None:
                 self._part.rename(self._path)
-                for old in self._path.parents[1].iterdir():  # with other memory other layers were asked for
+                for old in self._path.parents[1].iterdir():
                     if old != self._path.parent:
                         shutil.rmtree(old, ignore_errors=True)
             self._part.unlink(missing_ok=True)
@@ -281,7 +281,7 @@ class Pack:
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:
-    """Whether a layer's tensors are what is on disk there. Raises ModelError."""
+    """True if a layer's tensors equal those on disk. Raises ModelError."""
     try:
         with Path(source.path).open("rb") as file:
             for (_, store, name, _), offset in zip(stored_tensors(layer), offsets, strict=True):

@@ -27,16 +27,15 @@ State = list[Any]  # tensors [1, …], one for each that transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers, as transformers calls them
 WITH_BOTH = ("hybrid", "hybrid_sliding")
 RECURRENT = ("linear_attention", "conv", *WITH_BOTH)
-STATE_WIDTHS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim")  # in configurations
+STATE_WIDTHS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim")
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers have a state for all the text before."""
+    """True if some layers are recurrent."""
     return any(kind in RECURRENT for kind in getattr(config, "layer_types", None) or ())
 
 
 def with_cells(config: Any) -> list[int]:
-    """The layers that have keys and values."""
     kinds = getattr(config, "layer_types", None)
     return [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in WITHOUT_CELLS]
 

@@ -47,7 +47,7 @@ class TorchSession(NodeSession):
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, order = len(self.token_ids), [*path, *stay]
-        moved = next((i for i, node in enumerate(order) if i != node), len(order))  # earlier cells are in place
+        moved = next((i for i, node in enumerate(order) if i != node), len(order))
         if moved < len(order):
             nodes = torch.tensor([length + node for node in order[moved:]], device=self.cells.device)
             with torch.inference_mode():
@@ -106,7 +106,7 @@ def visible(sees: Sequence[NDArray[np.bool_]], parents: Sequence[int]) -> NDArra
     """
     first, count = len(sees), len(parents)
     rows = np.zeros((count, first + count), np.bool_)
-    if list(parents[1:]) == list(range(first, first + count - 1)):  # a chain, perhaps a prompt's
+    if list(parents[1:]) == list(range(first, first + count - 1)):
         rows[:, first:] = np.tri(count, dtype=np.bool_)
         if count and parents[0] >= 0:
             rows[:, : len(sees[parents[0]])] |= sees[parents[0]]
