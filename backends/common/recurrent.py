@@ -30,10 +30,10 @@ from .nodes import NodeSession
 
 @dataclass(frozen=True, slots=True)
 class Lane(Generic[State]):
-    start: int
+    start: int  # tokens before it
     state: State | None  # after those; None: no tokens
-    token_ids: list[int]
-    nodes: list[int]
+    token_ids: list[int]  # committed ones, and then nodes'
+    nodes: list[int]  # that it ends with
 
 
 class Rectangle(Generic[State]):

@@ -37,7 +37,7 @@ DTYPES = {
 class Placed:
     """A weight whose bytes in a file are what MLX computes with."""
 
-    name: str
+    name: str  # within its layer, or else within the model
     layer: int  # -1: it is of none, or cannot be streamed
     tensor: Tensor
     dtype: Any
@@ -112,7 +112,7 @@ class PassSize:
     context_length: int
     budget: int
     sessions: int
-    chunk: int
+    chunk: int  # prompt tokens per pass
 
     @property
     def max_nodes(self) -> int:

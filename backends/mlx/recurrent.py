@@ -52,7 +52,7 @@ class Lanes:
             length: committed tokens.
         """
         self.starts = mx.array(rectangle.positions[:, 0], dtype=mx.int32)
-        self.start, self.end = length + rectangle.first, length + len(parents)
+        self.start, self.end = length + rectangle.first, length + len(parents)  # cells of the new nodes
         self.rows = mx.array(rectangle.rows)  # which of all lanes' tokens those are
         self._rectangle, self._parents, self._length = rectangle, parents, length
         self._masks: dict[int | None, Any] = {}

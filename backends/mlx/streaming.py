@@ -138,8 +138,8 @@ def address(array: Any) -> int:
 @dataclass(slots=True)
 class Step:
     layer: int
-    taken: Any
-    made: Any
+    taken: Any  # its input
+    made: Any  # its output
     cache: TreeCache | None
     states: ArraysCache | None
 

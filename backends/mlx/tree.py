@@ -22,7 +22,7 @@ class Pass:
             first: number of the first new node.
             length: how many tokens are committed.
         """
-        self.start, self.end = length + first, length + len(parents)
+        self.start, self.end = length + first, length + len(parents)  # cells of the new nodes
         self.is_chain = list(parents) == list(range(-1, len(parents) - 1))
         self._parents, self._first, self._length = parents, first, length
         self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)

@@ -23,11 +23,11 @@ MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks who
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    rows: slice
+    rows: slice  # of the pass
     new: Any  # those of them, a slice or indices, whose keys and values are not in the cache yet
     cells: Any  # the session's cache [layers, 2, key heads, cells, d]; a dictionary where not all layers have cells
     start: int  # cell of the first that is new
-    end: int
+    end: int  # behind that of the last
     masks: dict[int | None, tuple[int, Any]]  # window -> first cell it can reach, mask [n, cells from there] or None
 
 

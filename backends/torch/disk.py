@@ -109,7 +109,7 @@ class Feeder:
         self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
         self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
         self._changed = threading.Condition()
-        self._asked, self._sent = [0] * buffers, [0] * buffers
+        self._asked, self._sent = [0] * buffers, [0] * buffers  # how often, by buffer
         self._errors: list[EdgespecError | None] = [None] * buffers
         self._thread = threading.Thread(target=self._work, name="edgespec-feed", daemon=True)
         self._thread.start()

@@ -191,7 +191,7 @@ class Host:
     """Layers wait here that the device cannot hold."""
 
     folder: Path  # of the model: what the memory cannot hold is read from there
-    memory: int
+    memory: int  # bytes to use
     needed: int  # of them by the program
     apart: bool  # the device has memory of its own; else it computes in this one, and what does not fit is on disk
 

@@ -132,7 +132,7 @@ class Block:
             ModelError: so much memory cannot be pinned.
         """
         self.size = block_bytes(layer)
-        self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None
+        self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None  # None: on disk
         self._pinned = False
         if pin:
             pin_memory(self.host)

@@ -21,8 +21,8 @@ class TorchOwner(Owner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    first: int
-    positions: list[int]
+    first: int  # number of the first new node
+    positions: list[int]  # of the new nodes
     sees: NDArray[np.bool_]  # [new, first + new]: which nodes each new node sees
 
 
