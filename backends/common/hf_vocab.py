@@ -1,11 +1,7 @@
-"""The tokenizer of a model folder, through transformers; shared by all backends that load such folders.
+"""The tokenizer of a model folder, through transformers.
 
-Where transformers is not installed, the backend that imports this says which extra of its own brings it.
-
-Byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece pieces ("▁" for a space, "<0x0A>"
-for a byte) are turned into bytes exactly. Token texts are those that llama.cpp's converter writes into a GGUF
-(convert_hf_to_gguf.py, `get_vocab_base`), so that fingerprints are equal across engines: unused ids at the end are
-named [PAD<id>], and tokens that look like control tokens count as such.
+Token texts are those that llama.cpp's converter writes into a GGUF (convert_hf_to_gguf.py, `get_vocab_base`), so that
+fingerprints are equal across engines: unused ids at the end are named [PAD<id>].
 """
 
 import hashlib
@@ -33,7 +29,7 @@ END_TOKENS = frozenset(
     ]
 )
 LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # how folders are read
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -48,8 +44,6 @@ ALPHABET = byte_level_alphabet()
 
 
 class HfVocab:
-    """See `edgespec.loop.backend.Vocab`."""
-
     def __init__(self, tokenizer: Any, size: int, end_ids: Iterable[int] = ()) -> None:
         """
         Args:
@@ -126,7 +120,7 @@ def _chat_template(tokenizer: Any) -> str | None:
 
 
 def _kind(tokenizer: Any) -> str:
-    """How token texts spell bytes, from the decoder's own description."""
+    """The spelling of bytes in token texts, from the decoder's own description."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     steps = state.get("decoders", [state])
     names = {step.get("type") for step in steps}
@@ -215,5 +209,4 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

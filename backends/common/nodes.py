@@ -15,8 +15,6 @@ from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
 
 
 class Owner(Loaded, Protocol):
-    """The part of a backend that every session needs."""
-
     def open(self) -> Any: ...
 
 
@@ -39,12 +37,10 @@ class NodeSession:
 
     @property
     def nodes(self) -> int:
-        """Number of uncommitted nodes."""
         return len(self._parents)
 
     @property
     def parents(self) -> list[int]:
-        """Of uncommitted nodes."""
         return self._parents
 
     def check(self, work: Work) -> list[int]:
@@ -71,7 +67,6 @@ class NodeSession:
         return positions[first:]
 
     def _add_nodes(self, work: Work, positions: Sequence[int]) -> None:
-        """Number a checked work's nodes; `positions`: of them."""
         self._tokens += work.token_ids.tolist()
         self._parents += work.parents.tolist()
         self.positions += positions
@@ -88,7 +83,6 @@ class NodeSession:
         self._commit(path, [])
 
     def commit_keeping(self, path: Sequence[int]) -> IntArray:
-        """See `edgespec.loop.backend.KeepsNodes`."""
         stay = nodes_below(self._parents, path[-1] if path else -1) if self._can_keep else []
         self._commit(path, stay)
         return np.array(stay, np.int32)
@@ -127,8 +121,6 @@ class NodeSession:
         self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
         return saved.note
 
-    # Hooks.
-
     @property
     def _can_keep(self) -> bool:
         """True if nodes can stay after a commit."""
@@ -137,8 +129,6 @@ class NodeSession:
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         """Bring the cells of `path`, and of `stay` behind them, right behind those of the committed tokens."""
 
-    def _copy_cells(self, other: Self) -> None:
-        """Give a new session the cells of the committed tokens."""
+    def _copy_cells(self, other: Self) -> None: ...
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None:
-        """Read the cells that belong to `saved.token_ids` into this empty session."""
+    def _load_cells(self, path: str | Path, saved: Saved) -> None: ...

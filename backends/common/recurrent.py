@@ -1,8 +1,7 @@
-"""Trees as paths (`path_cost.py`) on engines whose cells of attention belong to nodes: `torch` and `mlx`.
+"""Trees as paths (`path_cost.py`) on engines whose attention cells belong to nodes: `torch` and `mlx`.
 
-Cells lie as for any tree: those of committed tokens in order, then one for each node. Only the states of recurrent
-layers need paths. For them unread committed tokens, and nodes on several paths, are computed again; a cell that is
-filled stays as it is. So a state can be used wherever a path has ended: all cells of its tokens are there.
+Only the states of recurrent layers need paths: for them unread committed tokens, and nodes on several paths, are
+computed again, while a filled cell stays as it is.
 """
 
 from collections.abc import Sequence
@@ -31,8 +30,6 @@ from .nodes import NodeSession
 
 @dataclass(frozen=True, slots=True)
 class Lane(Generic[State]):
-    """One sequence of a pass."""
-
     start: int  # tokens before it
     state: State | None  # after those; None: no tokens
     token_ids: list[int]  # committed ones, and then nodes'
@@ -168,7 +165,6 @@ class RecurrentSession(NodeSession, Generic[State]):
     states: RecurrentStates[State]
 
     def lanes(self, work: Work) -> list[Lane[State]]:
-        """The sequences that evaluate a checked work."""
         tokens, parents = self._tokens + work.token_ids.tolist(), self._parents + work.parents.tolist()
         return self.states.lanes(self.token_ids, tokens, parents, work, self._backend.capabilities.max_nodes)
 

@@ -8,8 +8,6 @@ from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 
 class RowLogits:
-    """See `edgespec.loop.backend.Logits`."""
-
     def __init__(self, rows: dict[int, Float32Array] | None = None) -> None:
         self.rows = rows if rows is not None else {}  # node -> [V]
 

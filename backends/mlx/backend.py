@@ -1,22 +1,8 @@
-"""Model folders on MLX, Apple's array library, through mlx-lm's model classes, quantised or not.
+"""Model folders on MLX, through mlx-lm's model classes, quantised or not.
 
-mlx-lm's classes read one sequence, front to back. Three small replacements make them read a tree:
-
-    rotary positions    every rope module is asked for the nodes' positions instead of a running offset
-    mask                the cache hands out booleans, as mlx-lm's own caches do: committed tokens, ancestors, itself
-    final rows          the layers' output is cut to the wanted nodes before the model's own head
-
-A session has one preallocated buffer of keys and one of values per layer. Committed tokens come first, the nodes
-evaluated since the last commit follow in the order they were given. A commit moves the few cells of the accepted
-path together; the prefix stays where it is. MLX writes in place into a buffer that nobody else holds, so a fork
-shares its parent's buffers until one of the two writes.
-
-Sliding windows are done by the mask: nothing is thrown away, so they can be rewound. Models with recurrent layers
-evaluate trees as paths, and keep their ropes: `recurrent.py`. A model that needs more than this (positions used outside
-a rope, masks of its own) is refused at load: a tree of three nodes is compared with its chains.
-
-Several works in one forward are evaluated one after the other: each reads the weights again, from memory. Weights
-larger than memory are read from disk once for all of them: `streaming.py`.
+Three replacements make a class read a tree: ropes take node positions, caches hand out a mask of committed tokens,
+ancestors and the node itself, and the head gets only the wanted rows. A model that needs more is refused at load.
+MLX writes in place into a buffer that nobody else holds, so a fork shares its parent's buffers until one writes.
 """
 
 from collections.abc import Callable, Sequence
@@ -167,7 +153,7 @@ class MlxBackend:
         self._windows = windows
         self._kinds = kinds  # mlx-lm's own caches, if some layers are recurrent
         self._max_sessions = sessions
-        self._files: Sequence[str] = ()  # of the weights
+        self._files: Sequence[str] = ()
         self._interrupted = sweep.interrupted if sweep else Event()
         self._sessions: list[MlxSession] = []
         self._rows: Any = None  # the nodes whose final states the head is to see; None: all
@@ -187,7 +173,7 @@ class MlxBackend:
 
     @property
     def plan(self) -> Plan | None:
-        """What of the weights stays in memory; None: all."""
+        """The weights that stay in memory; None: all."""
         return self._sweep.streamer.plan if self._sweep else None
 
     @property
@@ -195,11 +181,9 @@ class MlxBackend:
         return self._sweep.streamer.wait_seconds if self._sweep else 0.0
 
     def forget(self, session: MlxSession) -> None:
-        """A session was closed."""
         self._sessions = [other for other in self._sessions if other is not session]
 
     def small_session(self) -> MlxSession:
-        """One for a few tokens, which does not count among those that are open."""
         return self._session(CELLS_OF_SMALL)
 
     def keep_to(self, exact: BatchInvariance) -> None:
@@ -240,7 +224,6 @@ class MlxBackend:
         return self._sweep.run([session.caches for session in sessions], write) if self._sweep else write()
 
     def _begin(self, session: MlxSession, work: Work) -> Any:
-        """The graph of one work."""
         if shape := shape_of(self.capabilities, [work]):
             work = padded(work, session.nodes, shape)
         tokens, rows = session.place(work)

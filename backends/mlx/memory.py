@@ -1,8 +1,7 @@
-"""MLX models larger than memory: where their weights lie, what a pass takes besides, and what of the weights stays.
+"""MLX models larger than memory: where their weights lie, and which of them stay.
 
-MLX maps no files: a weight is an array that owns its memory. So a plan keeps tensors whole, and only those can be
-streamed whose bytes in the file are what MLX computes with. Where mlx-lm rebuilds weights as it loads them (it stacks
-experts, say), the folder has to be written anew by mlx-lm first.
+MLX maps no files, so a plan keeps tensors whole, and streams only those whose bytes in the file MLX computes with.
+Where mlx-lm rebuilds weights as it loads them (stacked experts), mlx-lm has to write the folder again first.
 """
 
 import glob
@@ -47,13 +46,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a model's weights lie."""
-
-    paths: tuple[str, ...]  # of the files
+    paths: tuple[str, ...]
     bases: tuple[int, ...]  # where their tensors begin: MLX's own writer aligns that to nothing
     placed: tuple[Placed, ...]
     others: tuple[Tensor, ...]  # weights that mlx-lm does not take as the files have them; as if in file -1
-    rebuilt: tuple[str, ...]  # those of layers among them
+    rebuilt: tuple[str, ...]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -62,7 +59,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return sum(tensor.size for tensor in self.tensors)
 
 
@@ -99,7 +95,6 @@ def _is(found: Stored, array: Any) -> bool:
 
 
 def _layer_numbers(model: Any) -> dict[str, int]:
-    """Names of the layers' modules -> their numbers."""
     numbers = {id(layer): number for number, layer in enumerate(model.layers)}
     return {f"{name}.": numbers[id(module)] for name, module in model.named_modules() if id(module) in numbers}
 
@@ -114,8 +109,6 @@ def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """How large sessions and passes may become."""
-
     context_length: int
     budget: int
     sessions: int
@@ -219,7 +212,6 @@ KEPT = 32 << 20  # bytes of freed buffers that are kept where MLX computes on th
 
 
 def on_gpu() -> bool:
-    """Does MLX compute on a GPU?"""
     return bool(mx.default_device() == mx.gpu)
 
 
@@ -293,7 +285,6 @@ def _is_width(name: str, value: object) -> bool:
 
 
 def parameter_bytes(model: Any) -> int:
-    """Of all weights."""
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 

@@ -1,8 +1,6 @@
-"""Models with recurrent layers on MLX: trees as paths (`common/recurrent.py`).
+"""Models with recurrent layers on MLX: a pass is a batch, in which each lane is one of its sequences.
 
-A pass is a batch, as mlx-lm's model classes know it: a lane is one of its sequences. Recurrent layers get a cache of
-mlx-lm's own, filled with a state for each lane. Layers with attention get `LaneCache`, where all lanes see the cells of
-one session; their ropes take a position for each lane, so they stay as they are.
+Recurrent layers get mlx-lm's own cache with a state for each lane; in `LaneCache` all lanes see one session's cells.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +25,7 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether some layers have a state for all the text before."""
+    """True if some layers are recurrent."""
     return any(type(cache) is ArraysCache for cache in leaves_of(make_prompt_cache(model)))
 
 
@@ -46,8 +44,6 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
 
 
 class Lanes:
-    """Where the tokens of one forward stand."""
-
     def __init__(self, rectangle: Rectangle[State], parents: Sequence[int], length: int) -> None:
         """
         Args:
@@ -99,13 +95,10 @@ def _new(found: Any, rows: Any) -> Any:
 
 
 def _for_all(buffer: Any, end: int, lanes: int) -> Any:
-    """The first cells of a buffer [1, heads, capacity, d], seen by all lanes, without a copy."""
     return mx.broadcast_to(buffer[..., :end, :], (lanes, buffer.shape[1], end, buffer.shape[3]))
 
 
 class MlxRecurrentSession(RecurrentSession[State], MlxSession):
-    """See `edgespec.loop.backend.Session`."""
-
     caches: list[LaneCache]  # type: ignore[assignment]
 
     def __init__(self, backend: MlxOwner, caches: list[LaneCache], kinds: Sequence[Any]) -> None:
@@ -120,7 +113,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
         self._kinds = kinds
         self._rectangle: Rectangle[State] | None = None  # of the pass under way
-        self._arrays, self._given = list[ArraysCache](), list[Any]()  # its states, and all that the model gets
+        self._arrays, self._given = list[ArraysCache](), list[Any]()
 
     def place(self, work: Work) -> tuple[Any, Any]:
         lanes, parents = self.lanes(work), self._parents + work.parents.tolist()
@@ -132,7 +125,6 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return None if rectangle is None else self._begin(rectangle, [])
 
     def _begin(self, rectangle: Rectangle[State], parents: Sequence[int]) -> Any:
-        """A pass over these lanes; their tokens."""
         here = Lanes(rectangle, parents, len(self.token_ids))
         for cache in self.caches:
             cache.lanes, cache.offset = here, here.starts

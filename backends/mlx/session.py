@@ -16,14 +16,10 @@ from .tree import Pass, TreeCache
 
 
 class MlxOwner(Owner, Protocol):
-    """What a session needs of the backend it belongs to."""
-
     def forget(self, session: "MlxSession") -> None: ...
 
 
 class MlxSession(NodeSession):
-    """See `edgespec.loop.backend.Session`."""
-
     _backend: MlxOwner
 
     def __init__(self, backend: MlxOwner, caches: list[TreeCache]) -> None:
@@ -42,25 +38,22 @@ class MlxSession(NodeSession):
         return None
 
     def add(self, work: Work, positions: Sequence[int]) -> None:
-        """The work's nodes have been evaluated."""
         self._add_nodes(work, positions)
 
-    def take(self) -> None:
-        """That pass has been computed."""
+    def take(self) -> None: ...
 
     @property
     def given(self) -> Sequence[Any]:
-        """What the model takes for its caches."""
+        """The caches for the model."""
         return self.caches
 
     @property
     def state(self) -> list[Any]:
-        """All buffers."""
         return [buffer for cache in self.caches for buffer in (cache.keys, cache.values) if buffer is not None]
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, order = len(self.token_ids), [*path, *stay]
-        moved = next((i for i, node in enumerate(order) if node != i), len(order))  # earlier cells are in place
+        moved = next((i for i, node in enumerate(order) if node != i), len(order))
         if moved < len(order):
             self._move([length + node for node in order[moved:]], length + moved)
 
@@ -78,16 +71,13 @@ class MlxSession(NodeSession):
             theirs.share(mine)
 
     def _details(self) -> dict[str, Any]:
-        """What has to be known to read a file."""
         return self._prompt.as_dict() | {"buffers": len(self.state) if self.token_ids else 0}
 
     def _saved(self) -> list[Any]:
-        """The arrays that it has, in their order."""
         length = len(self.token_ids)
         return [buffer[..., :length, :] for buffer in self.state] if length else []
 
     def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
-        """Take in what was saved."""
         for cache in self.caches[: details["buffers"] // 2]:
             cache.fill(next(arrays), next(arrays))
         mx.eval(self.state)
@@ -114,13 +104,11 @@ class MlxSession(NodeSession):
 
 
 def _read(file: BinaryIO, shape: Sequence[int], name: str) -> Any:
-    """The next array of a file."""
     kind = getattr(mx, name.rpartition(".")[2])
     return mx.array(np.fromfile(file, np.uint8, prod(shape) * kind.size)).view(kind).reshape(shape)
 
 
 def as_bytes(array: Any) -> memoryview:
-    """What an array holds."""
     flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
     mx.eval(flat)
     return memoryview(flat)

@@ -1,13 +1,8 @@
 """MLX models larger than memory: a pass whose layers are read from disk while it computes.
 
-A slot is one array of bytes, made by MLX. A streamed layer's weights are views of it, made once for every slot; a slot
-that is filled anew shows the next layer's weights through the next layer's views. `ring.py` fills the slots, with
-threads that never touch MLX.
-
-MLX is lazy, so a pass is written down before it is computed: all works go through the model, one after the other, and
-nothing is read yet. Every streamed layer notes its input and its output. Then, layer by layer, the inputs are asked
-for, the layer is waited for, the outputs of all works are computed, and the slot is free. So weights are read once
-for all works, and nothing is left that would look into a slot later: what is computed forgets what it was made of.
+A slot is one array of bytes, filled by the threads of `ring.py`, which never touch MLX; weights are views of it.
+MLX is lazy: all works are written down first, then computed layer by layer, so weights are read once for all of them.
+Outputs are computed before their slot is free, so nothing looks into a slot later.
 """
 
 import sys
@@ -137,14 +132,11 @@ def new_bytes(size: int) -> Any:
 
 
 def address(array: Any) -> int:
-    """Where an evaluated array of bytes lies."""
     return int(np.asarray(memoryview(array)).ctypes.data)
 
 
 @dataclass(slots=True)
 class Step:
-    """A streamed layer in one work."""
-
     layer: int
     taken: Any  # its input
     made: Any  # its output
@@ -153,7 +145,6 @@ class Step:
 
     @property
     def outputs(self) -> list[Any]:
-        """All that it computes."""
         buffers = [self.cache.keys, self.cache.values] if self.cache else []
         return [
             self.made,
@@ -171,7 +162,7 @@ class LayerSweep:
             model: loaded lazily; its weights are replaced.
             layout: where they lie.
             plan: what is streamed, in whole tensors.
-            progress: told how much of what stays has been read.
+            progress: gets the part of the resident weights that has been read.
             store: of the same plan; closed by `close`.
 
         Raises:
@@ -183,7 +174,7 @@ class LayerSweep:
         self._order = [layer.index for layer in plan.streamed]
         self._store = store
         layers = {layer.index: layer for layer in store.plan.streamed}
-        views = dict[int, list[list[tuple[str, Any]]]]()  # layer -> for each slot, names and weights
+        views = dict[int, list[list[tuple[str, Any]]]]()
         staying = list[Placed]()
         for placed in layout.placed:
             layer = layers.get(placed.layer)
@@ -198,12 +189,12 @@ class LayerSweep:
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
             owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
-        mx.eval(self._views)  # once: a slot that is filled anew needs no new views
+        mx.eval(self._views)  # once: a slot that is filled again needs no new views
         for index in self._order:
             model.layers[index].update(self._views[index][0])
             self._watch(model.layers[index], index)
         for _, array in tree_flatten(model.parameters()):
-            mx.eval(array)  # what is left, one after the other
+            mx.eval(array)
         mx.clear_cache()
         how = recall_reading(layout.paths[store.plan.streamed[0].extents[0].file])
         self.streamer = Streamer(store.plan, store, how.threads, how.size)
@@ -290,7 +281,6 @@ class LayerSweep:
         return self.streamer.plan.pinned_bytes + self.streamer.plan.slots * self._store.slot_bytes
 
     def close(self) -> None:
-        """Stop reading and free the slots."""
         self.streamer.close()
         self._views = {}
 
@@ -305,7 +295,6 @@ class Before:
         self._held = {id(cache): (cache, *_handles(cache)) for cache in caches}  # in the order of the layers
 
     def forget_until(self, cache: TreeCache | None) -> None:
-        """All caches before that one."""
         for key in list(self._held):
             if cache is None or key == id(cache):
                 break
@@ -315,7 +304,6 @@ class Before:
         self._held.pop(id(cache), None)
 
     def restore(self) -> None:
-        """What was not computed is as before."""
         for cache, keys, values in self._held.values():
             cache.keys, cache.values = keys, values
 

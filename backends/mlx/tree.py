@@ -87,7 +87,7 @@ class TreeRope(nn.Module):  # type: ignore[misc]
             return self.rope(x, offset=offset)
         if self._takes_array and offset.is_chain:
             return self.rope(x, offset=offset.start)
-        nodes = x.transpose(2, 1, 0, 3)  # a batch of single tokens
+        nodes = x.transpose(2, 1, 0, 3)
         if self._takes_array:
             nodes = self.rope(nodes, offset=offset.positions)
         else:
@@ -132,14 +132,12 @@ class TreeCache:
         return self.keys[..., : here.end, :], self.values[..., : here.end, :]
 
     def _make(self, keys: Any, values: Any) -> None:
-        """See that there are buffers, for such keys and values."""
         if self.keys is None:
             self.keys, self.values = (
                 mx.zeros((*new.shape[:2], self._capacity, new.shape[3]), new.dtype) for new in (keys, values)
             )
 
     def fill(self, keys: Any, values: Any) -> None:
-        """The first cells."""
         self._make(keys, values)
         self.keys[..., : keys.shape[2], :] = keys
         self.values[..., : values.shape[2], :] = values

@@ -1,11 +1,6 @@
 """The yardstick of `tests/contract.py`: sessions, trees and paths over the model of `reference_model.py`.
 
-A node's logits are the same bits however nodes were batched, committed or forked, so speculative text equals plain
-text without any tolerance.
-
-A session's cache is one array of cells: the committed tokens' cells come first, those of the uncommitted nodes follow
-in the order they were given. With recurrent layers a tree is evaluated path by path, from copies of the states that
-are kept, as engines must do (`paths.py`).
+A node's logits are the same bits however nodes were batched, committed or forked, so no tolerance is needed.
 """
 
 import hashlib
@@ -89,8 +84,6 @@ class ReferenceVocab:
 
 
 class ReferenceSession(NodeSession):
-    """See `edgespec.loop.backend.Session`."""
-
     _backend: "ReferenceBackend"
 
     def __init__(self, backend: "ReferenceBackend") -> None:
@@ -101,7 +94,6 @@ class ReferenceSession(NodeSession):
         self._empty = np.zeros(0)  # the state of recurrent layers before the first token
 
     def add(self, work: Work, positions: Sequence[int]) -> Logits:
-        """Evaluate a checked work's nodes one by one."""
         first, length, found = self.nodes, len(self.token_ids), dict[int, Array]()
         self._add_nodes(work, positions)
         for node in range(first, self.nodes):
@@ -109,7 +101,6 @@ class ReferenceSession(NodeSession):
         return self._logits(found, work)
 
     def _seen(self, node: int) -> NDArray[np.int64]:
-        """Cells that a node sees besides its own."""
         length, above = len(self.token_ids), np.array(path_to(self._parents, node)[:-1], np.int64)
         return np.concatenate([np.arange(length), length + above])
 
@@ -238,8 +229,6 @@ class RecurrentSession(ReferenceSession):
 
 
 class ReferenceBackend:
-    """See `edgespec.loop.backend.Backend`."""
-
     def __init__(
         self,
         model: Model,
@@ -274,7 +263,6 @@ class ReferenceBackend:
 
     @property
     def open_sessions(self) -> int:
-        """How many there are."""
         return len(self.opened)
 
     def keep_to(self, exact: BatchInvariance) -> None:
@@ -289,7 +277,6 @@ class ReferenceBackend:
             return [session.add(work, at) for session, work, at in zip(sessions, batch, positions, strict=True)]
 
     def _check_room(self, batch: Sequence[Work]) -> None:
-        """Refuse what goes beyond the limits that all sessions have together."""
         limits, trees = self.capabilities, {session: session.parents for session in self.opened}
         texts = [tuple(session.token_ids) for session in self.opened] if limits.cells is not None else []
         cells = {text[:end] for text in texts for end in range(1, len(text) + 1)}  # texts that begin alike share them
@@ -311,15 +298,13 @@ class ReferenceBackend:
 
     @cached_property
     def _weights(self) -> str:
-        """A hash of all weights."""
         model, found = self.model, hashlib.sha256(str(self.model.heads).encode())
         arrays = [getattr(layer, field.name) for layer in model.layers for field in fields(Layer)]
         for array in [*arrays, model.embedding, model.final_norm, model.unembedding]:
             found.update(b"" if array is None else array.tobytes())
         return found.hexdigest()[:32]
 
-    def close(self) -> None:
-        """Nothing outside Python's memory to free."""
+    def close(self) -> None: ...
 
 
 class ReferenceEngine(Engine):

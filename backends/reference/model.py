@@ -1,8 +1,6 @@
-"""A small transformer in plain numpy: what every backend must compute, as directly as it can be said.
+"""A small transformer in plain numpy: what every backend must compute.
 
-Decoder-only: RMSNorm, rotary positions, multi-head attention, SwiGLU; some layers may have gated linear attention
-instead, whose state fades as in recurrent models. Everything is float64, and every node is computed on its own, in
-operations whose shapes depend only on its position.
+Everything is float64; every node is computed on its own, in operations whose shapes depend only on its position.
 """
 
 import math
@@ -39,8 +37,6 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All weights."""
-
     heads: int
     embedding: Array  # [V, D]
     layers: tuple[Layer, ...]
@@ -48,7 +44,6 @@ class Model:
     unembedding: Array | None = None  # [V, D]; None: the embedding (tied)
 
     def save(self, path: str) -> None:
-        """Write an .npz that `load` reads."""
         arrays = {"heads": np.array(self.heads), "embedding": self.embedding, "final_norm": self.final_norm}
         if self.unembedding is not None:
             arrays["unembedding"] = self.unembedding

@@ -23,8 +23,6 @@ MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks who
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One work's share of a pass."""
-
     rows: slice  # of the pass
     new: Any  # those of them, a slice or indices, whose keys and values are not in the cache yet
     cells: Any  # the session's cache [layers, 2, key heads, cells, d]; a dictionary where not all layers have cells
@@ -46,7 +44,7 @@ class Tree:
     """What `tree_attention` needs to know of a pass."""
 
     parts: tuple[Part, ...]
-    windows: tuple[int | None, ...]  # by layer
+    windows: tuple[int | None, ...]
     interrupted: Event  # when it is set, no further layer is computed
 
 
@@ -201,7 +199,6 @@ def run(
 
 
 def finish(device: Any) -> None:
-    """Wait for what was asked of the device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # not the whole device: copies for the next pass go on
     elif device.type == "mps":

@@ -1,16 +1,7 @@
 """Model folders (config.json and safetensors) on PyTorch, with transformers' model classes.
 
-The classes do everything but attention, which they let be replaced (`AttentionInterface`; serving engines use it,
-too). All works' nodes run as one row of tokens, so weights are read once a pass. Inside a layer, `tree_attention`
-(`attention.py`) writes each work's keys and values into its session's cache (`session.py`) and attends there:
-
-    cells 0 … length - 1        the committed text, in order
-    cells from length on        the uncommitted nodes, in the order they were given
-    mask                        a node sees the committed text, its ancestors and itself, by position in windows
-    commit                      the accepted nodes' cells are gathered behind the committed text; nothing else moves
-
-Positions (length + depth) are given explicitly, so every kind of rotary embedding works. Weights larger than the
-GPU's memory are streamed through it: `offload.py`; larger than the host's as well: `disk.py`. 4-bit weights: `nf4.py`.
+The classes do everything but attention (`AttentionInterface`). All nodes run as one row of tokens, so weights are
+read once a pass. Cells 0 to length - 1 of a session hold the committed tokens, the next ones the uncommitted nodes.
 """
 
 import math
@@ -111,7 +102,7 @@ class TorchBackend:
         self.capabilities = capabilities
         self.notes = notes
         self.model = model
-        self.windows = windows  # by layer
+        self.windows = windows
         self.cache = cache  # of states; None: no layer is recurrent
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
         self.device, self.dtype = caches[0].device, caches[0].dtype
@@ -122,7 +113,7 @@ class TorchBackend:
         }  # fmt: skip
         self.streamer = streamer  # None: all weights are resident
         self.interrupted = Event()
-        self._files: Sequence[str] = ()  # of the weights
+        self._files: Sequence[str] = ()
 
     def open(self) -> TorchSession:
         if not self._free:
@@ -132,7 +123,6 @@ class TorchBackend:
         return TorchSession(self, self._free.pop())
 
     def release(self, cells: Any) -> None:
-        """A session has given its cache back."""
         self._free.append(cells)
 
     @property

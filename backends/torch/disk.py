@@ -1,12 +1,7 @@
-"""Layers that host memory cannot hold either: read from disk in every pass, and handed on to the device.
+"""Layers that host memory cannot hold: read from disk in every pass, and handed on to the device.
 
-Some host buffers (`Staging`) are filled by the threads of `ring.py`, past the page cache. `Feeder` has a thread of its
-own, which waits until a layer has been read, has the copy engine send it to the device, and frees the host buffer when
-the copy is done. So the disk, the copies and the computation go on at the same time, and none waits for the host.
-
-A layer is read from where the folder has it if its bytes lie there one behind the other, as PyTorch computes with them.
-Else (4 bits, scattered tensors) it is written once, as it is copied, to a pack in the folder:
-`.edgespec/KEY/layers.bin`.
+The threads of `ring.py` fill host buffers past the page cache; `Feeder`'s thread has them copied to the device.
+A layer whose bytes are not in one run in the folder is written once to a pack: `.edgespec/KEY/layers.bin`.
 """
 
 import hashlib
@@ -41,8 +36,6 @@ LAYOUT = 1  # of packs; to be raised when blocks are laid out in another way
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a block's bytes lie on disk."""
-
     path: str
     start: int
     size: int
@@ -81,7 +74,6 @@ class Staging:
         self._offsets = [-buffer.data_ptr() % ALIGNED for buffer in self._buffers]
 
     def block(self, slot: int, number: int) -> Any:
-        """A block that was read."""
         start = self._offsets[slot] + self._skip[number]
         return self._buffers[slot][start : start + self._sizes[number]]
 
@@ -173,7 +165,6 @@ class Feeder:
                     broken = ModelError(f"a layer was not sent to the device: {raised}")
 
     def close(self) -> None:
-        """Stop reading and copying."""
         self._jobs.put(None)
         self._ring.close()  # wakes the thread if it waits for a layer
         self._thread.join()
@@ -281,7 +272,7 @@ class Pack:
         try:
             if self._places and not self._written and kind is None:
                 self._part.rename(self._path)
-                for old in self._path.parents[1].iterdir():  # with other memory other layers were asked for
+                for old in self._path.parents[1].iterdir():
                     if old != self._path.parent:
                         shutil.rmtree(old, ignore_errors=True)
             self._part.unlink(missing_ok=True)
@@ -290,7 +281,7 @@ class Pack:
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:
-    """Whether a layer's tensors are what is on disk there. Raises ModelError."""
+    """True if a layer's tensors equal those on disk. Raises ModelError."""
     try:
         with Path(source.path).open("rb") as file:
             for (_, store, name, _), offset in zip(stored_tensors(layer), offsets, strict=True):

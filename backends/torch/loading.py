@@ -69,7 +69,7 @@ def load_model(folder: Path, dtype: str | None) -> Any:
             folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
-    except Exception as error:  # the library raises nearly every type there is
+    except Exception as error:
         raise ModelError(f"cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -160,7 +160,7 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What layers are brought to before they are placed."""
+    """Transforms layers before they are placed."""
 
     name: str
     size: Callable[[Any], int]  # bytes of a layer's block then
@@ -175,7 +175,7 @@ PLAIN = Form("", block_bytes, leave_alone)
 
 
 def nf4_form(device: Any) -> Form:
-    """4 bits, quantised one layer at a time on the device, where it is quick."""
+    """4 bits, quantised one layer at a time on the device, where it is fast."""
     from .nf4 import quantise, quantised_bytes
 
     def make(layer: Any) -> None:
@@ -188,7 +188,7 @@ def nf4_form(device: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where layers wait that the device cannot hold."""
+    """Layers wait here that the device cannot hold."""
 
     folder: Path  # of the model: what the memory cannot hold is read from there
     memory: int  # bytes to use
@@ -303,7 +303,7 @@ def run_probe(model: Any, device: Any) -> Probe:
             run(model, [0], [0], [0], probe, device)
     except (EdgespecError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model class that does not hand everything on to attention
+    except Exception as error:
         raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
     return probe
 

@@ -1,9 +1,7 @@
 """Linear layers in NF4, a 4-bit format (QLoRA, arXiv 2305.14314), by bitsandbytes.
 
-Why bitsandbytes: its wheels need no compiler and hold kernels for CUDA and for CPUs; it quantises without calibration
-data, layer by layer; and a quantised matrix is two plain tensors (codes and scales) in one layout for all devices, so
-it can be streamed compressed, byte for byte. torchao's int4 packs weights differently for every device and kernel,
-inside tensor subclasses that cannot be views of a streaming buffer.
+Its wheels need no compiler, and a matrix is two plain tensors in one layout for all devices: it can be streamed
+compressed. torchao's int4 packs weights in tensor subclasses that cannot be views of a streaming buffer.
 """
 
 import logging

@@ -1,13 +1,8 @@
-"""Weights larger than the GPU's memory: decoder layers wait in host memory and are streamed through it.
+"""Weights larger than the GPU's memory: decoder layers are streamed from pinned host memory.
 
-SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Every streamed layer is one block of pinned host memory, so
-it travels in one copy. The device holds a few buffers; while one layer computes, the next one is copied on a stream
-of its own. Layers and buffers are matched once and for all (streamed layer i lives in buffer i modulo their number),
-so the modules' weights are views that never change. As soon as a buffer is free, the layer that needs it next is
-asked for, also beyond the end of a pass: the first layers of the next pass arrive while the draft model works.
-
-`Streamer` decides what is copied when; a `CopyEngine` does it. Blocks that host memory cannot hold come from disk:
-`disk.py`.
+SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Streamed layer i uses buffer i modulo their number, so the
+modules' weights are views that never change. A free buffer is filled at once, also beyond the end of a pass: the first
+layers of the next pass arrive while the draft model works.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +19,15 @@ ALIGNMENT = 256  # bytes; where a tensor may start in a block
 
 
 class Feeds(Protocol):
-    """Brings blocks from disk: see `disk.py`."""
-
     wait_seconds: float
-    sources: Sequence[Any]  # where the blocks lie
+    sources: Sequence[Any]
 
-    def ask(self, buffer: int, target: Any, number: int) -> None:
-        """Have a block brought to a buffer that was released."""
+    def ask(self, buffer: int, target: Any, number: int) -> None: ...
 
     def wait(self, buffer: int) -> None:
         """Until the copy engine was told to fill the buffer. Raises ModelError."""
 
-    def close(self) -> None:
-        """Stop reading."""
+    def close(self) -> None: ...
 
 
 class CopyEngine(Protocol):
@@ -57,8 +48,7 @@ class CopyEngine(Protocol):
     def waited(self) -> float:
         """Seconds that computation has stood still in `wait` so far. To be asked when all of it is done."""
 
-    def close(self) -> None:
-        """Let no copy run on."""
+    def close(self) -> None: ...
 
 
 class HostCopies:
@@ -172,7 +162,6 @@ class Block:
             store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
 
     def close(self) -> None:
-        """Unpin the memory."""
         if self._pinned:
             unpin_memory(self.host)
         self._pinned = False
@@ -187,7 +176,6 @@ def pin_memory(host: Any) -> None:
 
 
 def unpin_memory(host: Any) -> None:
-    """Undo `pin_memory`."""
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
@@ -210,7 +198,6 @@ def _view(block: Any, offset: int, like: Any) -> Any:
 
 
 def block_bytes(layer: Any) -> int:
-    """Bytes of a layer's block."""
     return sum(aligned(store[name].nbytes) for _, store, name, _ in stored_tensors(layer))
 
 
@@ -218,7 +205,7 @@ class Streamer:
     """Keeps the weights of `layers` coming, in order, pass after pass.
 
     Before a layer computes, its buffer must have arrived; after it, the buffer is free for the layer that needs it
-    next. A pass that breaks off halfway leaves the wrong layers in the buffers; they are then fetched anew.
+    next. A pass that breaks off halfway leaves the wrong layers in the buffers; they are then fetched again.
     """
 
     def __init__(
@@ -293,7 +280,7 @@ class Streamer:
             try:
                 self.feeder.wait(buffer)
             except EdgespecError:
-                self._held[buffer] = None  # to be fetched anew
+                self._held[buffer] = None  # to be fetched again
                 raise
 
     def _after(self, i: int) -> Callable[..., None]:
@@ -314,7 +301,6 @@ class Streamer:
         return self._engine.waited() + (self.feeder.wait_seconds if self.feeder else 0.0)
 
     def close(self) -> None:
-        """Stop copying and free the buffers."""
         for hook in self._hooks:
             hook.remove()
         if self.feeder:
@@ -328,7 +314,7 @@ class Streamer:
 def count_resident(
     memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS, what: str = "GPU memory"
 ) -> int:
-    """How many layers can stay on the device, or in host memory.
+    """Number of layers that can stay on the device, or in host memory.
 
     Args:
         memory: bytes of its memory to use.

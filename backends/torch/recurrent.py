@@ -1,7 +1,6 @@
-"""Models with recurrent layers on PyTorch: trees as paths (`common/recurrent.py`).
+"""Models with recurrent layers on PyTorch: a pass is a batch, in which each lane is one of its sequences.
 
-A pass is a batch, as transformers' model classes know it: a lane is one of its sequences. States go in and come out
-through the classes' own cache; keys and values stay with `tree_attention`, for which all lanes are one row of tokens.
+States go through the classes' own cache; for `tree_attention` all lanes are one row of tokens.
 """
 
 import inspect
@@ -28,16 +27,15 @@ State = list[Any]  # tensors [1, …], one for each that transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers, as transformers calls them
 WITH_BOTH = ("hybrid", "hybrid_sliding")
 RECURRENT = ("linear_attention", "conv", *WITH_BOTH)
-STATE_WIDTHS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim")  # in configurations
+STATE_WIDTHS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim")
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers have a state for all the text before."""
+    """True if some layers are recurrent."""
     return any(kind in RECURRENT for kind in getattr(config, "layer_types", None) or ())
 
 
 def with_cells(config: Any) -> list[int]:
-    """The layers that have keys and values."""
     kinds = getattr(config, "layer_types", None)
     return [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in WITHOUT_CELLS]
 
@@ -167,8 +165,6 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
 
 
 class RecurrentOwner(TorchOwner, Protocol):
-    """What sessions and passes need of the backend they belong to."""
-
     model: Any
     cache: StateCache
     windows: tuple[int | None, ...]
@@ -178,8 +174,6 @@ class RecurrentOwner(TorchOwner, Protocol):
 
 
 class TorchRecurrentSession(RecurrentSession[State], TorchSession):
-    """See `edgespec.loop.backend.Session`."""
-
     _backend: RecurrentOwner
 
     def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
@@ -189,7 +183,6 @@ class TorchRecurrentSession(RecurrentSession[State], TorchSession):
 
     @property
     def cells_of_layers(self) -> dict[int, Any]:
-        """Those of each layer that has some."""
         return dict(zip(self._layers, self.cells, strict=True))
 
     def _details(self) -> dict[str, Any]:
@@ -204,7 +197,6 @@ class TorchRecurrentSession(RecurrentSession[State], TorchSession):
 
 
 def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Logits]:
-    """See `edgespec.loop.backend.Backend`; in inference mode."""
     limits = backend.capabilities
     check_batch(batch, limits)
     sessions = [cast(TorchRecurrentSession, work.session) for work in batch]

@@ -16,23 +16,17 @@ from ..common.nodes import NodeSession, Owner
 
 
 class TorchOwner(Owner, Protocol):
-    """What a session needs of the backend it belongs to."""
-
     def release(self, cells: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a work's nodes go in its session."""
-
     first: int  # number of the first new node
     positions: list[int]  # of the new nodes
     sees: NDArray[np.bool_]  # [new, first + new]: which nodes each new node sees
 
 
 class TorchSession(NodeSession):
-    """See `edgespec.loop.backend.Session`."""
-
     _backend: TorchOwner
 
     def __init__(self, backend: TorchOwner, cells: Any) -> None:
@@ -48,13 +42,12 @@ class TorchSession(NodeSession):
         return Placement(self.nodes, self.check(work), visible(self._sees, work.parents.tolist()))
 
     def add(self, work: Work, placement: Placement) -> None:
-        """The nodes have been evaluated."""
         self._add_nodes(work, placement.positions)
         self._sees.extend(placement.sees)
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, order = len(self.token_ids), [*path, *stay]
-        moved = next((i for i, node in enumerate(order) if i != node), len(order))  # earlier cells are in place
+        moved = next((i for i, node in enumerate(order) if i != node), len(order))
         if moved < len(order):
             nodes = torch.tensor([length + node for node in order[moved:]], device=self.cells.device)
             with torch.inference_mode():
@@ -71,15 +64,12 @@ class TorchSession(NodeSession):
             other.cells[:, :, :, :length] = self.cells[:, :, :, :length]
 
     def _saved(self, length: int) -> list[Any]:
-        """Tensors that a file has of a text of so many tokens, in their order."""
         return [layer[:, :, :length] for layer in self.cells] if length else []
 
     def _details(self) -> dict[str, Any]:
-        """What has to be known before they are read."""
         return self._prompt.as_dict()
 
-    def _make(self, details: dict[str, Any]) -> None:
-        """See that there is room for them."""
+    def _make(self, details: dict[str, Any]) -> None: ...
 
     def save(self, path: str | Path, note: Any = None) -> None:
         def put(new: Path) -> None:
@@ -116,7 +106,7 @@ def visible(sees: Sequence[NDArray[np.bool_]], parents: Sequence[int]) -> NDArra
     """
     first, count = len(sees), len(parents)
     rows = np.zeros((count, first + count), np.bool_)
-    if list(parents[1:]) == list(range(first, first + count - 1)):  # a chain, perhaps a prompt's
+    if list(parents[1:]) == list(range(first, first + count - 1)):
         rows[:, first:] = np.tri(count, dtype=np.bool_)
         if count and parents[0] >= 0:
             rows[:, : len(sees[parents[0]])] |= sees[parents[0]]
