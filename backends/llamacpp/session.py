@@ -52,7 +52,7 @@ class Owner(nodes.Owner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a work's nodes go in its session."""
+    """Places of a work's nodes in its session."""
 
     work: Work
     first: int  # number of the first new node

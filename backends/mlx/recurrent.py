@@ -1,8 +1,8 @@
 """Models with recurrent layers on MLX: trees as paths (`common/recurrent.py`).
 
-A pass is a batch, as mlx-lm's model classes know it: a lane is one of its sequences. Recurrent layers get a cache of
-mlx-lm's own, filled with a state for each lane. Layers with attention get `LaneCache`, where all lanes see the cells of
-one session; their ropes take a position for each lane, so they stay as they are.
+A pass is a batch of mlx-lm's model classes: a lane is one of its sequences. Recurrent layers get a cache of mlx-lm's
+own, filled with a state for each lane. Layers with attention get `LaneCache`: all lanes see the cells of one session.
+Their ropes take a position for each lane, so they stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,6 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether some layers have a state for all the text before."""
     return any(type(cache) is ArraysCache for cache in leaves_of(make_prompt_cache(model)))
 
 
@@ -46,7 +45,7 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
 
 
 class Lanes:
-    """Where the tokens of one forward stand."""
+    """Places of the tokens of one forward."""
 
     def __init__(self, rectangle: Rectangle[State], parents: Sequence[int], length: int) -> None:
         """
@@ -142,7 +141,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return rectangle.token_ids
 
     def _filled(self, kind: Any, attention: Iterator[LaneCache], states: Iterator[Any]) -> Any:
-        """What the model gets in the place of an empty cache of its own."""
+        """The cache that the model gets instead of an empty one of its own."""
         if type(kind) is CacheList:
             return CacheList(*(self._filled(one, attention, states) for one in kind.caches))
         if type(kind) is not ArraysCache:

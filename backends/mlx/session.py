@@ -16,7 +16,7 @@ from .tree import Pass, TreeCache
 
 
 class MlxOwner(Owner, Protocol):
-    """What a session needs of the backend it belongs to."""
+    """The part of a backend that a session needs."""
 
     def forget(self, session: "MlxSession") -> None: ...
 
@@ -38,7 +38,7 @@ class MlxSession(NodeSession):
         return work.token_ids[None], work.wanted - self.nodes
 
     def place_unread(self) -> Any:
-        """Begin a pass over text that has to be read before the next: its tokens; None: there is no such text."""
+        """Begin a pass over committed tokens that must be read before the next. Returns them, or None."""
         return None
 
     def add(self, work: Work, positions: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class MlxSession(NodeSession):
 
     @property
     def given(self) -> Sequence[Any]:
-        """What the model takes for its caches."""
+        """The caches for the model."""
         return self.caches
 
     @property
@@ -78,7 +78,7 @@ class MlxSession(NodeSession):
             theirs.share(mine)
 
     def _details(self) -> dict[str, Any]:
-        """What has to be known to read a file."""
+        """Facts that are needed to read a file."""
         return self._prompt.as_dict() | {"buffers": len(self.state) if self.token_ids else 0}
 
     def _saved(self) -> list[Any]:
@@ -87,7 +87,7 @@ class MlxSession(NodeSession):
         return [buffer[..., :length, :] for buffer in self.state] if length else []
 
     def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
-        """Take in what was saved."""
+        """Fill buffers with saved arrays."""
         for cache in self.caches[: details["buffers"] // 2]:
             cache.fill(next(arrays), next(arrays))
         mx.eval(self.state)
@@ -120,7 +120,7 @@ def _read(file: BinaryIO, shape: Sequence[int], name: str) -> Any:
 
 
 def as_bytes(array: Any) -> memoryview:
-    """What an array holds."""
+    """The bytes of an array."""
     flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
     mx.eval(flat)
     return memoryview(flat)

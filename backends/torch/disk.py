@@ -41,7 +41,7 @@ LAYOUT = 1  # of packs; to be raised when blocks are laid out in another way
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a block's bytes lie on disk."""
+    """Places of a block's bytes on disk."""
 
     path: str
     start: int
@@ -55,7 +55,7 @@ class Staging:
         """
         Raises:
             OSError: a file cannot be opened.
-            ModelError: so much memory cannot be pinned.
+            ModelError: the memory cannot be pinned.
         """
         self.sources = sources
         paths = list(dict.fromkeys(source.path for source in sources))
@@ -290,7 +290,7 @@ class Pack:
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:
-    """Whether a layer's tensors are what is on disk there. Raises ModelError."""
+    """True if a layer's tensors equal the bytes on disk there. Raises ModelError."""
     try:
         with Path(source.path).open("rb") as file:
             for (_, store, name, _), offset in zip(stored_tensors(layer), offsets, strict=True):

@@ -139,7 +139,7 @@ class Block:
             copy: its weights to host memory; else they are on disk already.
 
         Raises:
-            ModelError: so much memory cannot be pinned.
+            ModelError: the memory cannot be pinned.
         """
         self.size = block_bytes(layer)
         self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None  # None: on disk
@@ -218,7 +218,7 @@ class Streamer:
     """Keeps the weights of `layers` coming, in order, pass after pass.
 
     Before a layer computes, its buffer must have arrived; after it, the buffer is free for the layer that needs it
-    next. A pass that breaks off halfway leaves the wrong layers in the buffers; they are then fetched anew.
+    next. A pass that breaks off halfway leaves the wrong layers in the buffers; they are then fetched again.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class Streamer:
             try:
                 self.feeder.wait(buffer)
             except EdgespecError:
-                self._held[buffer] = None  # to be fetched anew
+                self._held[buffer] = None  # to be fetched again
                 raise
 
     def _after(self, i: int) -> Callable[..., None]:
@@ -328,7 +328,7 @@ class Streamer:
 def count_resident(
     memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS, what: str = "GPU memory"
 ) -> int:
-    """How many layers can stay on the device, or in host memory.
+    """The number of layers that can stay on the device, or in host memory.
 
     Args:
         memory: bytes of its memory to use.

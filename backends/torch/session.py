@@ -16,14 +16,14 @@ from ..common.nodes import NodeSession, Owner
 
 
 class TorchOwner(Owner, Protocol):
-    """What a session needs of the backend it belongs to."""
+    """The part of a backend that a session needs."""
 
     def release(self, cells: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a work's nodes go in its session."""
+    """Places of a work's nodes in its session."""
 
     first: int  # number of the first new node
     positions: list[int]  # of the new nodes
@@ -71,15 +71,15 @@ class TorchSession(NodeSession):
             other.cells[:, :, :, :length] = self.cells[:, :, :, :length]
 
     def _saved(self, length: int) -> list[Any]:
-        """Tensors that a file has of a text of so many tokens, in their order."""
+        """Tensors that a file has of `length` tokens, in their order."""
         return [layer[:, :, :length] for layer in self.cells] if length else []
 
     def _details(self) -> dict[str, Any]:
-        """What has to be known before they are read."""
+        """Facts that are needed before they are read."""
         return self._prompt.as_dict()
 
     def _make(self, details: dict[str, Any]) -> None:
-        """See that there is room for them."""
+        """Make tensors for `_saved` to be read into."""
 
     def save(self, path: str | Path, note: Any = None) -> None:
         def put(new: Path) -> None:

@@ -17,7 +17,7 @@ from edgespec.loop.tree import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a loaded model can do."""
+    """Limits and properties of a loaded model."""
 
     context_length: int  # most committed tokens of one session
     max_nodes: int  # most nodes of one forward, and most uncommitted nodes of one session
@@ -25,18 +25,18 @@ class Capabilities:
     max_leaves: int  # most leaves among one session's uncommitted nodes: see `leaves`
     logit_tolerance: float  # most a logit changes with the shape of the pass it is computed in
     streams: bool = False  # every pass reads weights from a disk or over a bus, so a wide tree is nearly free
-    read_seconds: float = inf  # … that of every pass take so long; inf: not known
-    layers: int = 1  # that follow each other, where that is known
-    experts: tuple[int, int] | None = None  # of a layer, used by a token; if passes read only those that are used
-    paths: bool = False  # a tree is evaluated path by path, so nodes on several of them cost as often: `paths.py`
-    gaps: bool = False  # attention adds up cells in groups, those that a node does not see included: nothing is exact
+    read_seconds: float = inf  # time that each pass spends on that; inf: not known
+    layers: int = 1  # 1 also if the number is not known
+    experts: tuple[int, int] | None = None  # (of a layer, used by a token); None: passes read all weights
+    paths: bool = False  # a tree is evaluated path by path, so a node costs once for each path: `path_cost.py`
+    gaps: bool = False  # attention adds up groups of cells, with some that a node does not see: there is no row class
     exact: BatchInvariance | None = None  # None: passes have any shape, and logits move by `logit_tolerance`
     spare_leaves: int | None = None  # most leaves of all sessions, the first of each left out; None: no limit
     one_thread: bool = False  # passes are made in one thread only
     cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
 
     def leaves(self, texts: int) -> int:
-        """Most leaves of a session where so many have trees at once."""
+        """Most leaves of one session, if `texts` sessions have trees at once."""
         return self.max_leaves if self.spare_leaves is None else min(self.max_leaves, 1 + self.spare_leaves // texts)
 
 
@@ -63,7 +63,7 @@ class Vocab(Protocol):
         """
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text; empty for control tokens."""
+        """The bytes that the token adds to the text; empty for control tokens."""
 
     def token_text(self, token_id: int) -> str:
         """The token's name, for messages."""
@@ -72,19 +72,19 @@ class Vocab(Protocol):
 class Session(Protocol):
     """One sequence's cache in a loaded model.
 
-    Nodes evaluated since the last `commit` are numbered 0, 1, … in the order they were given.
+    Nodes evaluated since the last `commit` are numbered from 0 in the order they were given.
     """
 
     token_ids: list[int]  # committed tokens whose keys and values are held
 
     @property
     def unread_committed(self) -> int:
-        """Committed tokens that the next pass reads again; they count as rows of it."""
+        """Number of committed tokens that the next pass reads again; they count as rows of it."""
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        """Of the first `length` committed tokens, how many a prompt that starts with them need not read again.
+        """Most of the first `length` committed tokens that a prompt which starts with them need not read again.
 
-        `short`: a prompt that `is_short`.
+        `short`: the prompt `is_short` (`passes.py`).
         """
 
     def commit(self, path: Sequence[int]) -> None:
@@ -97,14 +97,16 @@ class Session(Protocol):
         """A new session that shares the committed tokens; uncommitted nodes stay behind."""
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        """Write text and cache to a file, whole or not at all: `saved.py`. Raises SessionFileError."""
+        """Write tokens and cache to a file, whole or not at all: `session_files.py`. Raises SessionFileError."""
 
     def load(self, path: str | Path) -> Any:
-        """Become what was saved, to the bit, in the place of what is here; the note that was saved with it.
+        """Replace tokens and cache by the saved ones, equal to the bit. Returns the note that was saved with them.
+
+        After an error the session may be empty.
 
         Raises:
             SessionFileError: there is no whole file, or it is another model's, or was computed in another way.
-            ContextFull: other sessions leave no room for it. As above, this one may be empty then.
+            ContextFull: other sessions leave no room.
         """
 
     def close(self) -> None:
@@ -133,8 +135,8 @@ class Work:
     token_ids: IntArray  # [n]
     parents: IntArray  # [n]: a node's number (this work's nodes follow those evaluated before), or -1: last committed
     wanted: IntArray  # numbers of those of this work's nodes whose logits are needed
-    prompt: bool = False  # a chain that is part of a prompt: no guesses, and the session has no nodes
-    short: bool = False  # … that is so short that it has a class of its own: see `BatchInvariance.short`
+    prompt: bool = False  # a chain that is part of a prompt: no draft tokens, and the session has no nodes
+    short: bool = False  # the prompt has a row class of its own: see `BatchInvariance.short`
 
 
 class Logits(Protocol):
@@ -144,7 +146,7 @@ class Logits(Protocol):
         """One node's logits, shape [V], the caller's to keep."""
 
     def state(self, node: int) -> Float32Array:
-        """What the output matrix made them from, where the backend keeps it, else of shape [0].
+        """The input of the output matrix, if the backend keeps it; else shape [0].
 
         For `exact.py`: weights of few bits round it, so logits hide small differences.
         """
@@ -165,8 +167,8 @@ class Backend(Protocol):
     name: str  # by which `load_backend` knows its engine
     vocab: Vocab
     capabilities: Capabilities
-    notes: Sequence[str]  # what a user should know about how the model was loaded, a line each
-    build: str  # the engine, its version, and what it says of the processor
+    notes: Sequence[str]  # for the user: how the model was loaded, a line each
+    build: str  # the engine, its version, and its name for the processor
     computing: Mapping[str, str | int | None]  # options that decide how it computes, as they turned out
 
     @property
@@ -181,17 +183,17 @@ class Backend(Protocol):
         """
 
     def keep_to(self, exact: BatchInvariance) -> None:
-        """From now on passes have these shapes, short ones padded, and logits agree to the bit.
+        """Keep passes in these row classes, short ones padded, so that logits agree to the bit.
 
-        Padding takes no part in any text. To be called before the first session is opened.
+        No sequence sees the padding. Call it before the first session is opened.
         """
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What decides every bit of a cache, weights, engine and class: where it is equal, sessions can be loaded."""
+        """Facts that decide every bit of a cache. A session file can be loaded where they are equal."""
 
     def interrupt(self) -> None:
-        """From any thread: have the pass under way end early, within a layer where weights stream, else the next."""
+        """From any thread: end the current pass early, within a layer where weights stream; without one, the next."""
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         """One pass over all works' nodes. A node sees the committed tokens, its ancestors and itself.

@@ -1,11 +1,11 @@
-"""Shapes of passes that agree to the bit: what they are, and how passes are kept in them. `exact.py` finds them."""
+"""Row classes: shapes of passes that agree to the bit, and how passes are kept in them. `exact.py` finds them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-# Rows from which on llama.cpp's attention adds up tiles of so many cells: GGML_FA_TILE_KV in ggml-cpu/common.h.
-# Prompts of all engines are cut at multiples of it.
+# Over this number of rows or more llama.cpp's attention adds up tiles, which have as many cells: GGML_FA_TILE_KV in
+# ggml-cpu/common.h. Prompts of all engines are cut at multiples of it.
 TILE = 64
 
 
@@ -16,31 +16,33 @@ def whole_tiles(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
-    """Numbers of rows a pass may have so that not a bit of a row depends on how many there are, or on the others."""
+    """Numbers of rows a pass may have, so that no bit of a row depends on that number or on other rows."""
 
-    least: int  # the backend pads shorter passes to so many rows
+    least: int  # rows; the backend pads shorter passes
     most: int
-    step: int = 1  # and others to a multiple of it: some kernels take so many rows together, and the rest one by one
+    step: int = 1  # longer passes are padded to a multiple: some kernels take `step` rows together, the rest singly
 
     def rows(self, count: int) -> int:
-        """Of a pass that needs so many: with padding."""
+        """Rows with padding of a pass that needs `count`."""
         return max(self.least, -(-count // self.step) * self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """How passes are kept in shapes that agree to the bit: `exact.py` finds them."""
+    """The row classes that a backend's passes are kept in."""
 
     name: str  # narrow: few rows; wide: many; any: the engine makes no difference worth a name
     trees: RowClass  # of passes over trees
-    prompts: RowClass  # of passes over prompts; if another class, a prompt's part that was written is read again
-    short: RowClass | None = None  # of prompts that have fewer tokens than `prompts` has rows; cells do for such only
+    prompts: RowClass  # of passes over prompts; if another class, tokens that were generated are read again as a prompt
+    short: RowClass | None = (
+        None  # of prompts with fewer tokens than `prompts` has rows; their cells are reused for such prompts only
+    )
     blocks: bool = False  # rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass
 
 
 @dataclass(slots=True)
 class PromptRead:
-    """How many of a session's first tokens were read as a prompt: one that begins so goes on from their cells."""
+    """The number of a session's first tokens that were read as a prompt. A prompt reuses cells of these alone."""
 
     tokens: int = 0
     short: bool = False  # in the class `BatchInvariance.short`
@@ -48,7 +50,7 @@ class PromptRead:
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave."""
+        """The inverse of `as_dict`."""
         return cls(details.get("read", 0), details.get("short", False))
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,23 +58,23 @@ class PromptRead:
         return {"read": self.tokens, "short": self.short}
 
     def add(self, prompt: bool, short: bool, length: int) -> None:
-        """Nodes of a `Work` that says so were evaluated behind so many committed tokens."""
+        """A work's nodes were evaluated behind `length` committed tokens."""
         if length == 0:
             self.short = short
         self.reading = prompt and short == self.short
 
     def commit(self, length: int, count: int) -> None:
-        """So many of the nodes have become text behind `length` tokens."""
+        """`count` nodes were committed behind `length` tokens."""
         if self.reading and self.tokens == length:
             self.tokens += count
         self.reading = False
 
     def rewind(self, length: int) -> None:
-        """Only so many of the session's tokens stay."""
+        """The session keeps `length` tokens."""
         self.tokens, self.reading = min(self.tokens, length), False
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
-        """See `Session.kept`: what was written, or read in another class, was computed in another shape."""
+        """See `Session.reusable_prefix`: tokens of another class were computed in another shape."""
         if exact is None or exact.prompts == exact.trees:
             return length
         length = min(self.tokens, length) if short == self.short else 0
