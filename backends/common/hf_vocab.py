@@ -157,7 +157,6 @@ def check_folder(path: str) -> Path:
 
 
 def weight_files(path: str) -> list[str]:
-    """The files that decide what a model folder computes."""
     return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
 
 
@@ -215,5 +214,4 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -15,8 +15,6 @@ from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
 
 
 class Owner(Loaded, Protocol):
-    """The part of a backend that every session needs."""
-
     def open(self) -> Any: ...
 
 
@@ -39,7 +37,6 @@ class NodeSession:
 
     @property
     def nodes(self) -> int:
-        """Number of uncommitted nodes."""
         return len(self._parents)
 
     @property
@@ -88,13 +85,11 @@ class NodeSession:
         self._commit(path, [])
 
     def commit_keeping(self, path: Sequence[int]) -> IntArray:
-        """See `edgespec.loop.backend.KeepsNodes`."""
         stay = nodes_below(self._parents, path[-1] if path else -1) if self._can_keep else []
         self._commit(path, stay)
         return np.array(stay, np.int32)
 
     def _commit(self, path: Sequence[int], stay: Sequence[int]) -> None:
-        """Commit `path`, and drop all other nodes but `stay`."""
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
         self._commit_cells(path, stay)
@@ -131,7 +126,6 @@ class NodeSession:
 
     @property
     def _can_keep(self) -> bool:
-        """True if nodes can stay after a commit."""
         return True
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:

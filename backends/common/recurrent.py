@@ -31,8 +31,6 @@ from .nodes import NodeSession
 
 @dataclass(frozen=True, slots=True)
 class Lane(Generic[State]):
-    """One sequence of a pass."""
-
     start: int  # tokens before it
     state: State | None  # after those; None: no tokens
     token_ids: list[int]  # committed ones, and then nodes'

@@ -101,7 +101,6 @@ class LlamaBackend:
         return session
 
     def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
-        """A session is empty, and was closed."""
         self._open.remove(session)
         self._ids.close(session.seq_ids)
 
@@ -114,17 +113,14 @@ class LlamaBackend:
         self._ids.give_back(ids)
 
     def make_room(self, rows: int) -> None:
-        """See `Cells.make_room`."""
         self.cells.make_room(rows, self._open)
 
     @property
     def streamer(self) -> Streamer | None:
-        """What streams the weights, if they are streamed."""
         return self._watch.streamer if self._watch else None
 
     @property
     def mixture(self) -> Mixture | None:
-        """What reads experts as they are chosen, if they are."""
         return self._watch.mixture if self._watch else None
 
     @property

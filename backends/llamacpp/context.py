@@ -28,8 +28,6 @@ def kv_types(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """The size that is asked for."""
-
     context_length: int  # 0 = as trained
     budget: int
     sessions: int
@@ -86,7 +84,6 @@ class ContextSize:
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
     def params(self, model: Any) -> Any:
-        """llama.cpp's parameters for it."""
         params = llama_cpp.llama_context_default_params()
         tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
         rows = self.max_nodes + tiles

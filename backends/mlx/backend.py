@@ -187,7 +187,6 @@ class MlxBackend:
 
     @property
     def plan(self) -> Plan | None:
-        """What of the weights stays in memory; None: all."""
         return self._sweep.streamer.plan if self._sweep else None
 
     @property
@@ -195,7 +194,6 @@ class MlxBackend:
         return self._sweep.streamer.wait_seconds if self._sweep else 0.0
 
     def forget(self, session: MlxSession) -> None:
-        """A session was closed."""
         self._sessions = [other for other in self._sessions if other is not session]
 
     def small_session(self) -> MlxSession:
@@ -240,7 +238,6 @@ class MlxBackend:
         return self._sweep.run([session.caches for session in sessions], write) if self._sweep else write()
 
     def _begin(self, session: MlxSession, work: Work) -> Any:
-        """The graph of one work."""
         if shape := shape_of(self.capabilities, [work]):
             work = padded(work, session.nodes, shape)
         tokens, rows = session.place(work)

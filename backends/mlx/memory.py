@@ -2,7 +2,7 @@
 
 MLX maps no files: a weight is an array that owns its memory. So a plan keeps tensors whole, and only those can be
 streamed whose bytes in the file are what MLX computes with. Where mlx-lm rebuilds weights as it loads them (it stacks
-experts, say), the folder has to be written anew by mlx-lm first.
+experts, say), mlx-lm must write the folder again first.
 """
 
 import glob
@@ -47,8 +47,6 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a model's weights lie."""
-
     paths: tuple[str, ...]  # of the files
     bases: tuple[int, ...]  # where their tensors begin: MLX's own writer aligns that to nothing
     placed: tuple[Placed, ...]
@@ -62,7 +60,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return sum(tensor.size for tensor in self.tensors)
 
 
@@ -114,8 +111,6 @@ def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """How large sessions and passes may become."""
-
     context_length: int
     budget: int
     sessions: int
@@ -160,7 +155,7 @@ def plan_memory(
         windows: of its layers.
         size: of sessions and passes, as asked for.
         memory: bytes for everything; None: what is free.
-        beside: bytes that others will take: the draft.
+        beside: bytes that the draft will take.
 
     Raises:
         NoRoom: the memory is too little.
@@ -219,7 +214,6 @@ KEPT = 32 << 20  # bytes of freed buffers that are kept where MLX computes on th
 
 
 def on_gpu() -> bool:
-    """Does MLX compute on a GPU?"""
     return bool(mx.default_device() == mx.gpu)
 
 
@@ -293,7 +287,6 @@ def _is_width(name: str, value: object) -> bool:
 
 
 def parameter_bytes(model: Any) -> int:
-    """Of all weights."""
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 

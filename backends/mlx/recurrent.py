@@ -45,8 +45,6 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
 
 
 class Lanes:
-    """Places of the tokens of one forward."""
-
     def __init__(self, rectangle: Rectangle[State], parents: Sequence[int], length: int) -> None:
         """
         Args:
@@ -61,7 +59,7 @@ class Lanes:
         self._masks: dict[int | None, Any] = {}
 
     def mask(self, window: int | None, as_array: bool) -> Any:
-        """What mlx-lm's attention takes: None (all), "causal", or booleans [lanes, 1, width, end]."""
+        """The mask for mlx-lm's attention: None (all), "causal", or booleans [lanes, 1, width, end]."""
         if window is not None and self.end <= window:
             window = None
         here = self._rectangle

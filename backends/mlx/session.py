@@ -16,8 +16,6 @@ from .tree import Pass, TreeCache
 
 
 class MlxOwner(Owner, Protocol):
-    """The part of a backend that a session needs."""
-
     def forget(self, session: "MlxSession") -> None: ...
 
 
@@ -42,20 +40,17 @@ class MlxSession(NodeSession):
         return None
 
     def add(self, work: Work, positions: Sequence[int]) -> None:
-        """The work's nodes have been evaluated."""
         self._add_nodes(work, positions)
 
     def take(self) -> None:
-        """That pass has been computed."""
+        """The pass of `place_unread` has been computed."""
 
     @property
     def given(self) -> Sequence[Any]:
-        """The caches for the model."""
         return self.caches
 
     @property
     def state(self) -> list[Any]:
-        """All buffers."""
         return [buffer for cache in self.caches for buffer in (cache.keys, cache.values) if buffer is not None]
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
@@ -114,13 +109,11 @@ class MlxSession(NodeSession):
 
 
 def _read(file: BinaryIO, shape: Sequence[int], name: str) -> Any:
-    """The next array of a file."""
     kind = getattr(mx, name.rpartition(".")[2])
     return mx.array(np.fromfile(file, np.uint8, prod(shape) * kind.size)).view(kind).reshape(shape)
 
 
 def as_bytes(array: Any) -> memoryview:
-    """The bytes of an array."""
     flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
     mx.eval(flat)
     return memoryview(flat)

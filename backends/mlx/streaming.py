@@ -73,7 +73,6 @@ class SlotStore:
             libc().madvise(self.address(slot), size, MADV_HUGEPAGE)  # a wish: reads into small pages are slower
 
     def _widened(self, layer: Layer) -> Layer:
-        """With whole pages of the file."""
         extents = list[Extent]()
         for extent in layer.extents:
             pages, last = self._files.whole_pages(extent), extents[-1] if extents else None
@@ -84,7 +83,6 @@ class SlotStore:
         return Layer(layer.index, tuple(extents))
 
     def address(self, slot: int) -> int:
-        """Of a slot's first byte."""
         return address(self._arrays[slot]) + self._offsets[slot]
 
     def view(self, slot: int, layer: Layer, placed: Placed) -> Any:
@@ -137,14 +135,12 @@ def new_bytes(size: int) -> Any:
 
 
 def address(array: Any) -> int:
-    """Where an evaluated array of bytes lies."""
+    """Address of an evaluated array of bytes."""
     return int(np.asarray(memoryview(array)).ctypes.data)
 
 
 @dataclass(slots=True)
 class Step:
-    """A streamed layer in one work."""
-
     layer: int
     taken: Any  # its input
     made: Any  # its output
@@ -153,7 +149,6 @@ class Step:
 
     @property
     def outputs(self) -> list[Any]:
-        """All that it computes."""
         buffers = [self.cache.keys, self.cache.values] if self.cache else []
         return [
             self.made,
@@ -171,7 +166,7 @@ class LayerSweep:
             model: loaded lazily; its weights are replaced.
             layout: where they lie.
             plan: what is streamed, in whole tensors.
-            progress: told how much of what stays has been read.
+            progress: called with the bytes read, of those that stay.
             store: of the same plan; closed by `close`.
 
         Raises:
@@ -198,7 +193,7 @@ class LayerSweep:
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
             owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
-        mx.eval(self._views)  # once: a slot that is filled anew needs no new views
+        mx.eval(self._views)  # once: a slot that is filled again needs no new views
         for index in self._order:
             model.layers[index].update(self._views[index][0])
             self._watch(model.layers[index], index)
@@ -290,7 +285,6 @@ class LayerSweep:
         return self.streamer.plan.pinned_bytes + self.streamer.plan.slots * self._store.slot_bytes
 
     def close(self) -> None:
-        """Stop reading and free the slots."""
         self.streamer.close()
         self._views = {}
 
@@ -326,7 +320,6 @@ def _handles(cache: TreeCache) -> tuple[Any, Any]:
 
 
 def open_slots(layout: Layout, plan: Plan) -> SlotStore:
-    """The store for a plan. Raises ModelError."""
     try:
         return SlotStore(layout.paths, layout.bases, plan)
     except OSError as error:

@@ -274,7 +274,6 @@ class ReferenceBackend:
 
     @property
     def open_sessions(self) -> int:
-        """How many there are."""
         return len(self.opened)
 
     def keep_to(self, exact: BatchInvariance) -> None:
@@ -311,7 +310,6 @@ class ReferenceBackend:
 
     @cached_property
     def _weights(self) -> str:
-        """A hash of all weights."""
         model, found = self.model, hashlib.sha256(str(self.model.heads).encode())
         arrays = [getattr(layer, field.name) for layer in model.layers for field in fields(Layer)]
         for array in [*arrays, model.embedding, model.final_norm, model.unembedding]:

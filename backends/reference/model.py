@@ -39,8 +39,6 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All weights."""
-
     heads: int
     embedding: Array  # [V, D]
     layers: tuple[Layer, ...]
@@ -48,7 +46,6 @@ class Model:
     unembedding: Array | None = None  # [V, D]; None: the embedding (tied)
 
     def save(self, path: str) -> None:
-        """Write an .npz that `load` reads."""
         arrays = {"heads": np.array(self.heads), "embedding": self.embedding, "final_norm": self.final_norm}
         if self.unembedding is not None:
             arrays["unembedding"] = self.unembedding

@@ -43,8 +43,6 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The facts of a pass that `tree_attention` needs."""
-
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]  # by layer
     interrupted: Event  # when it is set, no further layer is computed

@@ -131,7 +131,6 @@ class TorchBackend:
         return TorchSession(self, self._free.pop())
 
     def release(self, cells: Any) -> None:
-        """A session has given its cache back."""
         self._free.append(cells)
 
     @property

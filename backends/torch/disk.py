@@ -81,7 +81,6 @@ class Staging:
         self._offsets = [-buffer.data_ptr() % ALIGNED for buffer in self._buffers]
 
     def block(self, slot: int, number: int) -> Any:
-        """A block that was read."""
         start = self._offsets[slot] + self._skip[number]
         return self._buffers[slot][start : start + self._sizes[number]]
 
@@ -128,7 +127,7 @@ class Feeder:
         self._jobs.put((buffer, target, number))
 
     def wait(self, buffer: int) -> None:
-        """Until the copy engine has been told to fill the buffer with what was asked for last.
+        """Return when the copy engine has got the copy of the block that was asked for last.
 
         Raises:
             ModelError: it cannot be read.
@@ -173,7 +172,6 @@ class Feeder:
                     broken = ModelError(f"a layer was not sent to the device: {raised}")
 
     def close(self) -> None:
-        """Stop reading and copying."""
         self._jobs.put(None)
         self._ring.close()  # wakes the thread if it waits for a layer
         self._thread.join()

@@ -160,7 +160,7 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What layers are brought to before they are placed."""
+    """Form of layers before they are placed."""
 
     name: str
     size: Callable[[Any], int]  # bytes of a layer's block then
@@ -175,7 +175,7 @@ PLAIN = Form("", block_bytes, leave_alone)
 
 
 def nf4_form(device: Any) -> Form:
-    """4 bits, quantised one layer at a time on the device, where it is quick."""
+    """4 bits, quantised one layer at a time on the device, where it is fast."""
     from .nf4 import quantise, quantised_bytes
 
     def make(layer: Any) -> None:
@@ -188,7 +188,7 @@ def nf4_form(device: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where layers wait that the device cannot hold."""
+    """The place of layers that the device cannot hold."""
 
     folder: Path  # of the model: what the memory cannot hold is read from there
     memory: int  # bytes to use

@@ -27,7 +27,7 @@ class TorchLogits:
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
         index = [self._index[node] for node in nodes]
-        if self._logits.device.type == "cpu":  # numpy is three times as quick there: 4 ms for 16 rows of 152 k
+        if self._logits.device.type == "cpu":  # numpy is three times as fast there: 4 ms for 16 rows of 152 k
             return top_of_rows((self._logits[i].float().numpy() for i in index), k, temperature, noise)
         return top_on_device(self._logits, index, k, temperature, noise)
 

@@ -172,7 +172,6 @@ class Block:
             store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
 
     def close(self) -> None:
-        """Unpin the memory."""
         if self._pinned:
             unpin_memory(self.host)
         self._pinned = False
@@ -187,7 +186,6 @@ def pin_memory(host: Any) -> None:
 
 
 def unpin_memory(host: Any) -> None:
-    """Undo `pin_memory`."""
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
@@ -200,7 +198,7 @@ def stored_tensors(layer: Any) -> Iterator[tuple[str, dict[str, Any], str, bool]
 
 
 def aligned(size: int) -> int:
-    """Bytes that a tensor of so many takes in a block."""
+    """Bytes of a block that a tensor of `size` bytes takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -210,7 +208,6 @@ def _view(block: Any, offset: int, like: Any) -> Any:
 
 
 def block_bytes(layer: Any) -> int:
-    """Bytes of a layer's block."""
     return sum(aligned(store[name].nbytes) for _, store, name, _ in stored_tensors(layer))
 
 
@@ -310,11 +307,9 @@ class Streamer:
 
     @property
     def wait_seconds(self) -> float:
-        """Time that passes have waited for layers."""
         return self._engine.waited() + (self.feeder.wait_seconds if self.feeder else 0.0)
 
     def close(self) -> None:
-        """Stop copying and free the buffers."""
         for hook in self._hooks:
             hook.remove()
         if self.feeder:

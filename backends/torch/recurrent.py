@@ -36,7 +36,6 @@ def is_recurrent(config: Any) -> bool:
 
 
 def with_cells(config: Any) -> list[int]:
-    """The layers that have keys and values."""
     kinds = getattr(config, "layer_types", None)
     return [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in WITHOUT_CELLS]
 
@@ -166,8 +165,6 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
 
 
 class RecurrentOwner(TorchOwner, Protocol):
-    """The part of a backend that sessions and passes need."""
-
     model: Any
     cache: StateCache
     windows: tuple[int | None, ...]

@@ -16,15 +16,11 @@ from ..common.nodes import NodeSession, Owner
 
 
 class TorchOwner(Owner, Protocol):
-    """The part of a backend that a session needs."""
-
     def release(self, cells: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Places of a work's nodes in its session."""
-
     first: int  # number of the first new node
     positions: list[int]  # of the new nodes
     sees: NDArray[np.bool_]  # [new, first + new]: which nodes each new node sees
@@ -48,7 +44,6 @@ class TorchSession(NodeSession):
         return Placement(self.nodes, self.check(work), visible(self._sees, work.parents.tolist()))
 
     def add(self, work: Work, placement: Placement) -> None:
-        """The nodes have been evaluated."""
         self._add_nodes(work, placement.positions)
         self._sees.extend(placement.sees)
 
