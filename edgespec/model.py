@@ -20,7 +20,7 @@ from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
-from edgespec.loop.hint_texts import Family
+from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
@@ -211,17 +211,22 @@ class Model:
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar else None
         return Request(
-            prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, family=self.family(prompt_ids, prediction)
+            prompt_ids,
+            params,
+            max_tokens,
+            tuple(stop),
+            grammar=compiled,
+            hint_texts=self.hint_texts(prompt_ids, prediction),
         )
 
-    def family(self, prompt_ids: Sequence[int], prediction: str = "", texts: int = 1) -> Family | None:
-        """What texts of one prompt may be guessed from besides themselves; None: nothing."""
+    def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
+        """Texts from which the sequences of one prompt may copy draft tokens; None: there are none."""
         self._check_open()
-        if not prediction and texts == 1:
+        if not prediction and sequences == 1:
             return None
         most = self.target.capabilities.context_length  # no text is longer: the rest would foretell nothing
         prediction = prediction[: most * CHARACTERS]
-        return Family(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False)[:most])
+        return HintTexts(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False)[:most])
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar made ready for this model; the first takes half a second.
@@ -262,9 +267,10 @@ class Model:
             raise UsageError(f"k is {k}, but must be at least 1")
         first = self.request(prompt, **options)
         TextStream(self.target.vocab, first.stop)
-        family, seed = self.family(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
+        hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
         requests = [
-            replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), family=family) for i in range(k)
+            replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
+            for i in range(k)
         ]
         results = [GenerationResult() for _ in requests]
         with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
@@ -423,7 +429,7 @@ def load(
         limits = backends[0].capabilities
         pace = None if fixed else new_auto_state(limits.streams, limits.experts)
         planners = [
-            make_planner(planner, backends, datastore, pace, texts=parallel, ahead=ahead, **planner_options)
+            make_planner(planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options)
             for _ in range(parallel)
         ]
         model = _as_entry_says(Model(backends[0], planners, budget=budget, pace=pace), entry)

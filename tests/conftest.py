@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -95,6 +95,26 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
             make(new)
             new.rename(path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _row_classes_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which passes agree to the bit takes seconds to find: all processes of a run share it, and nothing else."""
+    from edgespec.machine import measurements
+
+    found, usual = shared_folder(request.config) / "row-classes", measurements._path
+
+    def path(about: measurements.About) -> Path | None:
+        usually = usual(about)
+        if usually is not None or about.get("kind") != "exact":
+            return usually
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measurements, "folder", lambda: found)
+            return usual(about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurements, "_path", path)
+        yield
 
 
 @pytest.fixture

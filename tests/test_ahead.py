@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
@@ -16,6 +17,7 @@ from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import Proposal
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, Worker
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
@@ -72,8 +74,8 @@ def planners(draft, pace, **options):
         "pre-verify": lambda: AheadPlanner(draft(), depth=6, beam=4, top_up=False, **pair),
         "chain": lambda: AheadChainPlanner(draft(), depth=5, **pair),
         "pearl": lambda: AheadChainPlanner(draft(), depth=5, top_up=False, **pair),
-        "auto": lambda: AutoPlanner(
-            "auto", pace, SssdPlanner(), AheadPlanner(draft(), depth=6, cost=pace.draft, **pair)
+        "auto": lambda: auto_planner(
+            "auto", pace, SssdPlanner(), AheadPlanner(draft(), depth=6, cost=pace.draft, **pair), goes_ahead=True
         ),
     }
 
@@ -114,15 +116,15 @@ def test_it_finds_something_meanwhile():
 def test_without_topping_up_the_target_starts_at_once():
     """Serially only the first tree is drafted; after a miss the target judges its root alone."""
     planner = AheadPlanner(backend(DRAFTS["bad"], max_nodes=40), depth=6, top_up=False, nice=False)
-    trees, planning = [], planner.planning
+    trees, propose = [], planner.propose
 
     def planned(context, budget):
-        before = planner.model_passes
-        trees.append((yield from planning(context, budget)))
-        assert planner.model_passes == before or len(trees) == 1
-        return trees[-1]
+        before = planner.stats.draft_passes
+        trees.append((yield from propose(context, budget)).tree)
+        assert planner.stats.draft_passes == before or len(trees) == 1
+        return Proposal(trees[-1])
 
-    planner.planning = planned
+    planner.propose = planned
     _, stats = write(planner, SAMPLINGS[1], patient(backend(), planner), count=20)
     assert any(len(tree) == 1 for tree in trees)  # pre-verify
     assert any(len(tree) > 1 for tree in trees[1:])  # post-verify
@@ -134,7 +136,7 @@ def test_stops_and_new_texts_at_any_moment(sampling):
     """Texts are called off at random moments, and others begin with the same draft: all that end are plain's."""
     plain, _ = write(NonePlanner(), sampling, count=30)
     target, draft = uneven(backend(sessions=2), 1), uneven(backend(DRAFTS["good"], sessions=2), 2)
-    options = {"depth": 6, "beam": 4, "texts": 2, "nice": False}
+    options = {"depth": 6, "beam": 4, "sequences": 2, "nice": False}
     scheduler, draw, ended = (
         Scheduler(target, [AheadPlanner(draft, **options) for _ in range(2)], budget=12),
         random.Random(3),
@@ -167,7 +169,7 @@ def test_stops_and_new_texts_at_any_moment(sampling):
 def test_two_texts_at_once_draft_before_their_passes():
     target = backend(sessions=2, max_leaves=1)  # the draft reads more than is sent: exits, too
     draft = backend(perturbed(MODEL, 0.6, 1), sessions=2)
-    made = [AheadPlanner(draft, depth=6, texts=2, nice=False) for _ in range(2)]
+    made = [AheadPlanner(draft, depth=6, sequences=2, nice=False) for _ in range(2)]
     scheduler, stats = Scheduler(target, made, budget=12), [GenerationStats(), GenerationStats()]
     found = {0: [], 1: []}
     for i, stat in enumerate(stats):
@@ -357,8 +359,8 @@ def test_the_default_needs_a_processor_for_the_draft_alone():
         (True, None, True),
         (False, AutoState(), False),
     ):
-        planner = make_planner("specexec", [target, draft], pace=pace, ahead=ahead)
-        found = planner._draft if isinstance(planner, AutoPlanner) else planner
+        planner = make_planner("specexec", [target, draft], state=pace, ahead=ahead)
+        found = planner._candidates[0].planner if isinstance(planner, AutoPlanner) else planner
         assert isinstance(found, AheadPlanner) == expected
         assert isinstance(planner, AutoPlanner) == (pace is not None)
         planner.close()

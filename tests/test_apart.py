@@ -11,6 +11,7 @@ import pytest
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
+from edgespec.machine.this_machine import this_machine
 
 pytest.importorskip("llama_cpp")
 
@@ -79,6 +80,6 @@ def test_every_option_reaches_the_process_apart(monkeypatch: pytest.MonkeyPatch)
     told = list[LoadOptions]()
     monkeypatch.setattr(engine_module, "load_in_child", lambda path, options, progress: told.append(options))
     options = LoadOptions(budget=7, lenders=("127.0.0.1:50052",), kv_type="q8_0", draft_files=("small.gguf",))
-    engine_module.engine.load(engine_module.engine.plan("big.gguf", options))
+    engine_module.engine.load(engine_module.engine.plan("big.gguf", options, this_machine()))
     assert told == [options]
     assert pickle.loads(pickle.dumps(options)) == options

@@ -82,7 +82,7 @@ def test_models_sorted_by_how_they_fit(run: Run) -> None:
     assert status == 0
     assert out.index("qwen2.5-14b") < out.index("llama-3.3-70b")
     assert "llama3.3" in out
-    assert "judged by 25.8 GB of memory" in err
+    assert "assumed: 25.8 GB of memory" in err
     status, out, err = run("models", "--memory", "much")
     assert (status, out) == (2, "")
     assert err.count("\n") == 1

@@ -88,7 +88,9 @@ def test_a_mistake_ends_the_process_with_its_code(arguments: list[str], code: in
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["models"], ["bench"], ["datastore"], ["datastore", "build"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["models"], ["bench"], ["convert"], ["datastore"], ["datastore", "build"]]
+)
 def test_every_command_has_help(run: Run, command: list[str]) -> None:
     status, out, _ = run(*command, "--help")
     assert status == 0

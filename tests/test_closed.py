@@ -29,7 +29,7 @@ CALLS = {  # of every public method, as a user makes them
     "chat": [lambda model: model.chat("hello", **SHORT), lambda model: model.chat(MESSAGES, **SHORT)],
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
     "encode": [lambda model: model.encode("hello"), lambda model: model.encode(MESSAGES)],
-    "family": [lambda model: model.family([3, 4], "hello"), lambda model: model.family([3, 4])],
+    "hint_texts": [lambda model: model.hint_texts([3, 4], "hello"), lambda model: model.hint_texts([3, 4])],
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],
     "request": [lambda model: model.request("hello"), lambda model: model.request(MESSAGES)],
     "stream": [lambda model: list(model.stream("hello", **SHORT))],
@@ -96,9 +96,9 @@ def test_sessions_are_neither_saved_nor_loaded_nor_emptied(model, tmp_path):
 
 
 def test_what_llama_cpp_has_freed_is_not_asked(gguf):
-    from edgespec.backends.llamacpp import backend
+    from edgespec.backends.llamacpp import engine
 
-    target = backend.load(gguf, context_length=256)
+    target = engine.load(gguf, context_length=256)
     session, vocab, one = target.open(), target.vocab, np.zeros(1, np.int32)
     names = [vocab.token_bytes(token) for token in range(9)]
     target.close()
@@ -120,9 +120,9 @@ def test_what_llama_cpp_has_freed_is_not_asked(gguf):
 
 def test_a_vocabulary_that_is_being_read_is_freed_afterwards(gguf, monkeypatch):
     """A server tokenises in threads of their own, one of which may be at it when the model is closed."""
-    from edgespec.backends.llamacpp import backend, vocab
+    from edgespec.backends.llamacpp import engine, vocab
 
-    target, calls = backend.load(gguf, context_length=256), []
+    target, calls = engine.load(gguf, context_length=256), []
     reads, goes_on = threading.Event(), threading.Event()
     tokenise, free = vocab.llama_cpp.llama_tokenize, vocab.llama_cpp.llama_model_free
 

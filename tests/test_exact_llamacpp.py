@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from auto_planners import auto_planner
 from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
@@ -23,14 +24,16 @@ from edgespec.errors import UsageError
 from edgespec.loading.exact import FEW, apply_row_class, usable
 from edgespec.loading.row_classes import MANY, find
 from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -64,7 +67,7 @@ REPACKS = not without_amx(llama_cpp.llama_print_system_info())
 
 def has_class(plan):
     """Whether there is a row class of the first way to compute, however fast."""
-    found = find("llamacpp", plan.build, plan.ways[0], plan.path, keep=False, say=lambda text: None)
+    found = find("llamacpp", plan.build, plan.ways[0], plan.path, keep=True, say=lambda text: None)
     least = MANY if plan.options.exact == "wide" else FEW
     return any(group.most >= least for group in usable(found))
 
@@ -73,7 +76,7 @@ def has_class(plan):
 def loaded(path, asked=None, *, repack=True, **options):
     """With two threads: with one, llama.cpp does not split the cache. As a whole program it may repack weights."""
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
-    plan = engine.plan(str(path), LoadOptions(**sizes | options))
+    plan = engine.plan(str(path), LoadOptions(**sizes | options), this_machine())
     repack = repack and len(plan.ways) > 1 and has_class(plan)
     backend = engine.load(plan, plan.ways[0 if repack else -1])
     try:
@@ -138,7 +141,7 @@ def write(target, planner, prompt, sampling, count, budget=62):
 
 def auto(draft):
     pace = new_auto_state(streams=True)
-    return AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+    return auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
 
 
 PLANNERS = {
@@ -241,7 +244,7 @@ def test_contract(check, shape, weights):
     def factory(**options):
         repack = shape.step > 1
         path = str(weights("made up"))
-        plan = engine.plan(path, LoadOptions(threads=2, exact="wide", **options))
+        plan = engine.plan(path, LoadOptions(threads=2, exact="wide", **options), this_machine())
         backend = engine.load(plan, plan.ways[0 if repack else -1])
         assert ("repacked" in backend.computing) == repack
         backend.keep_to(BatchInvariance("wide", shape, shape))
@@ -470,9 +473,10 @@ def test_company_changes_nothing(weights, asked):
             return generation
 
         def step(running):
-            logits = target.forward([generation.work(generation.plan()) for generation in running])
-            for generation, rows in zip(running, logits, strict=True):
-                generation.take(rows)
+            passes = [generation.cut(run_one(generation.propose())) for generation in running]
+            logits = target.forward([one.work for one in passes])
+            for generation, one, rows in zip(running, passes, logits, strict=True):
+                generation.accept(one, rows)
 
         alone = []
         for i in range(6):

@@ -8,13 +8,14 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
+from auto_planners import auto_planner
 from starlette.testclient import TestClient
 from test_server import HELLO, stream
 from test_server_tools import TEMPLATE, TOOLS
 
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import CATCH_UP, SpecExecPlanner
@@ -35,7 +36,7 @@ def write(kind, temperature, foresee, draft=BASE, monkeypatch=None):
     planner = {
         "specexec": lambda: SpecExecPlanner(drafts, depth=4),
         "chain": lambda: ChainPlanner(drafts, depth=4),
-        "auto": lambda: AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(drafts, cost=pace.draft)),
+        "auto": lambda: auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(drafts, cost=pace.draft)),
         "none": NonePlanner,
     }[kind]()
     scheduler, events = Scheduler(target, [planner], budget=6), []
@@ -86,8 +87,8 @@ class Prophet(SssdPlanner):
         super().__init__()
         self._vocab, self._told = vocab, 0
 
-    def begin(self, prompt_ids):
-        super().begin(prompt_ids)
+    def begin(self, prompt_ids, *, read=True):
+        super().begin(prompt_ids, read=read)
         self._told = 0
 
     def foresee(self, context, count, seconds):
@@ -166,7 +167,7 @@ def test_a_draft_that_was_left_alone_reads_each_token_once():
         def __init__(self):
             self.inner = SpecExecPlanner(draft, depth=4)
 
-        def begin(self, prompt_ids):
+        def begin(self, prompt_ids, *, read=True):
             self.inner.begin(prompt_ids, read=False)
 
         def foresee(self, context, count, seconds):

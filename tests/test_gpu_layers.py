@@ -1,7 +1,6 @@
 """How many layers go to a GPU that llama.cpp reports: a fake list of devices; and the override, on a real model."""
 
 import ctypes
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from edgespec.loop.backend import Work
 from edgespec.loop.engines import Engine, LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.machine.memory import left_of
+from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
 from edgespec.weights.plan import MARGIN, Plan, Tensor, make_plan
@@ -100,27 +100,28 @@ def test_a_mac_where_everything_fits() -> None:
     assert auto_layers(shared, tensors(), MIB, 0, plans(2 * total)) == 0  # not what the GPU can hold
 
 
-def test_a_mac_that_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_that_streams() -> None:
     """The last layers, as far as that does not make more be read; no streamed layer is mapped by the GPU."""
     shared = [Device("Metal", True, 20 * LAYER)]
     room = 9 * LAYER
-    assert auto_layers(shared, tensors(), 0, 0, plans(room)) == 0  # elsewhere such a GPU is left alone
-    monkeypatch.setattr(sys, "platform", "darwin")
-    layers = auto_layers(shared, tensors(), 0, 0, plans(room))
+    assert auto_layers(shared, tensors(), 0, 0, plans(room), platform="linux") == 0  # there such a GPU is left alone
+    layers = auto_layers(shared, tensors(), 0, 0, plans(room), platform="darwin")
     assert 1 < layers <= 8
     plan = plans(room)(layers - 1)
     assert wired(plan, gpu_spans(tensors(), layers - 1)) == 0
     assert plan.streamed_bytes <= plans(room)(0).streamed_bytes * (1 + 1 / 32)
     few = [Device("Metal", True, 2 * LAYER)]
-    assert auto_layers(few, tensors(), 0, 0, plans(room)) <= 3
-    assert auto_layers(shared, tensors(), 0, 0, plans(LAYER)) == 0  # it does not run at all, which others say
+    assert auto_layers(few, tensors(), 0, 0, plans(room), platform="darwin") <= 3
+    assert (
+        auto_layers(shared, tensors(), 0, 0, plans(LAYER), platform="darwin") == 0
+    )  # it does not run at all, which others say
 
 
-def test_layers_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_out_of_order() -> None:
     """What the GPU maps, from its first weight to its last, must not hold what is streamed."""
     order = [9, 0, 1, 2, 3, 4, 5, 6, 7, 8]
-    monkeypatch.setattr(sys, "platform", "darwin")
-    layers = auto_layers([Device("Metal", True, 20 * LAYER)], tensors(order), 0, 0, plans(9 * LAYER, order))
+    metal = [Device("Metal", True, 20 * LAYER)]
+    layers = auto_layers(metal, tensors(order), 0, 0, plans(9 * LAYER, order), platform="darwin")
     assert layers <= 2
     plan = plans(9 * LAYER, order)(3)
     assert wired(plan, gpu_spans(tensors(order), 3)) > 0
@@ -240,17 +241,15 @@ def logits(backend: Any) -> np.ndarray:
     return np.stack([found[0].row(node) for node in range(2)])
 
 
-def test_the_override_is_llamacpps(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_override_is_llamacpps(smollm2_tiny: Path) -> None:
     """llama.cpp takes the structure as it is made here."""
     plan = plans(9 * LAYER)(2)
-    assert gpu.kept_off(plan, 3) == {} or sys.platform == "darwin"
+    assert gpu.kept_off(plan, 3, platform="linux") == {}
     assert gpu.kept_off(None, 3) == {}
     assert gpu.overrides(gpu.OUTPUT) is gpu.overrides(gpu.OUTPUT)  # made once
     gpu.ggml()  # found by its name on this system
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert gpu.kept_off(plan, 0) == {}
-    options = gpu.kept_off(plan, 3)
-    monkeypatch.undo()
+    assert gpu.kept_off(plan, 0, platform="darwin") == {}
+    options = gpu.kept_off(plan, 3, platform="darwin")
     assert options["tensor_buft_overrides"]
     model = load_model(str(smollm2_tiny), **options, n_gpu_layers=3)
     assert model
@@ -320,7 +319,7 @@ def test_a_draft_gets_what_the_target_leaves_of_the_gpu_memory(
     for used, expected in ((0, -1), ((4 << 30) - MIB, 0)):
         found[:] = [Device("GPU0", False, 1 << 40, used)]
         chosen = memory.choose_gpu_layers(
-            str(smollm2_tiny), size, memory=None, beside=(), resident=True, gpu_memory="4G"
+            str(smollm2_tiny), size, machine=this_machine(), memory=None, beside=(), resident=True, gpu_memory="4G"
         )
         assert chosen == expected
 
@@ -375,7 +374,7 @@ def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "private_memory", lambda: 0)
     monkeypatch.setattr(memory, "_rehearse", lambda path, sizes: [MARGIN] * len(sizes))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
-    options: dict[str, Any] = {"beside": (), "resident": False}
+    options: dict[str, Any] = {"beside": (), "resident": False, "machine": this_machine()}
     assert memory.choose_gpu_layers("", size, memory=MIB, **options) > 1
     assert memory.choose_gpu_layers("", size, memory=9 * LAYER, **options) == 0
 

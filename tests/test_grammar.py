@@ -141,7 +141,7 @@ def test_a_tree_loses_what_is_refused_and_gains_what_is_forced():
     wrong = encode("x", add_bos=False, parse_special=False)[0]
     assert good[:3] == bad[:3]
     tree = make_tree([9, *good, bad[3], wrong], parents, -0.1 * np.arange(len(parents)), [0] + [1] * (len(parents) - 1))
-    found = constraint.guess(tree, [9])
+    found = constraint.prune_and_force(tree, [9])
     assert (found.log_probs[1:] <= found.log_probs[found.parents[1:]]).all()
     texts = []
     for leaf in set(range(len(found))) - set(found.parents.tolist()):

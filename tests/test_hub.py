@@ -324,7 +324,7 @@ def test_ctrl_c_keeps_what_is_there_and_the_next_pull_goes_on(fake: FakeHub, tmp
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"the same command goes on from there" in errors
+    assert b"the same command continues" in errors
     assert b"Traceback" not in errors
     held.set()
     fake.cut, fake.sent = (lambda length: None), 0

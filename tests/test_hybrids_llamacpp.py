@@ -25,6 +25,7 @@ from test_offload_llamacpp import least_memory
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
@@ -356,9 +357,9 @@ def test_texts_that_share_passes_are_those_written_alone(streams: bool, folder: 
         for text in texts:
             text.read_prompt()
         while going := [text for text in texts if not text.finished]:
-            works = [text.work(text.plan()) for text in going]
-            for text, logits in zip(going, target.forward(works), strict=True):
-                text.take(logits)
+            passes = [text.cut(run_one(text.propose())) for text in going]
+            for text, one, logits in zip(going, passes, target.forward([one.work for one in passes]), strict=True):
+                text.accept(one, logits)
         for text, prompt, plain in zip(texts, prompts, alone, strict=True):
             text.session.close()
             found = explain(target, prompt, plain, text.token_ids[len(prompt) :], SAMPLINGS[1])

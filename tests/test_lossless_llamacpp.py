@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from auto_planners import auto_planner
 from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.engine import load
 
@@ -29,7 +30,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.planners.ahead import AheadPlanner
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -209,7 +210,7 @@ def test_what_pays(target, draft, sampling, streams):
     """What is guessed follows from how long passes take here, the text does not."""
     pace = new_auto_state(streams)
     check_lossless(
-        target, AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
+        target, auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft)), sampling, 24
     )
 
 

@@ -70,6 +70,7 @@ def models(request, tmp_path_factory):
         backend.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
 def test_tiny_models(models, sampling):
     target, equal, damaged = models

@@ -5,17 +5,19 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import Model, ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -37,11 +39,11 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
 }
 
 
-def auto(draft: Backend, streams: bool, cost: float) -> AutoPlanner:
+def auto(draft: Backend, streams: bool, cost: float) -> Planner:
     """What decides by the costs of passes: of those measured here, and of draft passes that cost so much."""
     pace = new_auto_state(streams)
     pace.draft.add(1, cost)
-    return AutoPlanner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
+    return auto_planner("auto", pace, SssdPlanner(), SpecExecPlanner(draft, cost=pace.draft))
 
 
 tokens = st.integers(0, SIZE - 1)
@@ -149,7 +151,7 @@ def test_tau_depends_on_whether_the_text_is_sampled(temperature, tau):
         planner = SpecExecPlanner(ReferenceBackend(MODELS[1]), depth=3, **options)
         planner.begin([0, 9])
         context = Context([0, 9], 2, SamplingParams(temperature=temperature, seed=3), Noise(3, SIZE), 9, 64)
-        found = planner.plan(context, 12).log_probs.tolist()
+        found = run_one(planner.propose(context, 12)).tree.log_probs.tolist()
         planner.close()
         return found
 
@@ -207,9 +209,9 @@ def test_no_node_is_deeper_than_the_text_can_still_go(name):
     )  # fmt: skip
     generation.read_prompt()
     while not generation.finished:
-        tree = generation.plan()
-        assert tree.depth.max() <= left - 1
-        left -= len(generation.take(target.forward([generation.work(tree)])[0]).tokens)
+        pass_ = generation.cut(run_one(generation.propose()))
+        assert pass_.tree.depth.max() <= left - 1
+        left -= len(generation.accept(pass_, target.forward([pass_.work])[0]).tokens)
     assert left == 0
 
 
@@ -283,9 +285,9 @@ def test_generations_that_share_their_passes_write_what_each_writes_alone():
         )
         generations[-1].read_prompt()
     while going := [generation for generation in generations if not generation.finished]:
-        works = [generation.work(generation.plan()) for generation in going]
-        for generation, logits in zip(going, target.forward(works), strict=True):
-            generation.take(logits)
+        passes = [generation.cut(run_one(generation.propose())) for generation in going]
+        for generation, one, logits in zip(going, passes, target.forward([one.work for one in passes]), strict=True):
+            generation.accept(one, logits)
     texts = [g.token_ids[len(prompt) :] for g, prompt in zip(generations, prompts, strict=True)]
     assert texts == alone
     assert sum(generation.stats.tokens for generation in generations) == sum(map(len, alone))

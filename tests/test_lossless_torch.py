@@ -71,6 +71,7 @@ def pair(request, tmp_path_factory):
     return save(model, folder / "model"), save(perturbed(model, FAMILIES[request.param], 1), folder / "damaged")
 
 
+@pytest.mark.covering(1)
 @by_temperature
 def test_tiny_models(pair, sampling):
     target, same, damaged = load(str(pair[0]), **OPTIONS), *(load(str(path), **OPTIONS) for path in pair)
@@ -80,6 +81,7 @@ def test_tiny_models(pair, sampling):
     assert 1 < lengths[1] <= lengths[0]
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, pytest.param({"dtype": "nf4"}, marks=needs_bitsandbytes), {}]

@@ -466,7 +466,7 @@ def test_a_draft_takes_room(llama, monkeypatch):
     for name in ("MARGIN", "KEPT"):
         monkeypatch.setattr(memory_module, name, 0)
     alone = load(str(llama), memory=room - 100)
-    beside = load(str(llama), memory=room - 100, beside=[str(llama)])
+    beside = load(str(llama), memory=room - 100, draft_files=[str(llama)])
     assert (alone.plan is None, beside.plan is None) == (True, False)
     close_all(alone, beside)
 

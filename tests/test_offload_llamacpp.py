@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from conftest import Run
 from edgespec.backends.llamacpp import engine as llamacpp_engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.context import ContextSize
-from edgespec.backends.llamacpp.engine import load
+from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES
 
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loading import row_classes
 from edgespec.loading.pair import open_backends
+from edgespec.loop import engines
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import generate_tokens
@@ -42,6 +44,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine import disk
 from edgespec.machine.memory import parse_size
+from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -49,6 +52,7 @@ from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
+from edgespec.weights.plan import SAFETY
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -640,6 +644,10 @@ def test_the_least_memory_named_works_and_less_does_not(tiny: Path) -> None:
         load(str(tiny), memory=least - 2 * MIB, **OPTIONS)
 
 
+def has_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(engines, "this_machine", lambda: replace(this_machine(), free=free))
+
+
 def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = []
     really = llama_cpp.llama_init_from_model
@@ -648,7 +656,7 @@ def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: py
         "llama_init_from_model",
         lambda model, params: (callbacks.append(bool(params.cb_eval)), really(model, params))[1],
     )
-    monkeypatch.setattr(llamacpp_memory, "available_memory", lambda: 8 << 30)
+    has_free(monkeypatch, 8 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
     assert backend.streamer is None
     assert backend.notes == []
@@ -657,8 +665,21 @@ def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: py
     backend.close()
 
 
+def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded, and what is free here does not matter."""
+    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    least = least_memory(str(tiny), **OPTIONS)
+    rich = Machine("linux", 64 << 30, 64 << 30, 8)
+    poor = replace(rich, memory=1 << 30, free=int((least + MIB) / (1 - SAFETY)))
+    plans = [engine.plan(str(tiny), LoadOptions(**OPTIONS), machine) for machine in (rich, poor)]
+    assert [plan.weights is None for plan in plans] == [True, False]
+    assert [plan.fills_memory for plan in plans] == [False, True]
+    assert plans[1].weights.streamed
+    assert plans[1].ways == plans[0].ways[-1:]
+
+
 def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llamacpp_memory, "available_memory", lambda: 1 << 30)
+    has_free(monkeypatch, 1 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
     assert backend.notes == ["4.00 GiB of memory are asked for, but only 1.00 GiB are free"]
     backend.close()
@@ -673,7 +694,7 @@ def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
     size = tiny.stat().st_size
     assert 20 * MIB < size < 100 * MIB
     monkeypatch.setattr(llamacpp_memory, "supported", lambda: False)
-    monkeypatch.setattr(llamacpp_memory, "available_memory", lambda: free)
+    has_free(monkeypatch, free)
     backend = load(str(tiny), memory=memory, **OPTIONS)
     note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
     assert backend.notes == [note] * (told or memory is not None)
@@ -684,16 +705,16 @@ def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
 def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = tiny.stat().st_size
     monkeypatch.setattr(llamacpp_memory, "supported", lambda: False)
-    monkeypatch.setattr(llamacpp_memory, "available_memory", lambda: size * 3 // 2)
+    has_free(monkeypatch, size * 3 // 2)
     for beside, notes in (([], 0), ([str(tiny)], 1)):
-        backend = load(str(tiny), beside=beside, **OPTIONS)
+        backend = load(str(tiny), draft_files=beside, **OPTIONS)
         assert len(backend.notes) == notes
         backend.close()
 
 
 def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     alone = least_memory(tiny, **OPTIONS)
-    beside = least_memory(tiny, beside=[str(smollm2)], **OPTIONS)
+    beside = least_memory(tiny, draft_files=[str(smollm2)], **OPTIONS)
     assert beside - alone > smollm2.stat().st_size
 
 
@@ -754,7 +775,9 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     lines = err.splitlines()
     found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s; ", lines[0])
     assert found
-    told = re.match(r"slow: the disk allows (0\.\d+) tokens/s, more only where guesses are right; a faster", lines[1])
+    told = re.match(
+        r"slow: the disk allows (0\.\d+) tokens/s, more only with accepted draft tokens; a faster", lines[1]
+    )
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
     monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e9)

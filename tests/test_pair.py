@@ -78,7 +78,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% en
     [
         (lambda writer: None, ""),
         (change("tokenizer.ggml.pre", "qwen2"), "pre is 'smollm' in the target and 'qwen2' in the draft; harmless"),
-        (change("tokenizer.ggml.eos_token_id", 3), "eos_token_id is .* so they may end texts differently"),
+        (change("tokenizer.ggml.eos_token_id", 3), "eos_token_id is .* so they may end sequences differently"),
         (lambda writer: writer.add_add_bos_token(True), "add_bos_token is not given in the target and True in the"),
         (kinds, "1 tokens are of another kind .* in the draft, such as '&'"),
         (change("tokenizer.chat_template", "{{ messages[0]['content'] }}"), "templates write a talk with a system"),
@@ -229,7 +229,7 @@ def measured(sssd: float, specexec: float | None) -> Measured:
 @pytest.mark.parametrize(
     ("sssd", "specexec", "planner", "says"),
     [
-        (0.9, 0.8, "none", "no draft, plain decoding; the best guesses (sssd, budget 8) make 0.90 ×"),
+        (0.9, 0.8, "none", "no draft, plain decoding; the best drafts (sssd, budget 8) make 0.90 ×"),
         (1.04, 1.03, "none", "no draft, plain decoding"),  # too little to be sure of
         (
             2.0,
@@ -269,7 +269,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     monkeypatch.setattr("edgespec.measure.pair.measure_pair", lambda *_, **__: pytest.fail("began to measure"))
     missing = str(tmp_path / "missing" / "a.png")
     for there, path, code, says in ((object(), missing, 2, "there is no folder"), (None, "a.png", 1, "[bench]")):
-        monkeypatch.setattr("edgespec.measure.pictures.find_spec", lambda _, there=there: there)
+        monkeypatch.setattr("edgespec.measure.pair_report.find_spec", lambda _, there=there: there)
         status, out, err = run("pair", str(smollm2_tiny), "--png", path)
         assert (status, out, err.count("\n")) == (code, "", 1)
         assert says in err

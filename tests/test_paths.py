@@ -7,7 +7,8 @@ import pytest
 
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.tree import best_nodes, make_tree
+from edgespec.loop.passes import Proposed
+from edgespec.loop.tree import make_tree, only, ranked
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import Path, States, best_part, paths_of, rows_added, rows_of, step_from
 from edgespec.scheduler.batch import plan_trees
@@ -103,32 +104,42 @@ def wide_tree():
     return make_tree(range(9), [-1, 0, 0, 0, 1, 2, 3, 4, 7], likely)
 
 
+def best_tree(tree, spent, cost, **options):
+    """What a pass keeps of the tree, and the rate."""
+    nodes, rate = best_part(tree, spent, cost, budget=99, **options)
+    return only(tree, nodes), rate
+
+
 class TestWhatPays:
     def test_nodes_that_are_free_all_stay(self):
-        tree, rate = best_part(wide_tree(), 0.0, curve(0.0), max_leaves=8, head=0)
+        tree, rate = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=8, head=0)
         assert len(tree) == 9
         assert rate == pytest.approx(np.exp(wide_tree().log_probs).sum())
 
     def test_paths_cost_more_than_nodes(self):
         """Where rows cost, a tree is cut to fewer branches than if nodes were computed once."""
-        nodes, _ = best_part(wide_tree(), 0.0, curve(0.06), max_leaves=8)
-        paths, _ = best_part(wide_tree(), 0.0, curve(0.06), max_leaves=8, head=0)
+        nodes, _ = best_tree(wide_tree(), 0.0, curve(0.06), max_leaves=8)
+        paths, _ = best_tree(wide_tree(), 0.0, curve(0.06), max_leaves=8, head=0)
         assert rows_of(paths.parents, 0) < rows_of(nodes.parents, 0)
         assert len(paths) < len(nodes)
 
     def test_owed_tokens_make_branches_dearer(self):
-        few, _ = best_part(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=0)
-        many, _ = best_part(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=12)
+        few, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=0)
+        many, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=12)
         assert len(many) < len(few)
 
     def test_nothing_pays_where_rows_cost_as_much_as_passes(self):
-        tree, rate = best_part(wide_tree(), 0.0, curve(1.0), max_leaves=8, head=0)
+        tree, rate = best_tree(wide_tree(), 0.0, curve(1.0), max_leaves=8, head=0)
         assert len(tree) == 1
         assert rate == 1.0
 
     def test_the_limit_of_paths_holds(self):
-        tree, _ = best_part(wide_tree(), 0.0, curve(0.0), max_leaves=2, head=0)
+        tree, _ = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=2, head=0)
         assert rows_of(tree.parents, 0) == 2 * (1 + int(tree.depth.max()))
+
+
+def best_of(tree, size, leaves):
+    return only(tree, ranked(tree.parents, tree.log_probs, size, leaves))
 
 
 class TestTextsThatShareAPass:
@@ -136,25 +147,29 @@ class TestTextsThatShareAPass:
         tree = wide_tree()
         order = np.argsort(-tree.log_probs[1:], kind="stable") + 1
         for head in (0, 3):
-            rows = 1 + head + np.cumsum(rows_added(tree, head)[order - 1])
+            rows = 1 + head + np.cumsum(rows_added(tree, order, head))
             for count in range(1, len(order) + 1):
-                part = best_nodes(tree, count, 8)
+                part = best_of(tree, count, 8)
                 assert rows[count - 1] == rows_of(part.parents, head)
 
     def test_the_room_is_one_of_rows(self):
         """Every node on several paths takes a row on each, and so do tokens that are owed."""
         trees, heads = [wide_tree(), wide_tree()], [0, 4]
-        guesses, added = [t.log_probs[1:] for t in trees], [rows_added(*one) for one in zip(trees, heads, strict=True)]
+        orders = [ranked(tree.parents, tree.log_probs, 99, 99) for tree in trees]
+        guesses = [tree.log_probs[order] for tree, order in zip(trees, orders, strict=True)]
+        added = [rows_added(*one) for one in zip(trees, orders, heads, strict=True)]
         for room in (0, 6, 20, 200):
             sizes = split(guesses, room, 0.0, None, added, 2 + sum(heads))
-            parts = [best_nodes(*one, 8) for one in zip(trees, sizes, strict=True)]
+            parts = [best_of(*one, 8) for one in zip(trees, sizes, strict=True)]
             rows = sum(rows_of(part.parents, head) for part, head in zip(parts, heads, strict=True))
             assert rows <= 2 + sum(heads) + room
             assert (sizes == [8, 8]) == (room == 200)
 
     def test_where_rows_cost_paths_are_fewer(self):
         trees = [wide_tree(), wide_tree()]
-        guesses, added = [t.log_probs[1:] for t in trees], [rows_added(t, 3) for t in trees]
+        orders = [ranked(tree.parents, tree.log_probs, 99, 99) for tree in trees]
+        guesses = [tree.log_probs[order] for tree, order in zip(trees, orders, strict=True)]
+        added = [rows_added(tree, order, 3) for tree, order in zip(trees, orders, strict=True)]
         nodes = split(guesses, 200, 0.0, curve(0.05))
         assert sum(split(guesses, 200, 0.0, curve(0.05), added, 8)) < sum(nodes)
 
@@ -162,11 +177,14 @@ class TestTextsThatShareAPass:
         limits = Capabilities(100, 64, 64, 8, 0.0, paths=True)
 
         def steps():
-            return wide_tree()
+            tree = wide_tree()
+            return Proposed(tree, ranked(tree.parents, tree.log_probs, 99, 99), 0.0, 0.0)
             yield
 
         def slot(owed):
-            plan = SimpleNamespace(planning=lambda most, texts: steps(), work=lambda tree: (tree, owed))
+            plan = SimpleNamespace(
+                propose=lambda most, sequences: steps(), cut=lambda one, size: (only(one.tree, one.nodes[:size]), owed)
+            )
             session = SimpleNamespace(unread_committed=owed, token_ids=[])
             return SimpleNamespace(passed=0, session=session, generation=plan)
 

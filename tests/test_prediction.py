@@ -1,13 +1,14 @@
 """What a text may be foretold from besides itself: a predicted answer, and what its siblings write."""
 
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
-from edgespec.loop.hint_texts import LONGEST_INPUT, Family
+from edgespec.loop.hint_texts import LONGEST_INPUT, HintTexts
 from edgespec.loop.tree import Source
 from edgespec.model import CHARACTERS, Model
-from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -21,7 +22,7 @@ def opened(kind="sssd", slots=4):
     make = {
         "none": NonePlanner,
         "sssd": SssdPlanner,
-        "auto": lambda: AutoPlanner("auto", pace, SssdPlanner()),
+        "auto": lambda: auto_planner("auto", pace, SssdPlanner()),
     }[kind]
     return Model(target, [make() for _ in range(slots)], budget=8, pace=pace if kind == "auto" else None)
 
@@ -34,14 +35,14 @@ def plain():
 
 def test_a_family_knows_the_prediction_and_the_siblings_but_not_oneself():
     prompt = list(range(10, 20))
-    family = Family(prompt, [1, 2, 3])
+    family = HintTexts(prompt, [1, 2, 3])
     first, second = family.join(), family.join()
     family.extend(first, [7, 8])
-    (_, predicted), (_, sibling) = family.beside(second)
-    assert [source for source, _ in family.beside(second)] == [Source.PREDICTION, Source.INPUT]
+    (_, predicted), (_, sibling) = family.hints(second)
+    assert [source for source, _ in family.hints(second)] == [Source.PREDICTION, Source.INPUT]
     assert predicted.text[:-1] == [*prompt[-LONGEST_INPUT:], 1, 2, 3]
     assert sibling.text[:-1] == [*prompt[-LONGEST_INPUT:], 7, 8]
-    assert [index.text[-2] for _, index in family.beside(first)] == [3, prompt[-1]]
+    assert [index.text[-2] for _, index in family.hints(first)] == [3, prompt[-1]]
     length, places = predicted.matches_of(prompt[-LONGEST_INPUT:], 5)[0]
     assert (length, [predicted.text[place] for place in places]) == (LONGEST_INPUT, [1])  # the answer's beginning
 
@@ -57,14 +58,14 @@ def test_a_prediction_is_no_longer_than_the_context(plain):
 
     vocab.encode = counted
     try:
-        family = plain.family([1, 2, 3], "many words " * 100_000)
+        family = plain.hint_texts([1, 2, 3], "many words " * 100_000)
     finally:
         vocab.encode = encode
     assert family.prediction == 300
     assert max(split) <= 300 * CHARACTERS
-    assert family == plain.family([1, 2, 3], "many words " * 200)
-    assert family != plain.family([1, 2, 3], "other words " * 200)
-    assert family != plain.family([1, 2, 4], "many words " * 200)
+    assert family == plain.hint_texts([1, 2, 3], "many words " * 200)
+    assert family != plain.hint_texts([1, 2, 3], "other words " * 200)
+    assert family != plain.hint_texts([1, 2, 4], "many words " * 200)
 
 
 @pytest.mark.parametrize("kind", ["sssd", "auto", "none"])

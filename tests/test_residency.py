@@ -76,13 +76,13 @@ def plan_of(tensors: list[Tensor], memory: int, needed: int = 0, **options: int)
         (
             800e6,
             "is read from disk in every pass, about 2.1 s at 0.80 GB/s",
-            "slow: the disk allows 0.48 tokens/s, more only where guesses are right; "
+            "slow: the disk allows 0.48 tokens/s, more only with accepted draft tokens; "
             "a faster disk, more memory or a smaller model would help",
         ),
         (
             5e6,
             "is read from disk in every pass, about 336 s at 0.0050 GB/s",
-            "slow: the disk allows 0.0030 tokens/s, more only where guesses are right; "
+            "slow: the disk allows 0.0030 tokens/s, more only with accepted draft tokens; "
             "a faster disk, more memory or a smaller model would help",
         ),
     ],

@@ -102,8 +102,8 @@ def test_a_chat_goes_on_where_it_was_left(tiny, tmp_path):
         return before
 
     talk((b"", b"/help"), (b"hello you\r", b"tokens/s"))
-    talk((b"", b"2 messages from before"), (b"and now\r", b"tokens/s"), (b"/stats\r", b"kept from before"))
-    found = talk((b"", b"4 messages from before"), (b"again\r", b"tokens/s"), (b"/stats\r", b"kept from before"))
+    talk((b"", b"2 messages from before"), (b"and now\r", b"tokens/s"), (b"/stats\r", b"from the cache"))
+    found = talk((b"", b"4 messages from before"), (b"again\r", b"tokens/s"), (b"/stats\r", b"from the cache"))
     assert int(re.findall(rb"(\d+) of them", found)[-1]) > 40  # both earlier exchanges
 
 

@@ -13,20 +13,21 @@ from time import sleep
 
 import numpy as np
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.generate import generate_tokens
-from edgespec.loop.hint_texts import Family
+from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
-from edgespec.planners.auto import PLAIN, AutoPlanner, new_auto_state
+from edgespec.planners.auto import PLAIN, new_auto_state
 from edgespec.planners.cost import goodput, split
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -70,7 +71,7 @@ def planners(name, count, pace=None):
             "none": lambda: NonePlanner(),
             "sssd": lambda: SssdPlanner(depth=6),
             "specexec": lambda: SpecExecPlanner(drafts, depth=5, beam=3),
-            "auto": lambda: AutoPlanner("auto", pace, SssdPlanner(depth=6), SpecExecPlanner(drafts, cost=pace.draft)),
+            "auto": lambda: auto_planner("auto", pace, SssdPlanner(depth=6), SpecExecPlanner(drafts, cost=pace.draft)),
         }[name]()
         for _ in range(count)
     ]
@@ -143,9 +144,11 @@ actions = st.one_of(
 def special(how, prompt, families):
     """What else a request may want; none of it changes a text."""
     if how == "sibling":
-        return {"family": families.setdefault(prompt, Family(PROMPTS[prompt]))}
-    predicted = Family(PROMPTS[prompt], alone(prompt, 0.0, 0, 12))
-    return {"held": {"idle_limit": 3}, "foreseen": {"foresee": True}, "predicted": {"family": predicted}}.get(how, {})
+        return {"hint_texts": families.setdefault(prompt, HintTexts(PROMPTS[prompt]))}
+    predicted = HintTexts(PROMPTS[prompt], alone(prompt, 0.0, 0, 12))
+    return {"held": {"idle_limit": 3}, "foreseen": {"foresee": True}, "predicted": {"hint_texts": predicted}}.get(
+        how, {}
+    )
 
 
 def play(scheduler, schedule, slots):
@@ -385,10 +388,10 @@ def test_calling_off_takes_one_pass():
 class Breaking(NonePlanner):
     """Fails in its second round."""
 
-    def plan(self, context, budget):
+    def propose(self, context, budget):
         if len(context.token_ids) > context.prompt_length:
             raise ModelError("this planner is broken")
-        return super().plan(context, budget)
+        return super().propose(context, budget)
 
 
 def test_an_error_of_one_text_ends_only_that():
@@ -674,7 +677,7 @@ def test_the_split_is_the_best_there_is():
         assert sum(split(texts, most, spent, None)) == min(most, sum(map(len, texts)))
     assert split([np.zeros(0)], 5, 0.0, None) == [0]
     assert split([], 5, 0.0, None) == []
-    assert np.array_equal(goodput(texts[0], spent, cost), goodput(texts[0], spent, cost, texts=1))
+    assert np.array_equal(goodput(texts[0], spent, cost), goodput(texts[0], spent, cost, sequences=1))
 
 
 class TestModel:

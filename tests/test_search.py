@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import only, ranked
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, AheadSearch
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.search import COMMITTED, NOT_READ
@@ -83,6 +85,10 @@ def test_a_likely_node_outside_the_tree_is_worth_reading_ahead():
     assert search.likeliest(2, 0.001).tolist() == [2]
 
 
+def cut(proposal, size):
+    return only(proposal.tree, ranked(proposal.tree.parents, proposal.tree.log_probs, size, 64))
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: str(sampling.temperature))
 @pytest.mark.parametrize("kind", [AheadPlanner, AheadChainPlanner])
 def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
@@ -91,26 +97,26 @@ def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
     planner = kind(draft(), depth=12)
     planner.begin(text)
     for turn in range(12):
-        before, usual = planner.model_passes, planner._usual
-        tree = planner.plan(context(text, sampling), 10)
-        passes = planner.model_passes - before
+        before, usual = planner.stats.draft_passes, planner._usual
+        tree = cut(run_one(planner.propose(context(text, sampling), 10)), 10)
+        passes = planner.stats.draft_passes - before
         fresh = kind(draft(), depth=12)
         fresh.begin(text)
         fresh._usual = usual
-        expected = fresh.plan(context(text, sampling), 10)
+        expected = cut(run_one(fresh.propose(context(text, sampling), 10)), 10)
         assert np.exp(tree.log_probs).sum() >= np.exp(expected.log_probs).sum() - 0.02
-        assert passes <= fresh.model_passes + 1  # the cutoff that is expected is another
-        saved += fresh.model_passes - passes
+        assert passes <= fresh.stats.draft_passes + 1  # the cutoff that is expected is another
+        saved += fresh.stats.draft_passes - passes
         read = np.flatnonzero(planner._search.place != NOT_READ)
         node = int(read[min(len(read) - 1, 1 + turn % 3)])  # an exit that was read
         tokens = []
         while node > 0:
             tokens.insert(0, int(planner._search.token_ids[node]))
             node = int(planner._search.parents[node])
-        planner.accept(tokens, 0.0)
+        planner.observe(tokens, 0.0)
         text = text + tokens
         hits += planner._search is not None
-    assert hits == planner.went_on > 6
+    assert hits == planner.stats.went_on > 6
     assert saved > 0
 
 
@@ -147,7 +153,7 @@ def test_little_room_in_the_drafts_cache():
     other, went_on = perturbed(MODEL, 0.6, 1), 0
     plain, _ = write(NonePlanner(), SAMPLINGS[1])
     for limits in ({"max_nodes": 14}, {"max_leaves": 3}, {"max_leaves": 4, "spare_leaves": 3}):
-        text, stats = write(Resting(draft(other, **limits), depth=8, texts=2), SAMPLINGS[1])
+        text, stats = write(Resting(draft(other, **limits), depth=8, sequences=2), SAMPLINGS[1])
         assert text == plain
         went_on += stats.draft_went_on
     assert went_on > 0
@@ -157,7 +163,7 @@ def test_a_text_that_waits_leaves_its_leaves_to_others():
     """One is only prepared, and knows guesses; another writes alone, and needs all that the draft's cache has."""
     limits = {"max_leaves": 9, "spare_leaves": 8}
     guesser = draft(perturbed(MODEL, 0.6, 1), sessions=2, **limits)
-    made = [Resting(guesser, depth=6, tau=3.0, texts=1) for _ in range(2)]
+    made = [Resting(guesser, depth=6, tau=3.0, sequences=1) for _ in range(2)]
     scheduler, found = Scheduler(draft(sessions=2), made, budget=40), list[int]()
     prepared = scheduler.submit(Request([1, 2, 3], SAMPLINGS[2], 60), lambda event: None, idle_limit=8)
     for _ in range(60):

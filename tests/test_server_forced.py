@@ -19,9 +19,8 @@ from edgespec.loop.grammar import Compiler, json_schema
 from edgespec.server import constrained
 from edgespec.server.call_formats import FORMATS
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
-from edgespec.server.constrained import ThoughtFirst
+from edgespec.server.constrained import MARKER, ThoughtFirst
 from edgespec.server.conversation import Thought, Turn
-from edgespec.server.markers import MARKER
 from edgespec.server.output_format import call_format_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages

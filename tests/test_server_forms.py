@@ -15,9 +15,8 @@ from test_server_tools import TEMPLATE
 from edgespec.loop.grammar import Compiler, json_schema, lark, regex
 from edgespec.loop.text import TextStream
 from edgespec.server.call_formats import FORMATS, HERMES
-from edgespec.server.constrained import ThoughtFirst
+from edgespec.server.constrained import ThoughtFirst, control_tokens
 from edgespec.server.conversation import Thought
-from edgespec.server.markers import control_tokens
 from edgespec.server.output_format import call_format_of, thinking_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.tool_calls import Call, Tool, Tools

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.tree import only
 from edgespec.planners.search import NOT_READ
 from edgespec.planners.specexec import SpecExecPlanner
 
@@ -24,7 +27,8 @@ def planned(sharpness, budget, prompt, tau=1.0, max_leaves=64):
     planner.begin(prompt)
     draft.forward = counting
     context = Context(prompt, len(prompt), SamplingParams(), Noise(0, SIZE), 32, max_leaves)
-    return planner, planner.plan(context, budget), sum(read)
+    proposal = run_one(planner.propose(context, budget))
+    return planner, only(proposal.tree, fitting(proposal, budget, max_leaves)), sum(read)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0])
@@ -48,17 +52,17 @@ def test_what_the_draft_has_read_beside_the_tree_is_kept_when_the_target_writes_
     beside = [node for node in np.flatnonzero(places != NOT_READ)[1:] if found.parents[node] == 0][-1]
     token = int(found.token_ids[beside])
     assert token != tree.token_ids[1]
-    planner.accept([token, SIZE - 1], 0.0)
+    planner.observe([token, SIZE - 1], 0.0)
     assert planner.draft_session.token_ids == [1, 2, 3, token]
 
 
 def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():
     planner, first, read = planned(3.0, 16, [1, 2, 3])
-    planner.accept([SIZE - 1], 0.0)
+    planner.observe([SIZE - 1], 0.0)
     before, nodes = read, planner._drafter
     text = [1, 2, 3, SIZE - 1]
     count, forward = [], nodes.draft.forward
     nodes.draft.forward = lambda batch: (count.append(sum(len(work.token_ids) for work in batch)), forward(batch))[1]
-    planner.plan(Context(text, 3, SamplingParams(), Noise(0, SIZE), 32, 64), 16)
+    run_one(planner.propose(Context(text, 3, SamplingParams(), Noise(0, SIZE), 32, 64), 16))
     assert len(first) == 17
     assert sum(count) < before

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import Source, make_tree
@@ -62,7 +63,7 @@ def context(token_ids, max_depth=1000):
 def plan(token_ids, budget, datastore=None, max_depth=1000, **options):
     planner = SssdPlanner(datastore, **options)
     planner.begin(token_ids)
-    return planner.plan(context(token_ids, max_depth), budget)
+    return run_one(planner.propose(context(token_ids, max_depth), budget)).tree
 
 
 def paths(tree):
@@ -155,17 +156,17 @@ def test_below_a_token_shorter_matches_go_on():
 def test_own_output_is_found_too():
     planner = SssdPlanner()
     planner.begin([1, 2, 3])
-    planner.accept([4, 5], 0.0)
-    planner.accept([6, 3], 0.0)
-    assert (3, 4, 5, 6, 3)[1:] in paths(planner.plan(context([1, 2, 3, 4, 5, 6, 3]), 10))
+    planner.observe([4, 5], 0.0)
+    planner.observe([6, 3], 0.0)
+    assert (3, 4, 5, 6, 3)[1:] in paths(run_one(planner.propose(context([1, 2, 3, 4, 5, 6, 3]), 10)).tree)
 
 
 def test_a_new_prompt_forgets_the_old_text_but_for_what_they_share():
     planner = SssdPlanner()
     planner.begin([1, 2, 3, 4, 5])
-    planner.accept([6, 7], 0.0)
+    planner.observe([6, 7], 0.0)
     planner.begin([1, 2, 3, 9, 2])
-    assert paths(planner.plan(context([1, 2, 3, 9, 2]), 10)) == paths(plan([1, 2, 3, 9, 2], 10))
+    assert paths(run_one(planner.propose(context([1, 2, 3, 9, 2]), 10)).tree) == paths(plan([1, 2, 3, 9, 2], 10))
 
 
 def test_datastore_text_is_found(store):

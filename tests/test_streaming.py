@@ -144,7 +144,7 @@ class WatchfulStore:
             self.rule(not self.reading, "closed while reading")
             self.closed += 1
 
-    def pin(self, extents: Any, progress: Any) -> None:
+    def preload(self, extents: Any, progress: Any) -> None:
         raise NotImplementedError
 
     def drop(self, extents: Any) -> None:
@@ -894,7 +894,7 @@ def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path
         pytest.skip("this file system does not let go of its cache")
     assert resident(middle) <= 4 * MIB
     os.posix_fadvise(store._cached[0], 0, 0, os.POSIX_FADV_DONTNEED)
-    store.pin(plan.pinned, unseen)
+    store.preload(plan.pinned, unseen)
     assert [resident(extent) for extent in edges] == [extent.size for extent in edges]
     assert "8 MiB" in store.note
     store.close()
@@ -928,7 +928,7 @@ def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None
 
     library = Refusing()
     store = mapped.store(library)
-    store.pin(mapped.plan.pinned, unseen)
+    store.preload(mapped.plan.pinned, unseen)
     small = mapped.address + mapped.plan.pinned[1].start
     assert library.locked == [small]
     assert sorted(library.populated) == [mapped.address, small]
@@ -945,7 +945,7 @@ def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
     library = Recorder()
     store = mapped.store(library)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
-    store.pin(mapped.plan.pinned, unseen)
+    store.preload(mapped.plan.pinned, unseen)
     streamer = Streamer(mapped.plan, store)
 
     def passes(count: int) -> None:
@@ -1121,7 +1121,7 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
     assert isinstance(store, CachedLinuxStore)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
-    store.pin(mapped.plan.pinned, unseen)
+    store.preload(mapped.plan.pinned, unseen)
     assert "locked in memory" in store.note
     assert store.note.endswith("through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)")
     dropped: list[tuple[int, int]] = []
@@ -1251,7 +1251,7 @@ def test_darwin_maps_locks_drops_and_unmaps(two_files: list[str], monkeypatch: p
     store.drop(DARWIN_LAYER.extents)
     ranges = [(FIRST + 16384, 6 * MIB, 2), (SECOND + 32768, MIB, 2)]  # MS_INVALIDATE = 2 in <sys/mman.h>
     assert library.named("msync") == ranges
-    store.pin([Extent(0, 0, 16384), Extent(1, 2 * MIB, 2 * MIB + 16384)], unseen)  # the last page is not full
+    store.preload([Extent(0, 0, 16384), Extent(1, 2 * MIB, 2 * MIB + 16384)], unseen)  # the last page is not full
     assert library.named("mlock") == [(FIRST, 16384), (SECOND + 2 * MIB, 16384)]
     assert store.note == "0 MiB locked in memory"
     for extent in DARWIN_LAYER.extents:
@@ -1288,7 +1288,7 @@ def test_darwin_errors(two_files: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
     library = DarwinLibrary("mlock", after=1)
     store = DarwinStore(two_files, library)
-    store.pin([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)], unseen)
+    store.preload([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)], unseen)
     assert store.note.startswith("1 MiB locked in memory, 3 MiB kept in the page cache")
     store.close()
     assert library.named("munlock") == [(FIRST, MIB)]  # only what was locked
@@ -1308,7 +1308,7 @@ def test_darwin_a_file_that_shrinks(two_files: list[str]) -> None:
     with pytest.raises(OSError, match="it must have shrunk"):  # behind the end
         store.read(0, DARWIN_LAYER, extent, 5 * MIB, extent.stop)
     with pytest.raises(OSError, match="it must have shrunk"):
-        store.pin([extent], unseen)
+        store.preload([extent], unseen)
     store.close()
 
 

@@ -1,7 +1,6 @@
 """The GPU benchmark's logic, at a tiny shape on the CPU: what it measures, not how quick it is."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -110,13 +109,25 @@ def test_the_ratio_is_to_the_slower_part():
     assert Row(1, 3.0, 4.0, 2.0, 6.0).ratio == 0.5
 
 
+@pytest.fixture
+def script(monkeypatch):
+    """The script as a module."""
+    loader = SourceFileLoader("bench_gpu", str(SCRIPT))
+    found = module_from_spec(spec_from_loader("bench_gpu", loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        loader.exec_module(found)
+    return found
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu():
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=os.environ | {"TERM": "dumb"})
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("bench-gpu needs a CUDA GPU")
-    assert done.stderr.count("\n") == 1
+def test_without_a_gpu(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench-gpu"])
+    assert script.main() == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("bench-gpu needs a CUDA GPU")
+    assert err.count("\n") == 1
 
 
 def test_the_script_on_a_processor(tmp_path):
@@ -130,12 +141,7 @@ def test_the_script_on_a_processor(tmp_path):
     assert list(tmp_path.iterdir()) == [figures]
 
 
-def test_what_is_left_out_when_time_is_up(tmp_path, monkeypatch, capsys):
-    loader = SourceFileLoader("bench_gpu", str(SCRIPT))
-    script = module_from_spec(spec_from_loader("bench_gpu", loader))
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "dont_write_bytecode", True)
-        loader.exec_module(script)
+def test_what_is_left_out_when_time_is_up(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "SECONDS", -1)
     options = ["--device", "cpu", "--dtypes", "bfloat16", "--json", f"{tmp_path}/out"]
     monkeypatch.setattr(sys, "argv", ["bench-gpu", *options])

@@ -11,12 +11,12 @@ from edgespec.loop.tree import (
     DraftTree,
     Source,
     ancestor_mask,
-    best_nodes,
-    choose,
     depths,
     is_leaf,
     make_tree,
+    only,
     path_to,
+    ranked,
     root_only,
     select,
 )  # fmt: skip
@@ -72,9 +72,21 @@ def test_depths_of_several_tops():
     assert depths([-1, -1, 1, 2, 0]).tolist() == [0, 0, 1, 2, 1]
 
 
+def best_of(tree, budget, max_leaves):
+    """The sub-tree that a pass keeps."""
+    return only(tree, ranked(tree.parents, tree.log_probs, budget, max_leaves))
+
+
+def kept(parents, log_probs, budget, max_leaves):
+    """The same as a mask."""
+    keep = np.zeros(len(parents), np.bool_)
+    keep[0] = keep[ranked(parents, log_probs, budget, max_leaves)] = True
+    return keep
+
+
 @given(trees(), st.integers(0, 26), st.integers(1, 12))
 def test_best_nodes_is_a_tree_within_its_limits(tree, budget, max_leaves):
-    best = best_nodes(tree, budget, max_leaves)
+    best = best_of(tree, budget, max_leaves)
     again = make_tree(best.token_ids, best.parents, best.log_probs, best.source)  # raises when it is no tree
     np.testing.assert_array_equal(again.depth, best.depth)
     assert len(best) <= budget + 1
@@ -87,9 +99,9 @@ def test_best_nodes_is_a_tree_within_its_limits(tree, budget, max_leaves):
 
 
 @given(trees(), st.integers(0, 26), st.integers(1, 12))
-def test_choose_is_maximal(tree, budget, max_leaves):
+def test_ranked_is_maximal(tree, budget, max_leaves):
     """A node is left out only when budget, leaves or its parent demand it."""
-    keep = choose(tree.parents, tree.log_probs, budget, max_leaves)
+    keep = kept(tree.parents, tree.log_probs, budget, max_leaves)
     assert keep[0]
     if keep.sum() == budget + 1:
         return
@@ -103,9 +115,9 @@ def test_choose_is_maximal(tree, budget, max_leaves):
 
 @settings(max_examples=60, deadline=None)
 @given(trees(most=9), st.integers(0, 9))
-def test_choose_is_the_best_of_all_trees(tree, budget):
+def test_ranked_is_the_best_of_all_trees(tree, budget):
     """Without a limit on leaves: brute force over all sub-trees of that size."""
-    keep = choose(tree.parents, tree.log_probs, budget, max_leaves=99)
+    keep = kept(tree.parents, tree.log_probs, budget, max_leaves=99)
     count = min(budget, len(tree) - 1)
     assert keep.sum() == count + 1
     best = max(
@@ -116,18 +128,26 @@ def test_choose_is_the_best_of_all_trees(tree, budget):
     assert np.exp(tree.log_probs[keep])[1:].sum() == pytest.approx(best)
 
 
+@given(trees(), st.integers(0, 26), st.integers(1, 12))
+def test_fewer_nodes_are_the_first_of_more(tree, budget, max_leaves):
+    """So a pass can be cut further without ranking again."""
+    more = ranked(tree.parents, tree.log_probs, 99, max_leaves)
+    assert ranked(tree.parents, tree.log_probs, budget, max_leaves).tolist() == more[:budget].tolist()
+    assert (np.diff(tree.log_probs[more]) <= 0).all()
+
+
 def test_ties_go_to_the_smaller_index():
-    keep = choose(np.array([-1, 0, 0, 0, 1]), np.array([0.0, -1.0, -1.0, -1.0, -1.0]), 2, 9)
+    keep = kept(np.array([-1, 0, 0, 0, 1]), np.array([0.0, -1.0, -1.0, -1.0, -1.0]), 2, 9)
     assert np.flatnonzero(keep).tolist() == [0, 1, 2]
 
 
 def test_a_limit_on_leaves_prefers_depth_to_worse_branches():
     # Two children and a grandchild; one leaf allowed: the chain stays, the second branch goes.
-    keep = choose(np.array([-1, 0, 0, 1]), np.array([0.0, -0.1, -0.2, -3.0]), 3, 1)
+    keep = kept(np.array([-1, 0, 0, 1]), np.array([0.0, -0.1, -0.2, -3.0]), 3, 1)
     assert np.flatnonzero(keep).tolist() == [0, 1, 3]
 
 
 def test_nothing_to_cut_gives_the_same_tree():
     tree = make_tree([1, 2, 3], [-1, 0, 0], [0, -1, -1])
-    assert best_nodes(tree, 2, 2) is tree
-    assert len(best_nodes(tree, 2, 1)) == 2
+    assert best_of(tree, 2, 2) is tree
+    assert len(best_of(tree, 2, 1)) == 2

@@ -9,7 +9,7 @@ from edgespec.errors import ModelError, SessionFileError, UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 
-llamacpp = pytest.importorskip("edgespec.backends.llamacpp.backend")
+llamacpp = pytest.importorskip("edgespec.backends.llamacpp.engine")
 ENOUGH = {"gpt-oss": 0.15}  # rounding alone, where other parts of a text are read at once: weights have 8 bits
 FLOATS = 2e-3  # where keys are missing, logits differ by more than these
 

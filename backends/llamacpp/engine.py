@@ -9,6 +9,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
 from edgespec.machine.memory import in_bytes, left_of
+from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import Plan
 
@@ -49,6 +50,7 @@ class LlamaPlan(LoadPlan):
         gpu_layers: layers on GPUs or lenders; -1 = all.
         experts_here: the processor keeps all experts.
         weights: what of the weights stays in memory; None: all.
+        platform: of the machine that was planned for.
         borrowed: as `lending.rpc.borrow` returns it, or None.
     """
 
@@ -56,6 +58,7 @@ class LlamaPlan(LoadPlan):
     gpu_layers: int
     experts_here: bool
     weights: Plan | None
+    platform: str
     borrowed: Any = None
 
 
@@ -73,9 +76,9 @@ class LlamaEngine(Engine):
 
     supported = frozenset({"threads", "gpu_layers", "gpu_memory", "memory", "kv_type", "lenders", "draft_files"})
 
-    def plan(self, path: str, options: LoadOptions) -> LoadPlan:
+    def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         check_options(options.context_length, options.budget, options.sessions, options.threads)
-        return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options)
+        return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
         self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None
@@ -92,7 +95,7 @@ class LlamaEngine(Engine):
     def probe_model(self, path: str, computing: Computing) -> Iterator[Backend]:
         options = probe_options(path, computing)
         with probe_file(path) as copy:
-            plan = plan_here(copy, options)
+            plan = plan_here(copy, options, this_machine())
             repacked = REPACKED.keys() <= computing.keys()
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
@@ -109,17 +112,17 @@ engine = LlamaEngine()
 load = engine.open
 
 
-def plan_here(path: str, options: LoadOptions, borrowed: Any = None) -> LlamaPlan:
+def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
     """A plan for this process; `borrowed`: as in `LlamaPlan`. Errors as for `Engine.plan`."""
     memory, beside = in_bytes(options.memory), options.draft_files
-    plenty = is_plenty(path, memory, beside)
+    plenty = is_plenty(path, memory, beside, machine)
     share = options.share if options.share is not None else 1.0 if plenty or options.resident else SHARE
     size = ContextSize(options.context_length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
     gpu_layers, notes, weights = options.gpu_layers, list[str](), None
     if gpu_layers is None:
         gpu_layers = choose_gpu_layers(
             path, size, memory=memory, beside=beside, resident=options.resident, gpu_memory=options.gpu_memory,
-            borrowed=borrowed,
+            machine=machine, borrowed=borrowed,
         )  # fmt: skip
     elif options.gpu_memory is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
@@ -129,7 +132,7 @@ def plan_here(path: str, options: LoadOptions, borrowed: Any = None) -> LlamaPla
     if not plenty and not options.resident:
         weights, size, more = plan_memory(
             path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed),
-            experts_here=experts_here,
+            experts_here=experts_here, machine=machine,
         )  # fmt: skip
         notes += more
     streams = weights is not None and bool(weights.streamed or weights.cached)
@@ -147,7 +150,8 @@ def plan_here(path: str, options: LoadOptions, borrowed: Any = None) -> LlamaPla
         ways = (computing | REPACKED, *(ways if kept else ()))
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
-        size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, borrowed=borrowed,
+        size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, platform=machine.platform,
+        borrowed=borrowed,
     )  # fmt: skip
 
 
@@ -169,7 +173,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         params_of_model |= lent_options(borrowed)
         notes.append(lent_line(path, plan.gpu_layers))
     else:
-        params_of_model |= kept_off(weights, plan.gpu_layers, plan.experts_here)
+        params_of_model |= kept_off(weights, plan.gpu_layers, plan.experts_here, platform=plan.platform)
     model = load_model(path, n_gpu_layers=plan.gpu_layers, **params_of_model)
     watch: LayerHooks | SkipPadding | None = None
     context = None

@@ -194,7 +194,7 @@ def plan_memory(
             break
         if other and other.streamed_bytes <= least * (1 + CHUNK_SHARE):
             best, plan = one, other
-    return (replace(plan, beside=beside) if plan else None), best, layout, notes
+    return (replace(plan, draft_bytes=beside) if plan else None), best, layout, notes
 
 
 def _plan(layout: Layout, room: int, needed: int) -> Plan | None:

@@ -33,6 +33,7 @@ from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import available_memory, format_size, in_bytes, left_of, private_memory
+from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.weights.plan import MARGIN, SAFETY
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
@@ -206,7 +207,7 @@ class TorchEngine(Engine):
 
     supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
 
-    def plan(self, path: str, options: LoadOptions) -> LoadPlan:
+    def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         """See `Engine.plan`. Raises MissingPackage: nf4 was asked for without bitsandbytes."""
         _check_options(options)
         return LoadPlan(path=path, options=options)
@@ -225,7 +226,9 @@ class TorchEngine(Engine):
         self, path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any
     ) -> TorchBackend:
         """As `Engine.open`; `copies` as for `load_folder`."""
-        return load_folder(path, self.plan(path, LoadOptions(**{"exact": "off"} | options)).options, copies)
+        return load_folder(
+            path, self.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()).options, copies
+        )
 
 
 engine = TorchEngine()

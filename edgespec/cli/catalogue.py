@@ -62,7 +62,7 @@ def models(model: str | None, models_file: str | None, by_fit: bool, memory: str
         click.echo(f"    target  {entry.target}")
         if entry.draft:
             click.echo(f"    draft   {entry.draft}")
-    click.echo(f"judged by {room / 1e9:.1f} GB of memory and {disk / 1e9:.0f} GB of disk", err=True)
+    click.echo(f"assumed: {room / 1e9:.1f} GB of memory and {disk / 1e9:.0f} GB of disk", err=True)
 
 
 def _cache() -> Path:

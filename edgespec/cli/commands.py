@@ -132,7 +132,7 @@ def run(
         raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
-        raise UsageError("--resume does not go with --targets and --cluster: each copy keeps what it has read itself")
+        raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     session = SessionFile(resume) if resume else None
     _pull(model, options, yes)
     with _load(model, options) as loaded:

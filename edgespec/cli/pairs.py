@@ -46,6 +46,7 @@ def pair(
     from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
     from edgespec.measure.pair_report import (
         append_entry,
+        check_picture,
         check_writable,
         figures,
         picture,
@@ -53,7 +54,6 @@ def pair(
         recommendation,
         table,
     )
-    from edgespec.measure.pictures import check_picture
     from edgespec.measure.recording import questions
 
     if png:

@@ -1,8 +1,7 @@
 """A draft that takes the memory in which its target would have fitted: is it worth that?
 
 With the draft weights are read from disk in every pass, without it none. Both are tried once, and the result is
-remembered. If the target fits beside it, a draft can only gain: `planners/auto.py` does not ask it where it does not
-pay.
+remembered. A draft that leaves enough memory can only gain: `planners/auto.py` does not ask it where it does not pay.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from edgespec.models.registry import Entry, find_model, local_path
 
 RIGHT = 0.75  # share of draft tokens that are accepted: rather too many, so that a draft is seldom left out
 DEEPEST = 16
-GRAIN = 1 << 27  # bytes: streamed weights must differ by so many to be another case
+GRAIN = 1 << 27  # bytes: streamed weights that differ by less are one case
 
 
 def open_pair(
@@ -35,15 +34,7 @@ def open_pair(
 ) -> list[Backend]:
     """As `open_backends`, but without a draft that forces its target out of memory and makes it slower.
 
-    Args:
-        entry: as for `open_backends`.
-        draft: as for `open_backends`.
-        models_file: as for `open_backends`.
-        options: as for `open_backends`.
-        leave_out: the draft may be left out; else nothing is tried.
-        remember: keep what was found, and use what is remembered.
-        progress: as for `open_backends`.
-        say: told, as a line, what takes some seconds.
+    With `leave_out` the draft may be left out; else nothing is tried.
     """
 
     def opened(draft: str | None) -> list[Backend]:
@@ -90,5 +81,5 @@ def open_pair(
 def predicted_speed(target: Backend, draft: Backend) -> float:
     """Tokens per second with the draft, at best."""
     seconds, step = (time_pass(backend, 1).seconds for backend in (target, draft))
-    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # of a pass with 0, 1, 2 … draft tokens
+    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # accepted in a pass, by draft tokens
     return max(count / (seconds + depth * step) for depth, count in enumerate(tokens))

@@ -1,7 +1,7 @@
 """Which row class a model computes in.
 
     narrow      few rows, as plain decoding has them, or one more
-    wide        many: short passes are padded. Where every pass waits long for weights, that costs next to nothing
+    wide        many: short passes are padded. If every pass waits long for weights, that costs little
     any         the same kernels for few and many
 
 Prompts are prefilled in the class of the largest passes; a prompt that is shorter than that takes in a class of fewer
@@ -21,7 +21,7 @@ CHOICES = ("narrow", "wide", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
 BLOCK = 512  # tokens of a prompt that are prefilled together where rows depend on each other
 FASTER = 1.1  # times as fast for one row: then kernels are worth passes of a few rows less
-SAME = 1.1  # of a narrow pass's time: if a wide one takes no more, wide is the default in memory, too
+SAME = 1.1  # of a narrow pass's time: a wide pass within it makes wide the default in memory, too.
 COLD = 2.0  # slow-down of a streamed layer against the probe model, whose weights stay in the processor's cache
 
 
@@ -30,8 +30,8 @@ def choose_way(
 ) -> Computing:
     """One of the ways in which an engine could compute a model that it is about to load.
 
-    A better way than the usual, last one is taken if it has the row class that is asked for, clearly faster than the
-    usual way, where passes may have more rows. If loading fills the memory, row classes are looked for now.
+    The last way is the usual one. Another is taken if it has the row class that is asked for and is clearly faster; if
+    only the usual way has a class for many rows, that one is kept. If loading fills the memory, classes are found now.
 
     Args:
         engine: its name.
@@ -164,7 +164,6 @@ def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
 
 
 def usable(found: Found) -> list[Group]:
-    """The groups that trees can be evaluated in."""
     return [group for group in found if group.trees and group.row_independent and group.most >= FEW]
 
 

@@ -19,6 +19,7 @@ from edgespec.loop.engines import (
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
+from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 
@@ -40,7 +41,6 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
 
 
 def choose_context(context_length: int | None, entry: Entry) -> int:
-    """The context asked for, else the model's, else the program's."""
     return context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
 
 
@@ -77,7 +77,7 @@ def open_backends(
     paths = [local_path(source, say=say) for source in sources]
     engines = [find_engine(name) for name in names]
     for_target, for_draft = options, options.for_draft()
-    # An engine that can plan for both models is told of the draft. Any other finds what a loaded draft has left.
+    # Some engines plan for both models. Any other finds the memory that a loaded draft has left.
     together = len(set(names)) == 1 and "draft_files" in engines[0].supported
     backends: list[Backend] = []
     try:
@@ -89,7 +89,7 @@ def open_backends(
             if names[0] != names[1] and options.gpu_memory:  # an engine knows its own draft's part
                 left = engines[1].left_of_gpu(backends[0], options.gpu_memory)
                 for_target = replace(options, gpu_memory=left)
-        plan = engines[0].plan(paths[0], for_target)
+        plan = engines[0].plan(paths[0], for_target, this_machine())
         way = choose_way(names[0], plan, keep=remember, say=say)
         backends.insert(0, engines[0].load(plan, way, progress))
         if draft and together:
@@ -110,25 +110,23 @@ def open_backends(
 
 
 def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
-    """Load a model with what `LoadOptions.for_draft` has made."""
-    return engine.load(engine.plan(path, options))
+    return engine.load(engine.plan(path, options, this_machine()))
 
 
 def bytes_forced_out(target: Backend) -> int:
     """Bytes of the target that are read in every pass, if without its draft none would be; else 0."""
     plan = target.plan if isinstance(target, TellsPlan) else None
-    return plan.streamed_bytes if plan is not None and plan.crowded else 0
+    return plan.streamed_bytes if plan is not None and plan.fits_without_draft else 0
 
 
 def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Backend:
-    """Load a draft alone, whose target is somewhere else; arguments and errors as for `open_backends`."""
+    """Load a draft whose target is in other processes; arguments and errors as for `open_backends`."""
     source = find_model(draft, models_file).target
     here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory, wide=False)
     return load_draft(find_engine(options.backend or choose_backend(is_folder(source))), local_path(source), here)
 
 
 def close_all(backends: Sequence[Backend]) -> None:
-    """Free models."""
     for backend in backends:
         backend.close()
 

@@ -1,9 +1,9 @@
 """Row classes: sizes of passes whose rows are bit-identical, found by trying.
 
 An engine has kernels for few rows and others for many, and they round differently. Between two such switches results
-do not depend on the size of a pass. Where the switches are differs by engine, processor, model and cache. So the same
-tokens are tried in passes of many sizes, after a short and a long prompt: as a chain, as a tree, and among copies of
-one token. (In a mixture of experts the tokens decide how many rows an expert gets.)
+do not depend on the size of a pass. The switches differ by engine, processor, model and cache. So the same tokens are
+tried in passes of many sizes, after a short and a long prompt. They are a chain, a tree, and copies of one token.
+(In a mixture of experts the tokens decide how many rows an expert gets.)
 
 Some kernels take four rows at a time, and another kernel the rest, row by row: llama.cpp's for repacked weights, the
 fastest for one row. Large passes agree there if their numbers of rows are multiples of four.
@@ -29,10 +29,10 @@ from edgespec.machine.measurements import identity, machine, recall, remember
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
-SMALL = 3  # nodes of a tree that tells whether gaps matter: fewer than any kernel takes together
+SMALL = 3  # nodes of the tree that shows gaps matter: fewer than any kernel takes together
 TOGETHER = 4  # rows that a kernel may take at a time; another kernel takes the rest
 MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
-MANY = 32  # rows: a class that reaches from few to so many is good for everything
+MANY = 32  # rows: a class from few to this many is good for everything
 REPEATED = 5  # times that a pass is timed
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
 LOADED = 0.5  # of the processors wanted by programs now: what could not be timed before cannot be timed now
@@ -73,7 +73,7 @@ def find(
         computing: as of `Backend`.
         path: of the model.
         keep: remember what was found, and use what is remembered.
-        say: told when passes have to be tried, which takes some seconds.
+        say: called with a line before passes are tried, which takes some seconds.
         loaded: the model, with no session open: tried if the engine has no probe model of it.
     """
     about = _about(engine, build, computing, path)

@@ -1,6 +1,5 @@
 """Loading several copies of a target, and its draft."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack
@@ -12,7 +11,8 @@ from edgespec.loading.pair import open_backends, open_draft
 from edgespec.loop.backend import Backend, Vocab
 from edgespec.loop.engines import LoadOptions, choose_backend, load_vocab
 from edgespec.loop.same_vocab import check_same_vocab
-from edgespec.machine.memory import available_memory, in_bytes
+from edgespec.machine.memory import in_bytes
+from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.guesser import DraftGuesser
@@ -21,12 +21,12 @@ from edgespec.scheduler.targets.verifier import Described, describe
 from edgespec.weights.plan import SAFETY
 
 MOST_TARGETS = 64
-PLANNERS = ("auto", "chain")  # that guess one token after another
+PLANNERS = ("auto", "chain")  # planners that draft chains
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A copy of a model; a worker finds the model's files by its name or path."""
+    """A copy of a model, whose files a worker finds by its name or path."""
 
     model: str
     models_file: str | None
@@ -34,14 +34,13 @@ class ModelSpec:
     remember: bool  # as for `open_backends`
 
     def open(self) -> Backend:
-        """Load it."""
         entry = find_model(self.model, self.models_file)
         return open_backends(entry, None, self.models_file, self.options, remember=self.remember)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What `edgespec.model.Model` asks of a target, of one that is somewhere else."""
+    """The part of a `Backend` that `edgespec.model.Model` needs of a target in another process."""
 
     vocab: Vocab
     described: Described
@@ -49,11 +48,10 @@ class Remote:
 
     @property
     def capabilities(self) -> Any:
-        """Of every copy."""
         return self.described.capabilities
 
     def close(self) -> None:
-        """Nothing is here."""
+        """Does nothing: `Targets` closes the copies."""
 
 
 def check_targets(
@@ -94,7 +92,7 @@ def open_targets(
     say: Callable[[str], None] = lambda text: None,
     **drafting: Any,
 ) -> tuple[Backend, Targets]:
-    """Load copies in so many processes of this machine, or in all workers of a cluster, and the draft in this program.
+    """Load copies in `count` processes of this machine, or in all workers of a cluster, and the draft in this program.
 
     Args:
         model: what the user calls the target.
@@ -105,11 +103,11 @@ def open_targets(
         count: of processes.
         cluster: the address of a Dask scheduler, instead.
         remember: as for `edgespec.load`.
-        say: told, as a line, what takes some seconds.
+        say: as for `edgespec.load`.
         drafting: options of `DraftGuesser`.
 
     Returns:
-        What stands for the target in a `Model`, and what writes.
+        A stand-in for the target, for `Model`, and the targets.
 
     Raises:
         EdgespecError: anything that is wrong, as one line.
@@ -151,19 +149,16 @@ def open_targets(
 
 def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
     """The options of each of `count` processes on this machine: memory is divided, and so are processors."""
-    options = replace(options, threads=options.threads or max(1, _processors() // count))
+    machine = this_machine()
+    options = replace(options, threads=options.threads or max(1, machine.processors // count))
     if folder:
         return options
     memory = in_bytes(options.memory)
-    return replace(options, memory=(memory if memory is not None else int(available_memory() * (1 - SAFETY))) // count)
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return replace(options, memory=(memory if memory is not None else int(machine.free * (1 - SAFETY))) // count)
 
 
 def _describe(spec: ModelSpec, places: Sequence[Place]) -> list[Described]:
-    """Have all places load their copies: the first one alone, so that the others find what it has measured."""
+    """Have all places load their copies: first one, whose measurements the others then find."""
     try:
         first = places[0].executor.submit(describe, spec).result()
         return [first, *(one.result() for one in [place.executor.submit(describe, spec) for place in places[1:]])]

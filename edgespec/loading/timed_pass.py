@@ -15,8 +15,6 @@ TEXT_OF_MIXTURES = 24  # tokens before the passes
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass of a model."""
-
     nodes: int
     seconds: float
     waited: float  # of that, for the disk
@@ -26,7 +24,7 @@ class Pass:
 
     @property
     def limit(self) -> str:
-        """What makes it take so long."""
+        """The bottleneck: disk, memory or compute."""
         if self.waited > 0.25 * self.seconds:
             return "disk"
         return "memory" if self.nodes == 1 else "compute"

@@ -35,9 +35,11 @@ class Capabilities:
     one_thread: bool = False  # passes are made in one thread only
     cells: int | None = None  # most committed tokens of all sessions; None: each has room for a whole context
 
-    def leaves(self, texts: int) -> int:
-        """Most leaves of one session, if `texts` sessions have trees at once."""
-        return self.max_leaves if self.spare_leaves is None else min(self.max_leaves, 1 + self.spare_leaves // texts)
+    def leaves(self, sequences: int) -> int:
+        """Most leaves of one session, if `sequences` sessions have trees at once."""
+        if self.spare_leaves is None:
+            return self.max_leaves
+        return min(self.max_leaves, 1 + self.spare_leaves // sequences)
 
 
 class Vocab(Protocol):

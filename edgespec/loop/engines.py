@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Vocab
+from edgespec.machine.this_machine import Machine, this_machine
 
 # name -> module with an `engine`, as modules of the entry-point group edgespec.backends have one.
 BUILT_IN = {
@@ -29,7 +30,7 @@ Progress = Callable[[int, int], None]  # of (bytes read, bytes in all)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a model is to be loaded. None = not said: the engine chooses. An engine ignores what it does not support.
+    """Options of a model that is loaded. None = not said: the engine chooses. An engine ignores what it lacks.
 
     Attributes:
         context_length: most tokens of one sequence; 0 = what the model was trained for.
@@ -72,7 +73,7 @@ class LoadOptions:
     share: float | None = None
 
     def for_draft(self) -> Self:
-        """A draft stays in memory. What `gpu_layers` says is the target's, unless the GPU is not to be used at all."""
+        """The options of a draft, which stays in memory. `gpu_layers` is for the target, but for 0: no GPU at all."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
@@ -82,7 +83,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """What an engine would load.
+    """A model that an engine would load.
 
     Attributes:
         path: of the model.
@@ -103,7 +104,7 @@ class LoadPlan:
 
 @runtime_checkable
 class TellsPlan(Protocol):
-    """A backend that tells what of its weights stays in memory: a `weights.plan.Plan`; None: all."""
+    """A backend with a `weights.plan.Plan` of what stays in memory; None: all of its weights do."""
 
     plan: Any
 
@@ -124,8 +125,8 @@ class Engine(Protocol):
 
     supported: frozenset[str] = frozenset()
 
-    def plan(self, path: str, options: LoadOptions) -> LoadPlan:
-        """What `load` would do. Nothing large is read.
+    def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
+        """A plan for a machine. Nothing large is read.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -139,7 +140,7 @@ class Engine(Protocol):
         Args:
             plan: not too old: other programs take memory, too.
             way: one of `plan.ways`; None: the last.
-            progress: told how much of the weights that stay in memory is read, if others are streamed.
+            progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
         """
         ...
 
@@ -160,12 +161,12 @@ class Engine(Protocol):
         return None
 
     def left_of_gpu(self, draft: Backend, memory: int | str) -> int | str:
-        """What a draft of this engine leaves of so many bytes of GPU memory. Raises UsageError: nothing."""
+        """Bytes of GPU `memory` that a draft of this engine leaves. Raises UsageError: none."""
         return memory
 
     def open(self, path: str, **options: Any) -> Any:
         """Plan and load at once, without a row class unless `exact` is said; `options` of `LoadOptions`."""
-        return self.load(self.plan(path, LoadOptions(**{"exact": "off"} | options)))
+        return self.load(self.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()))
 
 
 def find_engine(name: str) -> Engine:

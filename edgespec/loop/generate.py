@@ -1,20 +1,21 @@
-"""The loop: plan a tree, evaluate it in one pass, walk it, keep what the target would have written.
+"""The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
-Everything that decides the text is in `verify.walk` and `sampling.sample`; planners only decide how
+Everything that decides the tokens is in `verify.walk` and `sampling.sample`; planners only decide how
 many passes it takes. Plain decoding is the same loop with the planner `none`.
 
-A `Generation` is one text being written. Whoever runs it makes the passes, so that several texts can share one:
+A `Generation` is one sequence being generated. Its caller makes the passes, so that several sequences can share one:
 
-    tree = generation.plan()                        guess
-    work = generation.work(tree)                    what to evaluate
-    logits = target.forward([work])[0]              one pass, of this text alone (`beside`) or of many
-    round_ = generation.take(logits)                walk, keep
+    proposed = run_one(generation.propose())            draft
+    pass_ = generation.cut(proposed)                    the nodes that the pass has room for
+    with generation.while_target_runs(pass_):           if the pass is of this sequence alone
+        logits = target.forward([pass_.work])[0]
+    step = generation.accept(pass_, logits)             verify, commit
 
-`scheduler.py` does so for many.
+`scheduler/` does so for many; `generate_tokens`, below, for one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -23,39 +24,48 @@ import numpy as np
 from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
-from edgespec.loop.hint_texts import Family
-from edgespec.loop.passes import check_room, most_nodes, prefill, prompt_work, start_of
-from edgespec.loop.planner import Context, Drafts, Foresees, GoesAhead, Planner
+from edgespec.loop.hint_texts import HintTexts
+from edgespec.loop.passes import (
+    Pass,
+    Proposed,
+    check_room,
+    fitting,
+    most_nodes,
+    prefill,
+    prompt_work,
+    start_of,
+)
+from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.tree import DraftTree, Source, best_nodes, shallow
+from edgespec.loop.tree import DraftTree, Proposal, Source, only, shallow
 from edgespec.loop.verify import walk
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """How probable the target took a token to be, by its logits as they are: before bias, penalties, temperature."""
+    """A token's probability by the target's logits, before bias, penalties and temperature."""
 
     log_prob: float
-    best: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, best first
+    best: list[tuple[int, float]]  # the most probable tokens and their log-probabilities, best first
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What one pass of the target gained."""
+class Step:
+    """The result of one step: what one pass of the target has added to a sequence."""
 
-    tokens: list[int]
-    sources: list[Source]  # who guessed each token; TARGET for the bonus
-    finished: str  # "" while the text goes on, else the finish reason
-    tree: DraftTree  # that was evaluated
-    path: list[int]  # its nodes that are text now, the root first
+    tokens: list[int]  # at least one
+    sources: list[Source]  # of each token; TARGET for the bonus
+    finished: str  # "" while the sequence goes on, else the finish reason
+    tree: DraftTree  # that was verified
+    path: list[int]  # its nodes that are committed, the root first
     log_probs: list[LogProbs]  # of each token, where they were asked for
 
 
 class Generation:
-    """One text being written: `read_prompt`, then `plan`, `work` and `take` in turn until it is `finished`.
+    """One sequence being generated: `read_prompt`, then `propose`, `cut` and `accept` until it is `finished`.
 
-    Instead of `read_prompt`: `begin`, then `reads_on_at`, `prompt_work`, `take_prompt` in turn while some is `unread`.
+    Instead of `read_prompt`: `begin`, then `prompt_pass`, `accept_prompt` while prompt tokens are `unread`.
     """
 
     def __init__(
@@ -72,22 +82,22 @@ class Generation:
         stop_ids: frozenset[int] | None = None,
         log_probs: int | None = None,
         grammar: Constraint | None = None,
-        family: Family | None = None,
+        hint_texts: HintTexts | None = None,
     ) -> None:
         """
         Args:
-            target: the model whose text is wanted.
+            target: the model whose output is wanted.
             session: one of its sessions; what it holds of the prompt is not computed again.
-            planner: where the guesses come from.
+            planner: proposes draft tokens.
             prompt_ids: at least one token.
             sampling: how the target's tokens are chosen.
             max_tokens: most tokens to generate; at least 1.
             budget: most draft nodes per pass.
-            stats: filled in as the rounds go by.
-            stop_ids: tokens that end the text; default: the vocabulary's end-of-generation ids.
-            log_probs: rounds tell how probable tokens were, and so many of the likeliest; None: they do not.
-            grammar: what the text must look like, at its beginning.
-            family: texts that may foretell this one; it joins them.
+            stats: updated by every step.
+            stop_ids: tokens that end the sequence; default: the vocabulary's end-of-generation ids.
+            log_probs: steps tell how probable tokens were, with this many of the most probable ones; None: they do not.
+            grammar: what the output must match, at its beginning.
+            hint_texts: texts to copy from, which this sequence joins.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -101,14 +111,12 @@ class Generation:
         self.foreseen = list[int]()  # tokens that may follow, far beyond the next tree
         self.target = target
         self._planner = planner
-        self._drafts = planner if isinstance(planner, Drafts) else None
-        self._ahead = planner if isinstance(planner, GoesAhead) else None
         self._comparable = True  # with plain decoding, whose passes the planner has measured
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
         self._grammar = grammar
-        self._family, self._member = family, family.join() if family else 0
+        self._hint_texts, self._number = hint_texts, hint_texts.join() if hint_texts else 0
         self._noise = Noise(sampling.seed, target.vocab.size)
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
@@ -118,7 +126,7 @@ class Generation:
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def begin(self) -> None:
-        """Keep what the session holds of the prompt, and let the planner read it: a draft is quick.
+        """Keep what the session holds of the prompt, and let the planner read the prompt.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
@@ -135,64 +143,68 @@ class Generation:
         return max(0, len(self._prompt_ids) - 1 - len(self.session.token_ids))
 
     def reads_on_at(self) -> int:
-        """Where the next part of the prompt begins: other texts' passes may have come between."""
+        """Start of the next part of the prompt; other sequences' passes may have changed the session since."""
         self.session.rewind(start_of(self.target.capabilities, self.session, self._prompt_ids[:-1]))
         return len(self.session.token_ids)
 
-    def prompt_work(self, most: int | None = None) -> Work:
-        """The next part of the prompt, at most so many tokens, after `reads_on_at`."""
+    def prompt_pass(self, most: int | None = None) -> Pass:
+        """The next part of the prompt, at most `most` tokens, after `reads_on_at`."""
         work = prompt_work(self.target.capabilities, self.session, self._prompt_ids[:-1], most=most)
-        self._given = perf_counter()
-        return work
+        return Pass(work, perf_counter(), self.target.wait_seconds)
 
-    def take_prompt(self, work: Work) -> None:
-        """The part is read."""
-        self.session.commit(list(range(len(work.token_ids))))
-        self.stats.prefill_seconds += perf_counter() - self._given
+    def accept_prompt(self, pass_: Pass) -> None:
+        """Commit a part of the prompt that the target has read."""
+        self.session.commit(list(range(len(pass_.work.token_ids))))
+        self.stats.prefill_seconds += perf_counter() - pass_.began
 
     def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Make the prompt but for its last token the session's text; `progress` as for `backend.prefill`."""
+        """Commit the prompt but for its last token; `progress` as for `passes.prefill`."""
         self.begin()
         started = perf_counter()
         prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
         self.stats.prefill_seconds += perf_counter() - started
 
-    def plan(self, most: int | None = None, texts: int = 1) -> DraftTree:
-        """A tree rooted at the last committed token, with at most so many guesses; `texts` are planned at once."""
-        return run_one(self.planning(most, texts))
+    def propose(self, most: int | None = None, sequences: int = 1) -> DraftSteps[Proposed]:
+        """The draft passes for a tree rooted at the last committed token, and which nodes it may keep.
 
-    def planning(self, most: int | None = None, texts: int = 1) -> DraftSteps[DraftTree]:
-        """The steps of `plan`."""
-        self._started, drafted = perf_counter(), self._planner.model_seconds
+        Args:
+            most: draft nodes; default: the budget.
+            sequences: that propose at once for one pass.
+        """
+        started, before = perf_counter(), self._planner.stats.draft_seconds
         # A node at depth d is worth a token only while d more tokens and a bonus still fit.
         room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
-        leaves = limits.leaves(texts)
-        context = self._context(self.token_ids, room, texts)
+        leaves = limits.leaves(sequences)
         budget = min(self._budget, most_nodes(limits, self.session.unread_committed) - 1)
         budget = budget if most is None else min(budget, most)
-        if self._drafts:
-            tree = yield from self._drafts.planning(context, budget)
-        else:
-            tree = self._planner.plan(context, budget)
-        if self._grammar and budget:
-            tree = shallow(self._grammar.guess(tree, self.token_ids), room)
-        tree = best_nodes(tree, budget, leaves)
-        self._drafted = self._planner.model_seconds - drafted
-        return tree
+        proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
+        tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
+        if self._grammar and budget:  # it takes time for each node: so only for those that fit
+            tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids), room)
+            nodes = fitting(Proposal(tree), budget, leaves)
+        return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
-    def _context(self, token_ids: Sequence[int], room: int, texts: int = 1) -> Context:
-        limits, beside = self.target.capabilities, self._family.beside(self._member) if self._family else ()
+    def cut(self, proposed: Proposed, size: int | None = None) -> Pass:
+        """The pass over the root and the best `size` nodes; default: all that were found to fit."""
+        tree = only(proposed.tree, proposed.nodes[:size])
+        work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
+        plain = len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed)
+        times = perf_counter(), self.target.wait_seconds
+        return Pass(work, *times, tree, proposed.started, proposed.draft_seconds, plain)
+
+    def _context(self, token_ids: Sequence[int], room: int, sequences: int = 1) -> Context:
+        limits, hints = self.target.capabilities, self._hint_texts.hints(self._number) if self._hint_texts else ()
         head = self.session.unread_committed if limits.paths else None
         return Context(
-            token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.leaves(texts),
-            head=head, texts=texts, beside=beside,
+            token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.leaves(sequences),
+            head=head, sequences=sequences, hints=hints,
         )  # fmt: skip
 
     def foresee(self, seconds: float, most: int) -> bool:
-        """Guess on, for so long, what the text will be: `foreseen` grows. False: it does not."""
+        """Draft for about `seconds` beyond what is `foreseen`, to at most `most` tokens. False: nothing was added."""
         known, room = self.foreseen, self._limit - len(self.token_ids)
         ended = bool(known) and known[-1] in self._stop_ids
-        if ended or len(known) >= min(most, room) or not isinstance(self._planner, Foresees):
+        if ended or len(known) >= min(most, room):
             return False
         context = replace(self._context([*self.token_ids, *known], room - len(known)), foreseen=len(known))
         new = self._planner.foresee(context, min(most, room) - len(known), seconds)
@@ -200,64 +212,56 @@ class Generation:
         known += new[:end]
         return bool(new)
 
-    def work(self, tree: DraftTree) -> Work:
-        """The whole tree, to be evaluated at once."""
-        self._tree, self._plain = (
-            tree,
-            len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed),
-        )
-        work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
-        self._waited, self._given = self.target.wait_seconds, perf_counter()
-        return work
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Within it the target evaluates this tree, and nothing else: the draft may go on meanwhile."""
-        return self._ahead.beside(len(self._tree)) if self._ahead else nullcontext()
+    def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
+        """Within it the target makes this pass, and nothing else: the planner's draft may go on meanwhile."""
+        return self._planner.while_target_runs(len(pass_.work.token_ids))
 
     def give_up(self) -> None:
-        """The tree is not evaluated; another will be planned."""
-        self._planner.accept([], 0.0)
+        """Drop the last proposal: it is not verified."""
+        self._planner.observe([], 0.0)
 
-    def take(self, logits: Logits, *, alone: bool = True) -> Round:
-        """Walk the tree with the target's own samples, and keep what they say.
+    def accept(self, pass_: Pass, logits: Logits, *, alone: bool = True) -> Step:
+        """Verify the tree with the target's own samples, and commit what they accept.
 
         Args:
-            logits: of the work's nodes.
-            alone: the pass evaluated nothing else, so that its time tells what such a tree costs.
+            pass_: of `cut`.
+            logits: of its nodes.
+            alone: the forward evaluated nothing else, so that planners can learn from its time.
         """
-        began, waited = perf_counter(), self.target.wait_seconds - self._waited
-        passed, tree = began - self._given, self._tree
+        began, tree = perf_counter(), pass_.tree
+        assert tree, "a part of the prompt is for accept_prompt"
+        waited, passed = self.target.wait_seconds - pass_.waited, began - pass_.began
         result = walk(tree, lambda node, accepted: self._sample(logits, node, accepted))
-        output, self.finished = cut(result.output, self._stop_ids, self._limit - len(self.token_ids))
+        output, self.finished = until_stop(result.output, self._stop_ids, self._limit - len(self.token_ids))
+        path = result.path[: len(output)]
         sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
         del sources[len(output) :]
-        self.session.commit(result.path[: len(output)])  # the last token of the output is the next root
-        self._planner.accept(output, passed if alone else 0.0)
+        self.session.commit(path)  # the last token of the output is the next root
+        self._planner.saw(tree, path, logits)
+        self._planner.observe(output, passed if alone else 0.0)
         right = self.foreseen[: len(output)] == output
         self.foreseen = self.foreseen[len(output) :] if right else []
         self.token_ids.extend(output)
-        if self._family:
-            self._family.extend(self._member, output)
-        stats = self.stats
+        if self._hint_texts:
+            self._hint_texts.extend(self._number, output)
+        stats, planner = self.stats, self._planner.stats
         stats.count(sources, drafted=len(tree) - 1)
         stats.finish_reason = self.finished
-        stats.draft_seconds += self._drafted
-        if self._drafts:
-            stats.draft_passes = self._drafts.model_passes
-        if self._ahead:
-            stats.draft_went_on, stats.hidden_seconds = self._ahead.went_on, self._ahead.hidden_seconds
+        stats.draft_seconds += pass_.draft_seconds
+        stats.draft_passes, stats.draft_went_on = planner.draft_passes, planner.went_on
+        stats.hidden_seconds = planner.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
-        plain = self._planner.plain_seconds if alone else 0.0
-        self._count_plain(passed if alone and self._plain else len(output) * plain, plain > 0, began)
-        stats.plan_seconds += perf_counter() - self._started - self._drafted - passed
+        measured = planner.plain_seconds if alone else 0.0
+        self._count_plain(passed if alone and pass_.plain else len(output) * measured, measured > 0, began)
+        stats.plan_seconds += perf_counter() - pass_.started - pass_.draft_seconds - passed
         told, self._told = self._told[: len(output)], []
-        return Round(output, sources, self.finished, tree, result.path[: len(output)], told)
+        return Step(output, sources, self.finished, tree, path, told)
 
     def _count_plain(self, passes: float, known: bool, began: float) -> None:
-        """Plain decoding would have spent so many seconds in passes for this round's tokens, and sampled them, too."""
+        """Plain decoding would have spent `passes` seconds in passes for this step's tokens, and sampled them, too."""
         if not known:
-            self._comparable = False  # one round that cannot be compared leaves no figure for the text
+            self._comparable = False  # one step that cannot be compared leaves no figure for the sequence
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
@@ -269,14 +273,14 @@ class Generation:
         allowed = self._grammar.masked(row) if self._grammar else row
         token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
         if self._grammar:
-            self._grammar.accept(token)  # where the walk goes on from here, it does with this token
+            self._grammar.accept(token)  # where the walk continues, it does so with this token
         if self._log_probs is not None:
             self._told.append(told(row, token, self._log_probs))
         return token
 
 
 def told(row: Float32Array, token: int, count: int) -> LogProbs:
-    """What a row of logits [V] says of a token, and of the `count` likeliest."""
+    """Log-probabilities, by a row of logits [V], of a token and of the `count` most probable ones."""
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()
     return LogProbs(float(row[token]) - total, [(int(i), float(row[i]) - total) for i in ids])
@@ -294,22 +298,22 @@ def generate_tokens(
     stats: GenerationStats,
     stop_ids: frozenset[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Round]:
-    """One generation alone, to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
+) -> Iterator[Step]:
+    """Run one generation to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
     generation = Generation(
         target, session, planner, prompt_ids, sampling,
         max_tokens=max_tokens, budget=budget, stats=stats, stop_ids=stop_ids,
     )  # fmt: skip
     generation.read_prompt(progress)
     while not generation.finished:
-        work = generation.work(generation.plan())
-        with generation.beside():
-            logits = target.forward([work])[0]
-        yield generation.take(logits)
+        pass_ = generation.cut(run_one(generation.propose()))
+        with generation.while_target_runs(pass_):
+            logits = target.forward([pass_.work])[0]
+        yield generation.accept(pass_, logits)
 
 
-def cut(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
-    """The part of the walk's output that is text, and why it ends there ("" if it does not)."""
+def until_stop(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
+    """The output up to a stop token or the end of the room, and the finish reason ("" if there is none)."""
     for i, token in enumerate(output[:room]):
         if token in stop_ids:
             return output[: i + 1], "stop"

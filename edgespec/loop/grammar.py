@@ -1,9 +1,8 @@
-"""Texts that follow a grammar: a JSON schema, a regular expression, or a Lark grammar, by the package llguidance.
+"""Constrained decoding by a JSON schema, a regular expression, or a Lark grammar, with the package llguidance.
 
-The constrained model is defined as: tokens that the grammar does not allow have no chance; the rest is sampled as ever.
-What is allowed depends on the text alone, so drafts change nothing: the text is the one of plain decoding with the same
-grammar. And a grammar is a good guesser. Where only one continuation is allowed, it is put into the tree; what the
-planner has guessed against the grammar is left out.
+Tokens that the grammar forbids get no probability; the others are sampled as without a grammar. The mask depends on
+the earlier tokens alone, so drafts change nothing. The grammar also drafts: a forced continuation joins the tree, and
+draft tokens that it forbids leave it.
 """
 
 import json
@@ -22,7 +21,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.tree import DraftTree, Source, make_tree
 
 MOST_BYTES = 64 * 2**10  # of a grammar
-SPECIAL = b"\xff"  # begins the names of tokens that no text has
+SPECIAL = b"\xff"  # begins the names of control tokens
 SEEN = 3  # tokens before forced text that are encoded with it, since tokens do not end where it begins
 SURE = log(0.98)  # a token within forced text
 LAST = log(0.5)  # the last one: what follows may belong to the same token
@@ -30,14 +29,14 @@ LAST = log(0.5)  # the last one: what follows may belong to the same token
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text must look like: made by `json_schema`, `regex` or `lark`."""
+    """Made by `json_schema`, `regex` or `lark`."""
 
     kind: str
     text: str
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-    """JSON by a schema, given as an object or as JSON; without free white space, in which models lose their way.
+    """JSON by a schema, an object or a string. Free white space is forbidden: models loop in it.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -56,17 +55,17 @@ def json_object() -> Grammar:
 
 
 def regex(pattern: str) -> Grammar:
-    """A whole text that a regular expression matches, in the syntax of Rust's regex crate."""
+    """A regular expression that matches the whole answer, in the syntax of Rust's regex crate."""
     return Grammar("regex", pattern)
 
 
 def lark(rules: str) -> Grammar:
-    """A grammar in llguidance's variant of Lark; its rule `start` is the text."""
+    """A grammar in llguidance's variant of Lark; its rule `start` is the answer."""
     return Grammar("lark", rules)
 
 
 class Tokenizer:
-    """A vocabulary as llguidance wants it: what its constructor takes."""
+    """A vocabulary for llguidance's constructor."""
 
     is_tokenizer_wrapper = True
 
@@ -77,7 +76,7 @@ class Tokenizer:
         self.special_token_ids = [i for i, token in enumerate(self.tokens) if token[:1] == SPECIAL]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of `text`."""
         known = text if isinstance(text, str) else text.decode("utf-8", "replace")
         return self._vocab.encode(known, add_bos=False, parse_special=False)
 
@@ -104,7 +103,7 @@ class Compiler:
         self.compiled = lru_cache(32)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> "Compiled":
-        """A grammar to start texts with.
+        """Compile a grammar. From any thread.
 
         Raises:
             UsageError: it is wrong, too long, or asks for what llguidance cannot do.
@@ -139,12 +138,12 @@ class Compiled:
     vocab: Vocab
 
     def start(self) -> "Constraint":
-        """For one text."""
+        """The constraint of one sequence."""
         return Constraint(self.matcher.deep_copy(), self.vocab)
 
 
 class Constraint:
-    """Where in its grammar a text stands."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: Any, vocab: Vocab) -> None:
         self._matcher = matcher
@@ -162,23 +161,23 @@ class Constraint:
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """The text goes on with it."""
+        """Append a token to the sequence."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
-    def guess(self, tree: DraftTree, text: Sequence[int]) -> DraftTree:
-        """The tree without what the grammar refuses, and with what it forces.
+    def prune_and_force(self, tree: DraftTree, token_ids: Sequence[int]) -> DraftTree:
+        """The tree without forbidden tokens, and with forced ones.
 
         Args:
-            tree: rooted at the last token of the text.
-            text: all committed tokens.
+            tree: rooted at the last committed token.
+            token_ids: all committed tokens.
         """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
         tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
         # (node of the old tree or None, its number in the new one, the matcher behind it, the tokens before it)
-        stack: list[tuple[int, int, Any, list[int]]] = [(0, 0, self._matcher.deep_copy(), list(text[-SEEN:]))]
+        stack: list[tuple[int, int, Any, list[int]]] = [(0, 0, self._matcher.deep_copy(), list(token_ids[-SEEN:]))]
 
         def add(token: int, parent: int, value: float, source: int) -> int:
             tokens.append(token)
@@ -208,7 +207,7 @@ class Constraint:
         return make_tree(tokens, parents, values, sources)
 
     def _forced(self, matcher: Any, before: Sequence[int]) -> list[int]:
-        """Tokens that must follow, as this model's tokenizer would write them. The target still decides how."""
+        """Forced text as this model's tokenizer encodes it. The target may still choose other tokens for it."""
         if matcher.is_stopped() or not (forced := matcher.compute_ff_bytes()):
             return []
         head = b"".join(map(self._vocab.token_bytes, before))

@@ -1,6 +1,7 @@
-"""Where runs of tokens have occurred: in a text that grows, and in texts beside it that may foretell it."""
+"""N-gram indices: of a sequence that grows, and of hint texts, from which its draft tokens may be copied."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.tree import Source
@@ -10,7 +11,7 @@ LONGEST_INPUT = 6  # longest match looked for, in tokens
 
 
 class NgramIndex:
-    """Where each run of 0 to `longest` tokens has occurred in a growing text. The run of 0 tokens is everywhere."""
+    """Occurrences of each run of 0 to `longest` tokens in a growing list. The run of 0 tokens is everywhere."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -30,7 +31,7 @@ class NgramIndex:
         self.extend(tokens[shared:])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text."""
+        """Append tokens."""
         self._changing = True
         text, after = self.text, self._after
         for token in tokens:
@@ -74,32 +75,32 @@ class NgramIndex:
         return found
 
 
-Beside = Sequence[tuple[Source, NgramIndex]]
+Hint: TypeAlias = tuple[Source, NgramIndex]  # the index of a text, and the source that its copies have
 
 
-class Family:
-    """The texts of one request: a predicted answer may foretell all of them, and each what its siblings write next.
+class HintTexts:
+    """Texts shared by the sequences of one request: a predicted answer, and what each sequence has generated.
 
-    Every text here begins with the last tokens of the prompt, so that the first guess finds its beginning.
+    Each begins with the last tokens of the prompt, so that the first tokens of an answer match it.
     """
 
     def __init__(self, prompt_ids: Sequence[int], prediction: Sequence[int] = ()) -> None:
         """
         Args:
-            prompt_ids: what all the texts answer.
-            prediction: what they may be, as tokens; empty: nothing is known.
+            prompt_ids: the prompt of all the sequences.
+            prediction: tokens of a predicted answer; empty: there is none.
         """
         self._head = list(prompt_ids[-LONGEST_INPUT:])
         self._predicted = [(Source.PREDICTION, self._index(prediction))] if prediction else []
-        self._written = list[NgramIndex]()
+        self._generated = list[NgramIndex]()
         self.prediction = len(prediction)  # tokens
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same was foretold before anything was written."""
-        return isinstance(other, Family) and self._foretold == other._foretold
+        """True if prompt and prediction are equal."""
+        return isinstance(other, HintTexts) and self._given == other._given
 
     @property
-    def _foretold(self) -> tuple[list[int], list[list[int]]]:
+    def _given(self) -> tuple[list[int], list[list[int]]]:
         return self._head, [index.text for _, index in self._predicted]
 
     def _index(self, tokens: Sequence[int]) -> NgramIndex:
@@ -108,15 +109,15 @@ class Family:
         return index
 
     def join(self) -> int:
-        """One more text; its number."""
-        self._written.append(self._index(()))
-        return len(self._written) - 1
+        """Add a sequence; its number."""
+        self._generated.append(self._index(()))
+        return len(self._generated) - 1
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """A text has grown."""
-        self._written[number].extend(tokens)
+        """A sequence has grown."""
+        self._generated[number].extend(tokens)
 
-    def beside(self, number: int) -> Beside:
-        """What may foretell a text, besides itself."""
-        siblings = [(Source.INPUT, index) for i, index in enumerate(self._written) if i != number]
+    def hints(self, number: int) -> list[Hint]:
+        """Hints for one sequence: the prediction and its siblings."""
+        siblings = [(Source.INPUT, index) for i, index in enumerate(self._generated) if i != number]
         return [*self._predicted, *siblings]

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
 
-KEPT = 8  # passes of about one size; costs change with the text's length and with what else the machine does
+KEPT = 8  # passes of about one size; times change with the sequence's length and with what else the machine does
 RECALLED = 2  # passes that a remembered cost counts for: a few new ones outvote it
 NEAR = 3  # sizes closer than this ratio do not show how cost grows
 STEEP, FLAT = 0.5, 0.01  # of a plain pass, what each more node costs until that is seen; FLAT: weights are streamed
@@ -26,7 +26,7 @@ WIDE = 64  # nodes of a tree that is called wide
 
 
 def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
-    """Different experts that a pass over so many nodes is expected to choose in a layer.
+    """Expected number of different experts that a pass over `nodes` nodes chooses in a layer.
 
     Args:
         nodes: at least 1.
@@ -43,57 +43,57 @@ class Curve:
 
     With `experts` the lines are straight over the weights of a pass, not over its nodes: `weight`.
 
-    Of texts that share passes, of the target or of the draft, each pays a part. If all guess alike, the best round of
-    one, with its part of the passes, is the best for all.
+    Of sequences that share passes, of the target or of the draft, each pays a part. If all propose alike, the best step
+    of one, with its part of the passes, is the best for all.
     """
 
     sizes: FloatArray  # [k], rising
     took: FloatArray  # [k] seconds; falling at `TILE` nodes if anywhere
     slope: float  # seconds of each node, or weight, beyond the largest size
     experts: tuple[int, int] | None = None  # of a layer, and used by a token, if passes read those used
-    texts: float = 1  # that share each pass, with as many nodes each
+    sequences: float = 1  # that share each pass, with as many nodes each
 
-    def shared(self, texts: float) -> "Curve":
-        """Of passes that so many texts share: one's nodes, and its part of the time."""
-        if texts == self.texts:  # a new one would forget `plain` and `least`
+    def shared(self, sequences: float) -> "Curve":
+        """Of passes that `sequences` share: one's nodes, and its part of the time."""
+        if sequences == self.sequences:  # a new one would forget `plain` and `least`
             return self
-        return replace(self, texts=texts)
+        return replace(self, sequences=sequences)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
-        """What passes over `nodes` nodes will take; the shape of `nodes`."""
-        nodes = np.asarray(nodes) * self.texts
+        """Predicted seconds of passes over `nodes` nodes; the shape of `nodes`."""
+        nodes = np.asarray(nodes) * self.sequences
         wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: down the same slope, but never as if all of a pass were its nodes.
         below = np.maximum(took[0] - self.slope * (size[0] - wanted), took[0] * wanted / size[0])
         found = np.where(wanted < size[0], below, np.interp(wanted, size, took))
-        return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found) / self.texts
+        return np.where(wanted > size[-1], took[-1] + self.slope * (wanted - size[-1]), found) / self.sequences
 
     @cached_property
     def plain(self) -> float:
         """Seconds of a pass over one node."""
-        return float(self.took[0] if self.plain_was_seen and self.texts == 1 else self.seconds(1))
+        return float(self.took[0] if self.plain_was_seen and self.sequences == 1 else self.seconds(1))
 
     @cached_property
     def least(self) -> float:
-        """Of a plain pass, what a node of the tree whose nodes are cheapest costs: a guess less likely cannot pay."""
-        far, whole = self.sizes > self.texts, self.plain * self.texts
+        """Of a plain pass, the cost of a node where nodes are cheapest: a draft token less probable cannot pay."""
+        far, whole = self.sizes > self.sequences, self.plain * self.sequences
         on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
-        return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.texts))]) / self.plain)
+        return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.sequences))]) / self.plain)
 
     @property
     def plain_was_seen(self) -> bool:
-        """Whether passes over one node were measured, not foretold."""
+        """True if passes over one node were measured, not predicted."""
         return bool(self.sizes[0] == 1)
 
 
 def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
-    """How much passes over so many nodes have to do, in passes over one node; the shape of `nodes`."""
+    """Work of passes over `nodes` nodes, in passes over one node; the shape of `nodes`."""
     wanted = np.asarray(nodes, np.float64)
     return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
 
 
 class PassTimes:
-    """Seconds that passes take, by number of nodes and by the length of the text before them."""
+    """Seconds that passes take, by number of nodes and by the length of the sequence before them."""
 
     def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:
         """
@@ -118,18 +118,18 @@ class PassTimes:
         self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
         self._curves.pop(at, None)
 
-    def least_seen(self, texts: int = 1) -> int:
-        """How many passes are known of the smallest size seen that so many texts can share, for the length with most.
+    def least_seen(self, sequences: int = 1) -> int:
+        """Passes known of the smallest size seen that `sequences` can share, for the length with most.
 
-        The first pass after loading may take twice as long as all others, and were it alone, larger ones would look
-        cheap. Texts that share their passes make none over one node.
+        The first pass after loading may take twice as long as all others: by it alone larger ones would look cheap.
+        Sequences that share their passes make none over one node.
         """
-        shared = [[size for size in sizes if size >= texts.bit_length()] for sizes in self._passes.values()]
+        shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
         counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
         return max(counts, default=0)
 
     def at(self, length: int) -> Curve | None:
-        """The curve for texts of about this length, else for the nearest length seen; None: no pass was seen."""
+        """The curve for sequences of about this length, else for the nearest length seen; None: no pass was seen."""
         if not self._passes:
             return None
         wanted = length_class(length)
@@ -163,7 +163,7 @@ class PassTimes:
 
 
 def length_class(length: int) -> int:
-    """0 below 1,024 tokens, and one more with each doubling: attention's share of a pass grows with the text."""
+    """0 below 1,024 tokens, and one more with each doubling: attention's share of a pass grows with the length."""
     return (length // 1024).bit_length()
 
 

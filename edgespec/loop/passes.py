@@ -1,17 +1,54 @@
-"""Putting a pass together: how a prompt is cut into passes, what fits, and what a session need not read again."""
+"""Putting a pass together: which part of a prompt, which nodes of a tree, and what a session need not read again."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.shapes import RowClass
+from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """One sequence's proposal before it is cut: other sequences may want rows of the same pass."""
+
+    tree: DraftTree
+    nodes: NDArray[np.intp]  # [m] that it may keep, best first, the root left out
+    started: float  # `perf_counter()` when proposing began
+    draft_seconds: float  # of its draft passes
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """Of `nodes`: shape [m], falling."""
+        return self.tree.log_probs[self.nodes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One sequence's part of a forward, from when it is put together until its logits are accepted."""
+
+    work: Work
+    began: float  # `perf_counter()` when it was put together
+    waited: float  # the target's `wait_seconds` then
+    tree: DraftTree | None = None  # to be verified; None: a part of the prompt
+    started: float = 0.0  # as in `Proposed`
+    draft_seconds: float = 0.0  # as in `Proposed`
+    plain: bool = False  # plain decoding would make the same pass
+
+
+def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:
+    """The nodes that pay and fit: at most `budget`, best first, the root left out."""
+    if proposal.nodes is not None:
+        return proposal.nodes[:budget]
+    return ranked(proposal.tree.parents, proposal.tree.log_probs, budget, max_leaves)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """Number of leading tokens that are equal."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:  # the usual case, without a loop
         return shorter
@@ -107,13 +144,13 @@ def prompt_work(
 
 
 def is_short(limits: Capabilities, length: int) -> bool:
-    """Whether a prompt of so many tokens has a class of its own, and is read in one pass."""
+    """True if a prompt of `length` tokens has a row class of its own, and is read in one pass."""
     exact = limits.exact
     return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
 
 
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
-    """How many tokens of a prompt need not be read, since the session holds them; `want_last`: the last one is."""
+    """Tokens of a prompt that the session holds already; `want_last`: the last one is read again."""
     shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
     return session.reusable_prefix(shared, short=is_short(limits, len(token_ids)))
 
@@ -151,10 +188,10 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
     return exact.prompts if any(work.prompt for work in batch) else exact.trees
 
 
-def most_nodes(limits: Capabilities, owed: int) -> int:
-    """Nodes that a tree may have, the root included, in a session that owes so many tokens."""
+def most_nodes(limits: Capabilities, unread: int) -> int:
+    """Most nodes of a tree, the root included, in a session with `unread` committed tokens."""
     most = min(limits.max_nodes, limits.max_wanted)
-    return min(most, limits.exact.trees.most - owed) if limits.exact else most
+    return min(most, limits.exact.trees.most - unread) if limits.exact else most
 
 
 def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:

@@ -1,110 +1,133 @@
-"""Planners guess; the target decides. One file a planner, all pure numpy."""
+"""The contract between the loop and the methods that propose draft tokens: one file a method, all pure numpy.
 
+A step of one sequence, as a planner sees it:
+
+    propose             a tree of draft tokens, perhaps with passes of a draft model
+    while_target_runs   the target verifies the tree
+    saw                 the target's logits
+    observe             the tokens that are committed now
+
+Planners decide how many passes a sequence takes, never which tokens it has.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from edgespec.loop.backend import Session
+from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
-from edgespec.loop.hint_texts import Beside
+from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.loop.tree import DraftTree
+from edgespec.loop.tree import DraftTree, Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a planner may look at when it plans one round."""
+    """State of one sequence at one step, for planners."""
 
     token_ids: Sequence[int]  # all committed tokens; the last is the tree's root, at position len - 1
     prompt_length: int  # how many of them are prompt
     sampling: SamplingParams
-    noise: Noise  # the noise the target's samples will use
+    noise: Noise  # the Gumbel noise that the target's samples will use
     max_depth: int  # deeper nodes cannot be used: the output would be too long
-    max_leaves: int  # most leaves the target's backend can hold
-    cost: Curve | None = None  # of the target's passes: stop where more guesses do not pay; None: use the whole budget
-    least: float = 0.0  # a guess less probable than this does not pay
-    head: int | None = None  # tokens that each path of the target's pass begins with (`paths.py`); None: no paths
-    texts: int = 1  # that have trees at once, and share what backends hold of leaves
-    beside: Beside = ()  # other texts that may foretell this one
-    foreseen: int = 0  # how many of the tokens are not committed, where a planner looks ahead
+    max_leaves: int  # leaves that the pass has room for
+    pass_times: Curve | None = None  # the target's: stop where more nodes do not pay; None: use the whole budget
+    least: float = 0.0  # a draft token less probable than this does not pay
+    head: int | None = (
+        None  # committed tokens that each path of the pass begins with (recurrent layers); None: no paths
+    )
+    sequences: int = 1  # that have trees at once, and share the leaves that a backend holds
+    hints: Sequence[Hint] = ()  # texts from which draft tokens may be copied
+    foreseen: int = 0  # last tokens that are not committed; 0 but for `foresee`
 
 
-@runtime_checkable
-class Planner(Protocol):
-    """Guesses trees. Never touches the target."""
+@dataclass(frozen=True, slots=True)
+class PlannerStats:
+    """Counts since `begin`, and a measurement."""
 
-    @property
-    def name(self) -> str:
-        """What a user calls it."""
+    draft_passes: int = 0
+    draft_seconds: float = 0.0  # of draft passes that the target waited for
+    hidden_seconds: float = 0.0  # of draft passes made while the target ran
+    went_on: int = 0  # steps whose search was used again by the next step
+    mean_batch: float = 1.0  # sequences that shared a draft pass; earlier passes fade
+    plain_seconds: float = 0.0  # of the target's pass over one node, if measured
 
-    @property
-    def model_seconds(self) -> float:
-        """Time spent in draft-model passes since `begin`."""
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A generation starts. Raises ContextFull when the prompt does not fit into the draft's context."""
+class Planner(ABC):
+    """Proposes draft tokens for one sequence at a time. Never touches the target.
 
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of the target's pass over one node, if this planner has measured it, else 0."""
+    A method needs `propose`; all else has a default.
+    """
 
-    def plan(self, context: Context, budget: int) -> DraftTree:
-        """A tree rooted at the last committed token with at most `budget` nodes besides the root."""
+    name: str = ""  # as users write it
+    depth: int = 1 << 30  # most nodes of a path that it proposes, the root left out
 
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """What the target really wrote, accepted tokens, then the bonus, and how long its pass took.
+    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+        """A sequence starts.
 
-        0 seconds: the pass was shared with other texts, and part of the tree may have been left out of it. No tokens:
-        the tree was not evaluated.
+        Args:
+            prompt_ids: at least one token.
+            read: `propose` will be called soon. False: leave for later what takes time.
+
+        Raises:
+            ContextFull: the prompt does not fit into the draft's context.
         """
 
+    @abstractmethod
+    def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
+        """Yield the draft passes that are wanted, return the tree; more than `budget` nodes are of no use.
+
+        A method without a draft model yields nothing: `yield from ()`.
+        """
+
+    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
+        """Entered while the target verifies the tree just proposed, of `nodes` nodes, and nothing else.
+
+        A draft may go on meanwhile. `observe` comes next; no other planner with this draft is called before.
+        """
+        return nullcontext()
+
+    def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+        """Learn from the target's logits. Called after verification, before `observe`.
+
+        Args:
+            tree: as it was verified.
+            path: its nodes that are committed, the root first. These have logits, all others may.
+            logits: by node; valid until this returns.
+        """
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        """Learn what the step has brought.
+
+        Args:
+            tokens: newly committed: accepted draft tokens, then the bonus. Empty: the tree was not verified.
+            seconds: of the target's pass. 0: other sequences shared it, and the tree may have been cut further.
+        """
+
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        """The most probable next tokens, far beyond a tree; called between steps only.
+
+        Args:
+            context: its last `context.foreseen` tokens are not committed.
+            count: most tokens.
+            seconds: stop after about this time, but not without a token.
+
+        Returns:
+            An empty list where there is no draft model, or it is still reading the sequence.
+        """
+        return []
+
     def close(self) -> None:
-        """Free what `begin` and `plan` took (a session in the draft's cache)."""
+        """Free what was opened, such as a session of the draft."""
 
-
-@runtime_checkable
-class Drafts(Protocol):
-    """A planner that may have a draft model."""
+    @property
+    def stats(self) -> PlannerStats:
+        """Counted since `begin`."""
+        return PlannerStats()
 
     @property
     def draft_session(self) -> Session | None:
-        """The draft's session, which may be saved and loaded between texts; None: there is no draft."""
-
-    @property
-    def model_passes(self) -> int:
-        """Draft passes since `begin`."""
-
-    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
-        """The steps of `plan`, in which several texts may share the draft's passes (`together.py`)."""
-
-
-@runtime_checkable
-class GoesAhead(Protocol):
-    """A planner whose draft may go on while the target works (`ahead.py`)."""
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Time since `begin` of draft passes beside which the target worked: not in `model_seconds`."""
-
-    @property
-    def went_on(self) -> int:
-        """Rounds since `begin` whose search went on in the next."""
-
-    def beside(self, nodes: int) -> AbstractContextManager[None]:
-        """Within it the target judges the tree just planned, of so many nodes, and nothing else: the draft may go on.
-
-        Then comes `accept`, and no other planner with this draft is asked before.
-        """
-
-
-@runtime_checkable
-class Foresees(Protocol):
-    """A planner that can look further ahead than a tree."""
-
-    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The likeliest next tokens, at most `count`, and those that `seconds` are enough for, but at least one.
-
-        None, where first a part of the text had to be read.
-        """
+        """The draft's session, which may be saved and loaded between sequences; None: there is no draft."""
+        return None

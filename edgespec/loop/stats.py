@@ -1,4 +1,4 @@
-"""What a generation cost and gained."""
+"""Counts and seconds of a generation."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -19,17 +19,17 @@ class GenerationStats:
     cached_tokens: int = 0  # prompt tokens that were still in the cache
     tokens: int = 0  # output, an end-of-text token included
     passes: int = 0  # of the target, prefill not counted
-    drafted: int = 0  # nodes guessed, roots not counted
+    drafted: int = 0  # draft nodes verified, roots not counted
     tokens_by_source: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in Source})
     finish_reason: str = ""  # "stop": end of text or a stop string; "length": max_tokens or context; "interrupted"
     prefill_seconds: float = 0.0  # both models
     draft_seconds: float = 0.0  # draft model's passes
     draft_passes: int = 0
     hidden_seconds: float = 0.0  # of draft passes made while the target worked, so part of none of the others
-    draft_went_on: int = 0  # rounds whose search went on in the next round, below what the target wrote
+    draft_went_on: int = 0  # steps whose search was used again by the next step
     target_seconds: float = 0.0  # target's passes
     wait_seconds: float = 0.0  # the part of them spent waiting for weights from a disk
-    plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a round
+    plan_seconds: float = 0.0  # planning, sampling and bookkeeping: the rest of a step
     plain_seconds: float = 0.0  # plain decoding of these tokens, by what its passes were seen to take; 0: not seen
 
     @property
@@ -49,7 +49,7 @@ class GenerationStats:
 
     @property
     def times_plain(self) -> float:
-        """How many times the speed of plain decoding this was, by the measured cost of its passes; 0: not measured."""
+        """Speed relative to plain decoding, by its measured pass times; 0: not measured."""
         return self.plain_seconds / self.seconds if self.seconds else 0.0
 
     def reset(self) -> None:
@@ -59,7 +59,7 @@ class GenerationStats:
             setattr(self, one.name, getattr(fresh, one.name))
 
     def count(self, sources: Sequence[Source], drafted: int) -> None:
-        """One more pass of the target over so many guesses has written tokens, which had these sources."""
+        """Count a pass of the target over `drafted` draft nodes, which gained tokens of these sources."""
         self.passes += 1
         self.tokens += len(sources)
         self.drafted += drafted
@@ -67,7 +67,7 @@ class GenerationStats:
             self.tokens_by_source[source.name.lower()] += 1
 
     def drop(self, sources: Sequence[Source]) -> None:
-        """Tokens behind a stop string were generated, but are not part of the text."""
+        """Take back tokens behind a stop string: they were generated, but are not part of the output."""
         self.tokens -= len(sources)
         for source in sources:
             self.tokens_by_source[source.name.lower()] -= 1

@@ -1,7 +1,7 @@
 """The draft tree: flat numpy arrays, nothing else.
 
-Node 0, the root, is the last committed token: already text, not yet in the target's cache. Every
-other node is a guess for the token that follows its parent. `parents[i] < i`, so one loop in index
+Node 0, the root, is the last committed token, which is not yet in the target's cache. Every other
+node is a draft token for the position after its parent's. `parents[i] < i`, so one loop in index
 order visits parents before children.
 """
 
@@ -17,11 +17,11 @@ FloatArray = NDArray[np.float64]
 
 
 class Source(IntEnum):
-    """Where a token came from: its guesser, or the target itself."""
+    """Origin of a token."""
 
     TARGET = 0  # sampled by the target: the root, and every bonus token
-    DRAFT = 1  # guessed by the draft model
-    INPUT = 2  # copied from the prompt, or from what this text and its siblings have written
+    DRAFT = 1  # proposed by a draft model
+    INPUT = 2  # copied from the prompt, or from what this sequence and its siblings have generated
     DATASTORE = 3  # copied from a datastore
     GRAMMAR = 4  # all that a grammar allows
     PREDICTION = 5  # copied from the answer that the request predicts
@@ -33,12 +33,20 @@ class DraftTree:
 
     token_ids: IntArray
     parents: IntArray  # parents[0] == -1, else 0 <= parents[i] < i
-    log_probs: FloatArray  # natural log of the guesser's estimate that the whole path to the node is right
+    log_probs: FloatArray  # natural log of the estimated probability that the whole path to the node is accepted
     depth: IntArray  # root 0, its children 1, …
     source: IntArray  # a Source each
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree, of which the loop keeps the nodes that the pass has room for."""
+
+    tree: DraftTree  # rooted at the last committed token; of any size
+    nodes: NDArray[np.intp] | None = None  # [m] that pay, as `ranked` gives them; None: all, best first
 
 
 def make_tree(
@@ -69,13 +77,13 @@ def depths(parents: ArrayLike) -> IntArray:
 
 
 def root_only(token_id: int) -> DraftTree:
-    """The tree that guesses nothing: a pass over it is plain decoding."""
+    """The tree without draft tokens: a pass over it is plain decoding."""
     zero = np.zeros(1, np.int32)
     return DraftTree(np.array([token_id], np.int32), zero - 1, np.zeros(1), zero, zero)
 
 
 def chain_of(token_ids: Sequence[int], source: Source = Source.DRAFT) -> DraftTree:
-    """The tree without branches of a root and guesses, whose probabilities nobody knows."""
+    """The tree without branches: a root and draft tokens of unknown probability."""
     count = len(token_ids)
     sources = np.full(count, source, np.int32)
     sources[0] = Source.TARGET
@@ -108,7 +116,7 @@ def parents_among(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
 
 
 def ancestor_mask(parents: ArrayLike) -> NDArray[np.bool_]:
-    """[n, n]: row i is true for node i and its ancestors. That is what node i may attend to."""
+    """[n, n]: row i is true for node i and its ancestors, to which node i may attend."""
     up = np.asarray(parents, np.int32)
     mask = np.eye(len(up), dtype=np.bool_)
     for node in range(len(up)):
@@ -125,40 +133,48 @@ def is_leaf(parents: ArrayLike) -> NDArray[np.bool_]:
     return leaf
 
 
-def best_nodes(tree: DraftTree, budget: int, max_leaves: int) -> DraftTree:
-    """The root and the best `budget` other nodes, with at most `max_leaves` leaves."""
-    few = len(tree) <= max_leaves or np.count_nonzero(is_leaf(tree.parents)) <= max_leaves
-    if few and len(tree) <= budget + 1:
-        return tree
-    return select(tree, choose(tree.parents, tree.log_probs, budget, max_leaves))
-
-
 def shallow(tree: DraftTree, depth: int) -> DraftTree:
     """The tree without the nodes that are deeper; the root stays."""
     return select(tree, tree.depth <= max(0, depth))
 
 
-def choose(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max_leaves: int) -> NDArray[np.bool_]:
-    """Which nodes to keep: the root and the best `budget` others, with at most `max_leaves` leaves. Shape [n].
+def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max_leaves: int) -> NDArray[np.intp]:
+    """The best `budget` nodes besides the root, with at most `max_leaves` leaves: best first. Shape [m].
 
-    A node's log-probability must not exceed its parent's. Ties go to the smaller index, so the best
-    nodes always form a tree (SpecExec, section 4.2).
+    Args:
+        parents: [n] of a tree.
+        log_probs: [n]; a node's must not exceed its parent's.
+        budget: any number.
+        max_leaves: at least 1.
+
+    Ties go to the smaller index, so the first nodes always form a tree with the root (SpecExec, section 4.2).
     """
-    keep = np.zeros(len(parents), np.bool_)
+    order: NDArray[np.intp] = np.argsort(-log_probs[1:], kind="stable") + 1
+    if len(parents) <= max_leaves or np.count_nonzero(is_leaf(parents)) <= max_leaves:
+        return order[:budget]
+    kept = np.zeros(len(parents), np.bool_)
     has_child = np.zeros(len(parents), np.bool_)
-    keep[0] = True
-    leaves, left = 1, budget
-    for node in (np.argsort(-log_probs[1:], kind="stable") + 1).tolist():
-        if left == 0:
+    kept[0], leaves, found = True, 1, list[int]()
+    for node in order.tolist():
+        if len(found) == budget:
             break
         parent = parents[node]
         adds_leaf = bool(has_child[parent])  # a first child takes over its parent's place as a leaf
-        if not keep[parent] or (adds_leaf and leaves == max_leaves):
+        if not kept[parent] or (adds_leaf and leaves == max_leaves):
             continue
-        keep[node] = has_child[parent] = True
+        kept[node] = has_child[parent] = True
         leaves += adds_leaf
-        left -= 1
-    return keep
+        found.append(node)
+    return np.array(found, np.intp)
+
+
+def only(tree: DraftTree, nodes: NDArray[np.intp]) -> DraftTree:
+    """The sub-tree of the root and these nodes, whose parents are among them."""
+    if len(nodes) == len(tree) - 1:
+        return tree
+    keep = np.zeros(len(tree), np.bool_)
+    keep[0] = keep[nodes] = True
+    return select(tree, keep)
 
 
 def select(tree: DraftTree, keep: NDArray[np.bool_]) -> DraftTree:

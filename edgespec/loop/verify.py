@@ -1,17 +1,20 @@
-"""Verification: keep exactly what the target itself would have written.
+"""Verification: accept exactly the tokens that the target itself would have sampled.
 
 Glossary
-    target      the big model whose output we owe
-    draft       the small model that guesses
+    target      the big model whose output is wanted
+    draft       the small model that proposes tokens
+    sequence    the tokens of one prompt and its output
+    tree        draft tokens after the last committed token, the root
     pass        one forward of a model over all nodes it is given
     accepted    draft tokens that equal the target's own samples
-    bonus       the one more token the target sampled where the tree had no such child
-    output      accepted + [bonus]: what one pass gains; its length is the acceptance length
+    bonus       the target's sample where the tree has no such child: one in every pass
+    output      accepted + [bonus]; its length is the acceptance length
+    step        propose a tree, one pass of the target, verify, accept
 
 The rule: a node's logits give the target's sample for the position after it, and that sample does
-not depend on the tree (see `sampling.py`). So the target's own text is read off by stepping to the
-child that carries the sampled token, until no child does. This is SpecExec's Algorithm 1 with the
-"cache" being the tree's logits.
+not depend on the tree (see `sampling.py`). So the target's own output is read off by stepping to the
+child that carries the sampled token, until no child does. This is SpecExec's Algorithm 1 (arXiv
+2406.02532) with the tree's logits as its cache.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""What was measured is remembered from run to run: small JSON files in the user's cache folder.
+"""Measurements are remembered from run to run, as small JSON files in the user's cache folder.
 
-One file for each thing that was measured: its name is a hash of what the measurement depends on (model files, engine,
-machine, …), so nothing has to be locked; a file is replaced in one step, and the last writer wins. What is remembered
-only ever steers speed, so a file that cannot be read or written counts as not there.
+Each measurement has a file. Its name is a hash of all that the measurement depends on, such as model files, engine and
+machine. So nothing has to be locked: a file is replaced in one step, and the last writer wins. Measurements only steer
+speed, so a file that cannot be read or written counts as missing.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ About = Mapping[str, str | int | float | bool | None]
 
 
 def folder() -> Path | None:
-    """Where measurements are kept; None where they shall not be."""
+    """The folder of measurements; None: they are switched off."""
     return None if os.environ.get(OFF) else cache_folder() / "measured"
 
 
 def cache_folder() -> Path:
-    """Where this program keeps what can be made again."""
+    """The folder of all that this program can make again."""
     if sys.platform == "darwin":
         base = Path("~/Library/Caches").expanduser()
     elif sys.platform == "win32":
@@ -39,10 +39,10 @@ def cache_folder() -> Path:
 
 
 def recall(about: About) -> Any:
-    """What was remembered about this, or None.
+    """The value that was remembered, or None.
 
     Args:
-        about: what the measurement depends on, the kind of measurement included.
+        about: all that the measurement depends on, with its kind.
     """
     path = _path(about)
     found = _read(path) if path else None
@@ -50,7 +50,7 @@ def recall(about: About) -> Any:
 
 
 def can_remember() -> bool:
-    """Whether `remember` would keep something: it is not switched off, and the folder can be written."""
+    """True if measurements are not switched off, and the folder can be written."""
     place = folder()
     if place is None:
         return False
@@ -63,7 +63,7 @@ def can_remember() -> bool:
 
 
 def remember(about: About, value: Any) -> bool:
-    """Keep a value that JSON can hold; in place of what was remembered about the same. Whether it is kept."""
+    """Remember a value that JSON can hold instead of an earlier one; False if that fails."""
     path = _path(about)
     if path is None:
         return False
@@ -79,7 +79,7 @@ def remember(about: About, value: Any) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody ever finds half of it, and nothing is left if it fails. Raises OSError."""
+    """Write a file in one step: no reader finds half of it, and nothing is left if it fails. Raises OSError."""
     with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
         new = Path(file.name)
         try:
@@ -91,14 +91,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def everything() -> list[dict[str, Any]]:
-    """All that is remembered, newest first: dicts of `about` and `value`."""
+    """All measurements, newest first: dicts of `about` and `value`."""
     place = folder()
     files = sorted(place.glob("*.json"), key=_age) if place and place.is_dir() else []
     return [found for found in map(_read, files) if found]
 
 
 def forget() -> int:
-    """Remove all that is remembered; how many files that were."""
+    """Remove all measurements; returns the number of files."""
     place = folder()
     files = list(place.glob("*.json")) if place and place.is_dir() else []
     for file in files:
@@ -107,7 +107,7 @@ def forget() -> int:
 
 
 def machine() -> str:
-    """The processor, as far as the system tells, and the number of its cores: measurements hold for one kind."""
+    """The processor's name, as far as the system has it, and the number of cores."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -118,7 +118,6 @@ def machine() -> str:
 
 
 def identity(path: str) -> str:
-    """A model file or folder as it is now: name, size and time of change."""
     file = Path(path)
     stats = [part.stat() for part in (sorted(file.glob("*.safetensors")) if file.is_dir() else [file])]
     size, changed = sum(part.st_size for part in stats), max((part.st_mtime_ns for part in stats), default=0)

@@ -1,4 +1,4 @@
-"""What this machine has: memory that is really free, and how fast a file comes off its disk."""
+"""Free memory, file systems, and the speed of a disk."""
 
 import ctypes
 import math
@@ -18,7 +18,7 @@ from edgespec.machine.system import READ_SIZE, READ_THREADS, open_direct, read_b
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
-# Where reading ahead cannot be direct, or a page costs more than its bytes.
+# Reads there cannot be direct, or cost more than their bytes.
 NETWORK_FILE_SYSTEMS = {
     "nfs",
     "nfs4",
@@ -81,15 +81,15 @@ def format_size(size: float, *, up: bool = False) -> str:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes this process may still take without anything being swapped or killed, control groups included.
 
-    What the page cache holds counts as free: it is given back on demand. On systems that do not tell, it is all memory
-    there is, or if not even that is told, sys.maxsize.
+    The page cache counts as free: the system gives it back on demand. If the system does not say what is free, it is
+    all memory, and if that is unknown, too, sys.maxsize.
 
     Args:
-        root: where /proc and /sys are found; for tests.
+        root: the folder of /proc and /sys; for tests.
     """
     if root == Path("/") and sys.platform != "linux":
         others = {"darwin": _available_darwin, "win32": _available_windows}
-        return others.get(sys.platform, _all_memory)()
+        return others.get(sys.platform, all_memory)()
     free = [_meminfo(root)["MemAvailable"], *_group_room(root)]
     return max(0, min(free))
 
@@ -100,9 +100,9 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _group_room(root: Path) -> list[int]:
-    """Limit - use + page cache, for each limit of a control group this process is in, versions 1 and 2.
+    """Limit - use + page cache, for each limit of a control group of this process, versions 1 and 2.
 
-    Beyond memory.high nothing is killed, but the kernel makes whoever takes more wait: it limits like memory.max.
+    Beyond memory.high no process is killed, but the kernel makes it wait. So it limits like memory.max.
     """
     rooms = []
     try:
@@ -163,15 +163,16 @@ def _available_windows() -> int:
     return int(status.ullAvailPhys) if windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else sys.maxsize
 
 
-def _all_memory() -> int:
+def all_memory() -> int:
+    """Bytes that this machine has; sys.maxsize where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return sys.maxsize
 
 
 def private_memory() -> int:
-    """Bytes of this process that no file stands behind. 0 where the system does not tell."""
+    """Bytes of this process without a file behind them; 0: the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -184,18 +185,18 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def file_system(path: str, mounts: Path = MOUNTS) -> str:
-    """The type of the file system a file lies on, for example "ext4"; "" where the system does not tell."""
+    """The type of a file's file system, for example "ext4"; "": the system does not say."""
     return _mount(path, mounts)[1]
 
 
 def disk_name(path: str, mounts: Path = MOUNTS) -> str:
-    """What a file lies on, "/dev/sda1, ext4, on /"; where the system does not tell, its number. Raises OSError."""
+    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device. Raises OSError."""
     point, kind, source = _mount(path, mounts)
     return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
 
 
 def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
-    """Where the file system of a file is mounted, its type and its device."""
+    """Mount point, type and device of the file system of a file."""
     found = ("", "", "")
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
@@ -214,16 +215,16 @@ def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
 def disk_bandwidth(
     path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
 ) -> float:
-    """Bytes per second of direct reads of a file, read as `ring.py` reads, going round through it.
+    """Bytes per second of direct reads of a file, as `ring.py` reads it; at the end it begins again.
 
-    Where direct reads do not work, the page cache is dropped first, as far as the system does that.
+    If direct reads do not work, the page cache is dropped first, as far as the system does that.
 
     Args:
         path: of the file.
         seconds: to read for.
         threads: reads at once.
         size: bytes of a read.
-        at: the part of the file before the first read.
+        at: share of the file before the first read.
 
     Raises:
         ModelError: the file cannot be read.

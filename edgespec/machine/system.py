@@ -11,8 +11,8 @@ from typing import Any
 
 READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
 READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
-BLOCK = 4096  # bytes; direct reads begin and end, in the file and in memory, at multiples of a disk's block: no larger
-SECTOR = 512  # bytes; what most disks read comes to memory at multiples of this
+BLOCK = 4096  # bytes; direct reads begin and end at multiples of a disk's block, which is no larger
+SECTOR = 512  # bytes; most disks can read to memory at multiples of this
 HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
 MAP_FAILED = (1 << 64) - 1
 
@@ -37,7 +37,7 @@ def open_direct(path: str) -> tuple[int, bool]:
 
 
 def read_buffer(size: int = READ_SIZE) -> memoryview:
-    """So many bytes to read into, in huge pages where there are any: small ones halve the speed of a read."""
+    """`size` bytes of memory to read into, in huge pages if there are any: small pages halve the speed of a read."""
     whole = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
@@ -47,7 +47,6 @@ def read_buffer(size: int = READ_SIZE) -> memoryview:
 
 
 def own_buffer() -> memoryview:
-    """This thread's `read_buffer`."""
     if not hasattr(_own, "buffer"):
         _own.buffer = read_buffer()
     buffer: memoryview = _own.buffer
@@ -69,9 +68,9 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
 
 
 def memory_step(descriptor: int) -> int:
-    """Bytes to whose multiples a file open for direct reads is read: few disks ask more of memory than a sector.
+    """The alignment in memory that direct reads of a file need: for most disks a sector.
 
-    Raises OSError: not even to whole blocks.
+    Raises OSError: not even whole blocks can be read.
     """
     buffer = own_buffer()
     try:
@@ -85,8 +84,8 @@ def memory_step(descriptor: int) -> int:
 def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: int = BLOCK) -> None:
     """As `read_fully`, of any bytes, for a file open for direct reads.
 
-    Whole blocks are read; what of the first and the last is not wanted goes elsewhere. Where blocks would not lie at
-    multiples of `step` in memory, all of it is read elsewhere first, READ_SIZE at a time, and copied.
+    Whole blocks are read. Unwanted bytes of the first and the last block go to a buffer. If blocks would not lie at
+    multiples of `step` in memory, all bytes go to the buffer, READ_SIZE at a time, and are copied.
     """
     buffer = own_buffer()
     while start < stop:
@@ -120,7 +119,6 @@ def touch(descriptor: int, start: int, stop: int) -> None:
 
 
 def file_sizes(descriptors: Iterable[int]) -> list[int]:
-    """Bytes of each open file."""
     return [os.fstat(descriptor).st_size for descriptor in descriptors]
 
 
@@ -157,7 +155,7 @@ def check_result(result: int | None, what: str) -> None:
 
 
 def new_memory(library: Any, size: int) -> int:
-    """The address of so many bytes that this process can write. Raises OSError."""
+    """The address of `size` new bytes that this process can write. Raises OSError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     check_result(address, "mmap")

@@ -1,7 +1,7 @@
-"""How a model will run on this machine: memory, disk, seconds per pass, and what limits them.
+"""A model on this machine: memory, disk, seconds per pass, and what limits them.
 
-Everything is measured: the disk with direct reads of the model's own file, the passes with the model itself, loaded as
-`edgespec run` would load it. Only the tokens per pass are taken from experience.
+The disk is measured with direct reads of the model's own file, passes with the model as `edgespec run` loads it. Only
+the tokens per pass are taken from experience.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +30,7 @@ from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
 from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, in_bytes
+from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -64,8 +65,6 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class Tried:
-    """What loading the models and running passes has shown."""
-
     plan: Plan | None = None
     streams: bool = False
     notes: list[str] = field(default_factory=list)
@@ -75,12 +74,10 @@ class Tried:
 
 
 def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:
-    """What a pass should take: it reads while it computes, so the longer of the two."""
     return max(made.seconds - made.waited, reading_seconds(diagnosis, made))
 
 
 def reading_seconds(diagnosis: Diagnosis, made: Pass) -> float:
-    """What the disk needs for the weights that a pass reads."""
     return (diagnosis.plan.streamed_bytes + made.read) / diagnosis.disk if diagnosis.plan else 0.0
 
 
@@ -122,10 +119,10 @@ def diagnose(
         kv_type: as for `edgespec.load`.
         exact: as for `edgespec.load`.
         lenders: as for `edgespec.load`.
-        budget: most guessed tokens per pass.
+        budget: most draft tokens per pass.
         context_length: most tokens of text.
         models_file: a models.yaml besides the built-in one.
-        say: told what is being measured.
+        say: called with the phase.
 
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
@@ -177,10 +174,7 @@ def diagnose(
 
 
 def _read_disk(file: str) -> Reading:
-    """How the disk that a model lies on is read, and how fast; found out where it is not known and can be kept.
-
-    Raises ModelError, UsageError.
-    """
+    """Speed and best way to read the disk of a file; measured where it is not known. Raises ModelError, UsageError."""
     known = recall_reading(file)
     if not known.speed and can_remember():
         found = find_reading(file)[0]
@@ -211,7 +205,7 @@ def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[s
     path, *drafts = paths
     tried, engine, exact = Tried(), find_engine(name), options.exact
     say("memory")
-    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)))
+    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), this_machine())
     say("passes")
     way = choose_way(name, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
@@ -237,14 +231,12 @@ def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[s
 
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:
-    """`diagnose` on every installed engine that reads the model, the one to use first: the fastest of a chat."""
     folder = is_folder(find_model(target, options.get("models_file")).target)
     found = [diagnose(target, backend=name, **options) for name in installed_backends(folder)]
     return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
 
 
 def recommendation(found: Sequence[Diagnosis]) -> str:
-    """Which engine to use, of several that were tried, the best first, for a person."""
     speeds = [max(tokens_per_second(one).values(), default=0.0) for one in found]
     if len(found) < 2 or not speeds[0]:
         return ""
@@ -261,7 +253,6 @@ def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
 
 
 def report(diagnosis: Diagnosis) -> str:
-    """For a person."""
     speed = f"{diagnosis.disk / 1e9:.2f} GB/s"
     lines = [
         ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
@@ -315,7 +306,7 @@ def report(diagnosis: Diagnosis) -> str:
 
 
 def learned_line(pace: dict[str, Any]) -> str:
-    """What runs have learned, for a person: seconds of passes after short texts, and how often the draft was right."""
+    """Learned pass times for short sequences and the acceptance of the draft, as one line."""
     took = {name: sorted(row[1:] for row in pace[name] if row[0] == 0) for name in ("target", "draft")}
     parts = [
         f"{name}'s passes " + ", ".join(f"{nodes:.0f}: {1000 * seconds:.0f} ms" for nodes, seconds in rows)
@@ -334,7 +325,6 @@ def _aligned(lines: list[tuple[str, str]]) -> str:
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
-    """For JSON."""
     found = asdict(diagnosis)
     plan = diagnosis.plan
     found["plan"] = plan and {

@@ -1,7 +1,7 @@
-"""Which layers a model can do without: found by leaving each of them out and asking how often the next token stays.
+"""Choose layers that a model can do without: leave each out, and count the next tokens that stay.
 
-The measure is a recording of the model's own answers, read by the shorter model in one pass each: what a draft has to
-guess. The least missed layers go first, in a few rounds, since what one is worth depends on which others are left.
+The shorter model reads recorded answers of the whole one. The least missed layers go first, in a few rounds, since the
+value of a layer depends on which others are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def choose_layers(
         progress: called with what is done, how far and of how much.
 
     Raises:
-        UsageError: it has not so many layers.
+        UsageError: it has fewer layers.
         ModelError: its layers are not alike.
     """
     layers = int(own_values(str(path)).get("block_count", 0))
@@ -84,7 +84,6 @@ def _load(path: Path) -> Backend:
 
 
 def agreement(model: Backend, answers: Sequence[Recording]) -> float:
-    """The share of recorded tokens that the model would write at their places."""
     right = total = 0
     for answer in answers:
         token_ids = [*answer.prompt_ids, *answer.output_ids][:CONTEXT]

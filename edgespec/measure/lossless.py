@@ -1,17 +1,16 @@
-"""Is it the same text? Comparing a run with plain decoding.
+"""Compare a run with plain decoding: equal, a tie, or a bug.
 
-Kernels round differently for passes of different shapes, so two correct runs may part where the best
-two tokens score the same within rounding: a tie. Every other difference is a bug. A backend states
-how far a logit may move (`Capabilities.logit_tolerance`); what then may be sampled is decided here:
+Kernels round differently for passes of different shapes, so two correct runs may part where the best two tokens score
+the same within rounding: a tie. A backend states how far a logit may move (`Capabilities.logit_tolerance`). Then
 
-    raw logit i                 lies in [l - tolerance, l + tolerance]
-    adjusted logit i            lies in [low, high]: bias and penalties are monotone
-    the other token can win     when it scores best with its logit at `high` and all others at `low`,
-                                but for those that top-k, top-p or min-p can have removed
+    raw logit i                 lies in [l - tolerance, l + tolerance];
+    adjusted logit i            lies in [low, high]: bias and penalties are monotone;
+    the other token can win     if it scores best with its logit at `high` and all others at `low`,
+                                except those that top-k, top-p or min-p can have removed.
 
-The filters keep the best of the adjusted logits, so two questions are left: can the other token be
-in, and can every token that always outscores it be out? Each is answered for its own worst case, so
-a tie is never denied; with filters and a wide tolerance, a difference may rarely pass for a tie.
+The filters keep the best adjusted logits. Two questions are left: can the other token be in? Can every token that
+always outscores it be out? Each is answered for its own worst case. A tie is never denied; with filters and a wide
+tolerance a bug may rarely pass for a tie.
 """
 
 import math
@@ -30,12 +29,10 @@ ROUNDING = 1e-6  # of a sum of probabilities, here or in sampling.py
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where two texts differ."""
-
     index: int  # in the output
-    position: int  # in the whole text, prompt included
+    position: int  # in the whole sequence, prompt included
     plain_token: int | None  # None: plain decoding had already ended
-    other_token: int | None  # None: the other text had already ended
+    other_token: int | None  # None: the other run had already ended
     gap: float  # how much better plain decoding scores its own token, noise included, in logits; inf: nothing to score
     tolerance: float  # most a logit of the two runs may differ
     tie: bool  # rounding can explain it
@@ -83,7 +80,7 @@ def explain(
         return Divergence(index, len(prompt_ids) + index, *ended, math.inf, tolerance, tie=False)
     for logits in plain_logits(backend, prompt_ids, plain[: index + 1]):
         last = logits
-    return _judge(backend, last, prompt_ids, plain[:index], plain[index], other[index], params, tolerance)
+    return _divergence(backend, last, prompt_ids, plain[:index], plain[index], other[index], params, tolerance)
 
 
 def replay(
@@ -103,7 +100,7 @@ def replay(
         output = output_ids[:i]
         token = sample(logits, len(prompt_ids) + i, params, noise, prompt_ids, output)
         if token != output_ids[i]:
-            found.append(_judge(backend, logits, prompt_ids, output, token, output_ids[i], params, tolerance))
+            found.append(_divergence(backend, logits, prompt_ids, output, token, output_ids[i], params, tolerance))
     return found
 
 
@@ -122,7 +119,7 @@ def plain_logits(backend: Backend, prompt_ids: Sequence[int], output_ids: Sequen
         session.close()
 
 
-def _judge(
+def _divergence(
     backend: Backend,
     logits: Float32Array,
     prompt_ids: Sequence[int],
@@ -190,7 +187,6 @@ def _can_win(
 
 
 def _can_be_in(token: int, low: Float32Array, high: Float32Array, params: SamplingParams) -> bool:
-    """Can the filters keep the token? Its logit at `high` is the best case."""
     above = low > high[token]
     places = params.top_k or len(low)
     if np.count_nonzero(above) >= places:
@@ -229,5 +225,4 @@ def _can_be_out(
 
 
 def _share(part: Float32Array, rest: Float32Array) -> float:
-    """Probability of `part` in the softmax of both together."""
     return 1 / (1 + math.exp(min(log_sum_exp(rest) - log_sum_exp(part), 700.0)))

@@ -1,8 +1,7 @@
-"""What a draft gains a target on this machine: recorded answers replayed with every budget, passes timed.
+"""The gain of a draft on this machine: recorded answers are replayed with every budget, and passes are timed.
 
-At temperature 0 a text does not depend on how it was guessed, so the target is not needed to count the tokens that a
-pass would gain; its passes are timed once for each number of nodes. tokens/s = tokens / (drafting + passes); while
-weights are streamed, reading goes on during drafting, so what is foretold then is a little too low.
+At temperature 0 the tokens do not depend on the planner, so a replay needs no target. tokens/s = tokens / (drafting +
+passes). While weights are streamed, reading goes on during drafting, so the prediction is a little too low.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +26,15 @@ from edgespec.planners.choice import make_planner
 
 BUDGETS = (2, 4, 6, 8, 16, 32, 64, 128, 256)
 WORTH = 1.05  # times plain decoding's speed: less is within what is measured wrongly
-TEACHER = 512  # tokens of the quick look
+TEACHER = 512  # tokens for `agreement`
 RANKS = (1, 2, 4, 8, 16)
 ROUNDS = 2  # in which passes of all sizes are timed
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of guessing."""
-
     planner: str
-    budget: int  # most guesses of a pass; 0: none
+    budget: int  # draft tokens per pass
     tokens_per_pass: float
     draft_seconds: float  # per pass
     pass_seconds: float
@@ -45,14 +42,11 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of greedy text."""
         return self.tokens_per_pass / (self.draft_seconds + self.pass_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All of one pair."""
-
     target: str
     draft: str  # "": none
     rows: list[Row]  # plain decoding first
@@ -62,23 +56,19 @@ class Measured:
 
     @property
     def plain(self) -> Row:
-        """Without guesses."""
         return self.rows[0]
 
     @property
     def best(self) -> Row:
-        """What to use: plain decoding unless something is clearly quicker."""
         best = max(self.rows, key=lambda row: row.tokens_per_second)
         return best if best.tokens_per_second >= WORTH * self.plain.tokens_per_second else self.plain
 
     def best_of(self, planner: str) -> Row | None:
-        """The fastest row of a planner."""
         rows = [row for row in self.rows if row.planner == planner]
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
 
 def budgets(most: int) -> list[int]:
-    """Those that are tried where a pass may have so many guesses."""
     return sorted({budget for budget in BUDGETS if budget <= most} | {most}) if most > 0 else []
 
 
@@ -102,12 +92,12 @@ def measure_pair(
         draft: a name, path or source; None: only what needs no draft.
         asked: (task, question).
         max_tokens: of an answer.
-        budget: most guesses that are tried.
+        budget: most draft tokens per pass.
         memory: what the program may take, as for `edgespec.load`.
         context_length: tokens of text.
         models_file: a models.yaml besides the built-in one.
         progress: called with what is done, how far and of how much.
-        say: told what takes some seconds.
+        say: called with a line about a slow step.
     """
     options = LoadOptions(memory=memory, context_length=context_length, budget=budget)
     backends = open_backends(entry, draft, models_file, options, say=say)
@@ -117,12 +107,12 @@ def measure_pair(
             backends[0], asked, recording_file(path, max_tokens), max_tokens,
             lambda done, total: progress("recording answers", done, total),
         )  # fmt: skip
-        apart = draft is not None and limits.streams  # without the draft there is more memory for the target
-        names = [] if apart else ["none", "sssd"]
+        separate = draft is not None and limits.streams  # without the draft there is more memory for the target
+        names = [] if separate else ["none", "sssd"]
         rows = _rows([*names, *(["specexec"] if draft else [])], backends, answers, budget, progress)
     finally:
         close_all(backends)
-    if apart:
+    if separate:
         say("without the draft")
         backends = open_backends(entry, None, models_file, options, say=say)
         try:
@@ -143,7 +133,6 @@ def _rows(
     budget: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Row]:
-    """Time passes, and replay the answers by each of these planners with every budget."""
     tried = budgets(min(budget, most_nodes(backends[0].capabilities, 0) - 1))
     seconds = pass_seconds(backends[0], [1, *(one + 1 for one in tried)], progress)
     wanted = [(name, one) for name in names for one in ([0] if name == "none" else tried)]
@@ -155,7 +144,7 @@ def _rows(
 
 
 def pass_seconds(target: Backend, nodes: Sequence[int], progress: Callable[[str, int, int], None]) -> dict[int, float]:
-    """Seconds of passes over so many nodes, by turns, so that a busy machine slows all alike."""
+    """Seconds of passes over each of `nodes`, interleaved, so that a busy machine slows all alike."""
     found = dict.fromkeys(nodes, float("inf"))
     for number in range(ROUNDS * len(nodes)):
         progress("timing passes", number, ROUNDS * len(nodes))
@@ -165,7 +154,6 @@ def pass_seconds(target: Backend, nodes: Sequence[int], progress: Callable[[str,
 
 
 def without_disturbance(seconds: dict[int, float]) -> dict[int, float]:
-    """A pass takes no longer than one over more nodes: where it seemed to, something else kept the machine busy."""
     return {nodes: min(took for more, took in seconds.items() if more >= nodes) for nodes in seconds}
 
 
@@ -190,14 +178,14 @@ def _row(name: str, budget: int, backends: Sequence[Backend], answers: Sequence[
 def agreement(
     entry: Entry, draft: str, *, memory: str | None, models_file: str | None = None, say: Callable[[str], None]
 ) -> dict[int, float]:
-    """How often the draft has the target's next token among its k best, k of `RANKS`: one pass of each over one text.
+    """Share of positions where the target's next token is among the draft's k best, k of `RANKS`.
 
     Args:
         entry: the target.
         draft: a name, path or source.
         memory: as for `edgespec.load`.
         models_file: a models.yaml besides the built-in one.
-        say: told what takes some seconds.
+        say: called with a line about a slow step.
     """
     options = LoadOptions(memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True, exact="off")
     backends = open_backends(entry, draft, models_file, options, say=say)
@@ -222,12 +210,10 @@ def _choices(backend: Backend, token_ids: Sequence[int], count: int) -> Any:
 
 
 def expected_tokens(right: float, depth: int = 8) -> float:
-    """Tokens per pass of one guessed sequence, if each token is right with this chance."""
     return sum(right**i for i in range(depth + 1))
 
 
 def drafts_here(target: str, models_file: str | None) -> list[str]:
-    """GGUF files that might draft for a target: those with a name, in the hub's cache, and beside the target."""
     places = [Path(target).absolute().parent]
     with suppress(ImportError):
         from huggingface_hub import constants

@@ -1,4 +1,4 @@
-"""Whether two GGUF files make a pair: what forbids it, and what a person should know."""
+"""Check whether two GGUF files make a pair: refusals and warnings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,6 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One line each."""
-
     refusals: list[str]
     warnings: list[str]
 
@@ -92,7 +90,9 @@ def _tokenizer(target: dict[str, Any], draft: dict[str, Any]) -> list[str]:
         if left != right:
             harmless = key in (f"{TOKENIZER}model", f"{TOKENIZER}pre", *ADDED)
             tail = (
-                "; harmless, for texts are split by the target's" if harmless else ", so they may end texts differently"
+                "; harmless: the tokenizer of the target is used"
+                if harmless
+                else ", so they may end sequences differently"
             )
             name = key.removeprefix(TOKENIZER)
             found.append(f"{name} is {_said(left)} in the target and {_said(right)} in the draft{tail}")
@@ -135,7 +135,9 @@ def _positions(target: str, draft: str, left: dict[str, Any], right: dict[str, A
     arch, of_draft = (str(header.get("general.architecture", "")) for header in (left, right))
     trained = int(right.get(f"{of_draft}.context_length", 0))
     if trained and trained < context_length:
-        found.append(f"the draft was trained for {trained} tokens, not {context_length}: beyond them it guesses badly")
+        found.append(
+            f"the draft was trained for {trained} tokens, not {context_length}: beyond them its draft tokens are bad"
+        )
     names = [{tensor.name for part in parts(path) for tensor in read_tensors(part)} for path in (target, draft)]
     if arch == of_draft and "rope_freqs.weight" in names[0] - names[1]:
         found.append(

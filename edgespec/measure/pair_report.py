@@ -1,9 +1,10 @@
-"""What was measured of a pair, for a person, as a picture, and as an entry of models.yaml."""
+"""The measurements of a pair as tables, a picture, and an entry of models.yaml."""
 
 import os
 import shutil
 from collections.abc import Sequence
 from datetime import date
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -14,15 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, RegistryError, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
-from edgespec.measure.pictures import check_picture, save_picture
 from edgespec.models.registry import OWN, read_models
 
 
 def table(found: Measured) -> str:
-    """All rows."""
     tasks = list(found.plain.by_task)
     how = "streamed" if found.streams else "in memory"
     title = f"{Path(found.target).name}, {how}" + (f", passes: {found.exact}" if found.exact else "")
@@ -42,11 +41,10 @@ def table(found: Measured) -> str:
 
 
 def recommendation(found: Measured) -> str:
-    """In a line."""
     best, plain = found.best, found.plain.tokens_per_second
     if best == found.plain:
         quickest = max(found.rows[1:], key=lambda row: row.tokens_per_second, default=None)
-        told = f"; the best guesses ({_name(quickest)}) make {_times(quickest, plain)}" if quickest else ""
+        told = f"; the best drafts ({_name(quickest)}) make {_times(quickest, plain)}" if quickest else ""
         return f"recommended: no draft, plain decoding{told}"
     use = f"{best.tokens_per_second:.2f} tokens/s, {_times(best, plain)} plain decoding"
     if best.planner == "sssd":
@@ -64,6 +62,19 @@ def _times(row: Row, plain: float) -> str:
     return f"{row.tokens_per_second / plain:.2f} ×"
 
 
+def check_picture(path: str | Path) -> None:
+    """See that a picture can be drawn into a file; call it before minutes are spent on figures.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+        UsageError: there is no such folder.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingPackage("matplotlib", "bench", "the picture")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise UsageError(f"the picture cannot be written to {path}: there is no folder {folder}")
+
+
 def picture(found: Measured, out: Path) -> None:
     """Tokens per pass and per second by budget. Raises as `check_picture`, or EdgespecError: it cannot be written."""
     check_picture(out)
@@ -79,16 +90,18 @@ def picture(found: Measured, out: Path) -> None:
     left.axhline(1, color="grey", linestyle="--", label="plain")
     right.axhline(found.plain.tokens_per_second, color="grey", linestyle="--", label="plain")
     for axes, what in ((left, "tokens per pass"), (right, "tokens/s")):
-        axes.set(xlabel="guesses per pass", ylabel=what, xscale="log")
+        axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
         axes.set_xticks(places := [row.budget for row in found.rows if row.budget], [str(place) for place in places])
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
-    save_picture(figure, out)
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:
-    """For `measured` in models.yaml."""
     best = found.best
     return {
         "machine": machine(),
@@ -160,13 +173,11 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _indent(text: str) -> str:
-    """Of the list's dashes."""
     dashes = [line for line in text.splitlines() if line.lstrip().startswith("- name:")]
     return dashes[-1][: dashes[-1].index("-")] if dashes else "  "
 
 
 def ranking(all_found: Sequence[tuple[str, Measured]]) -> str:
-    """Drafts side by side, the quickest first."""
     view = Table(title="drafts, each with its best budget", title_justify="left")
     for heading in ("draft", "budget", "tokens per pass", "tokens/s", "x plain"):
         view.add_column(heading, justify="left" if heading == "draft" else "right")

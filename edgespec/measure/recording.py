@@ -1,6 +1,6 @@
-"""A target's answers to a few questions, recorded once and kept, so that drafts can be judged without the target.
+"""A target's answers to a few questions, recorded once, so that drafts are measured without the target.
 
-One JSON line for each answer, appended when it is finished: what is interrupted goes on where it was.
+Answers are appended as JSON lines, so an interrupted recording can be resumed.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
     """(task, question), `count` of each task.
 
     Raises:
-        UsageError: there is no such task, or not so many questions.
+        UsageError: there is no such task, or fewer questions.
     """
     for task in tasks:
         if task not in QUESTIONS:
@@ -60,7 +60,6 @@ def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
 
 
 def recording_file(path: str, max_tokens: int) -> Path:
-    """Where a target's answers of at most so many tokens are kept."""
     key = hashlib.sha256(f"{identity(path)}, {max_tokens}".encode()).hexdigest()[:16]
     return cache_folder() / "recordings" / f"{Path(path).stem}-{key}.jsonl"
 
@@ -82,7 +81,7 @@ def record(
         progress: called with answers that are there, and all.
     """
     known = {row["question"]: row for row in _read(kept)}
-    planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # the text is the same
+    planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # with equal answers
     session = target.open()
     try:
         for number, (_, question) in enumerate(asked):
@@ -105,7 +104,6 @@ def record(
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """What was recorded; a line that was cut off is none."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError:

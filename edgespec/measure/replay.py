@@ -1,7 +1,7 @@
-"""Recorded text in the place of a target model: measures and calibrates planners that need no model.
+"""Recorded answers in the place of a target model: measures planners without it.
 
-At temperature 0 a target's text does not depend on the planner, so walking a recorded answer gives the acceptance
-lengths that the target itself would have given. The SSSD paper (section 3.1.3) fits its parameters in this way.
+At temperature 0 a target's tokens do not depend on the planner. So walking a recorded answer gives the acceptance
+lengths that the target itself would give.
 """
 
 import json
@@ -12,9 +12,12 @@ from time import perf_counter
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.text import render_chat, user_messages
+from edgespec.loop.tree import only
 from edgespec.loop.verify import walk
 
 MAX_LEAVES = 256  # llama.cpp's limit
@@ -22,8 +25,6 @@ MAX_LEAVES = 256  # llama.cpp's limit
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A prompt, and what a model wrote after it."""
-
     prompt_ids: list[int]
     output_ids: list[int]
     category: str = ""
@@ -31,14 +32,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a planner gained on one recorded text."""
-
     acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
     plan_seconds: list[float]  # of each pass
 
 
 def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:
-    """Recorded answers: a JSONL file of objects with the texts `prompt` and `output`, perhaps a `category`.
+    """Read a JSONL file of objects with `prompt` and `output`, perhaps a `category`.
 
     Args:
         path: the file.
@@ -69,14 +68,14 @@ def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Rec
 def replay(
     planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
 ) -> Replay:
-    """Let the planner guess a recorded output, as `generate.generate_tokens` would.
+    """Draft a recorded output, as `generate.generate_tokens` would.
 
     Args:
         planner: a planner that touches no target.
         prompt_ids: at least one token.
         output_ids: what the target wrote.
         budget: most nodes per tree.
-        vocab_size: of the target; a draft model guesses no token beyond it.
+        vocab_size: of the target; a draft model proposes no token beyond it.
     """
     sampling, noise = SamplingParams(), Noise(0, vocab_size)
     token_ids, end = list(prompt_ids), len(prompt_ids) + len(output_ids)
@@ -85,11 +84,12 @@ def replay(
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
         started = perf_counter()
-        tree = planner.plan(context, budget)
+        proposal = run_one(planner.propose(context, budget))
+        tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))
         plan_seconds.append(perf_counter() - started)
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]
-        planner.accept(output, 0.0)
+        planner.observe(output, 0.0)
         token_ids.extend(output)
         lengths.append(len(output))
     return Replay(lengths, plan_seconds)

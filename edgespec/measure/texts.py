@@ -1,4 +1,4 @@
-"""Planners side by side on real prompts, each text checked against plain decoding."""
+"""Compare planners on real prompts; every answer is checked against plain decoding."""
 
 import json
 from collections import defaultdict
@@ -23,35 +23,29 @@ from edgespec.measure.lossless import explain
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner
+from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, taken
 
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """One question."""
-
     text: str
     category: str
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one planner did so far."""
-
     runs: list[GenerationStats] = field(default_factory=list)
     by_category: dict[str, list[GenerationStats]] = field(default_factory=lambda: defaultdict(list))
     ties: int = 0
     unexplained: int = 0
 
     def add(self, stats: GenerationStats, category: str) -> None:
-        """One more run."""
         self.runs.append(stats)
         self.by_category[category].append(stats)
 
     def total(self, name: str) -> float:
-        """The sum of one figure over all runs."""
         return float(sum(getattr(stats, name) for stats in self.runs))
 
 
@@ -119,9 +113,7 @@ def run_bench(
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
-    options = {
-        name: {o: value for o, value in planner_options.items() if o in PLANNERS.get(name, ())} for name in names
-    }
+    options = {name: taken(name, planner_options) for name in names}
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     need_draft = any(name in USE_DRAFT for name in names)
@@ -145,7 +137,7 @@ def run_bench(
                 for name in names:
                     store = datastore if name in USE_DATASTORE else None
                     planner = make_planner(name, backends, store, paces[name], ahead=ahead, **options[name])
-                    # A fresh cache for every text: nobody profits from what another planner left behind.
+                    # A fresh cache for every answer: no planner profits from another.
                     with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)
@@ -176,10 +168,10 @@ def _report(
             "mean_of_prompts": sum(lengths) / len(lengths),
             "tokens_per_second": speed,
             "ratio_to_plain": speed / plain_speed,
-            "draft_share": tally.total("draft_seconds") / seconds,
-            "target_share": tally.total("target_seconds") / seconds,
-            "wait_share": tally.total("wait_seconds") / seconds,
-            "plan_share": tally.total("plan_seconds") / seconds,
+            **{
+                f"{part}_share": tally.total(f"{part}_seconds") / seconds
+                for part in ("draft", "target", "wait", "plan")
+            },
             "by_prompt": [{"tokens": stats.tokens, "passes": stats.passes} for stats in tally.runs],
             "ties": tally.ties,
             "unexplained": tally.unexplained,
@@ -204,35 +196,21 @@ def _report(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for a person."""
     shapes = f", passes: {report['exact']}" if report["exact"] else ""
     title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}{shapes}"
     view = Table(title=title, title_justify="left")
     view.add_column("planner")
-    for heading in (
-        "acceptance length",
-        "tokens/s",
-        "x plain",
-        "draft",
-        "target",
-        "disk",
-        "planning",
-        "plain's text",
-    ):
+    headings = ("acceptance length", "tokens/s", "x plain", "draft", "target", "disk", "planning", "plain's tokens")
+    for heading in headings:
         view.add_column(heading, justify="right")
     for name, row in report["planners"].items():
         equal = f"{report['prompts'] - row['ties'] - row['unexplained']} equal"
+        shares = row["draft_share"], row["target_share"] - row["wait_share"], row["wait_share"]
         view.add_row(
-            name,
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio_to_plain']:.2f}",
-            f"{100 * row['draft_share']:.0f} %",
-            f"{100 * (row['target_share'] - row['wait_share']):.0f} %",
-            f"{100 * row['wait_share']:.0f} %",
-            f"{100 * row['plan_share']:.1f} %",
+            name, f"{row['acceptance_length']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['ratio_to_plain']:.2f}",
+            *(f"{100 * share:.0f} %" for share in shares), f"{100 * row['plan_share']:.1f} %",
             ", ".join([equal, *(f"{row[key]} {word}" for key, word in VERDICTS if row[key])]),
-        )
+        )  # fmt: skip
     categories = list(next(iter(report["planners"].values()))["by_category"])
     text = StringIO()
     console = Console(file=text, width=110)

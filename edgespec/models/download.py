@@ -1,7 +1,7 @@
-"""Fetching a large file so that no byte is fetched twice: in pieces, several at once, kept when a connection is cut.
+"""Fetch a large file in pieces, several at once. A cut connection loses no byte.
 
-Beside the partial file lies a record of how many bytes of each piece are there. A checksum over the whole decides at
-the end, so a record that a crash left behind its data, or before it, does no harm.
+A record next to the partial file holds the bytes of each piece. The checksum at the end finds a record that does not
+match its data after a crash.
 """
 
 import errno
@@ -42,14 +42,14 @@ def download(
 
     Args:
         request: opens a streamed answer to a GET with this range. Errors of the connection may be of any type.
-        path: where to; beside it lie `*.edgespec-partial` and `*.edgespec-record` while it is not complete.
+        path: of the file; `*.edgespec-partial` and `*.edgespec-record` lie next to it until it is complete.
         size: bytes of the file.
         sha256: of the file, 64 hexadecimal digits.
         progress: called a few times a second, in this thread.
 
     Raises:
         EdgespecError: the server does not have it, sends something else, or keeps cutting the connection; the disk is
-            full. What was fetched stays, unless its checksum is wrong.
+            full. Fetched bytes stay, unless the checksum is wrong.
     """
     there = Partial(path, size)
     try:
@@ -72,7 +72,6 @@ def download(
 
 
 def checksum(path: Path, progress: Callable[[int], None] = lambda done: None) -> str:
-    """SHA-256 of a file, 64 hexadecimal digits."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as file:
         while data := file.read(1 << 22):
@@ -83,8 +82,6 @@ def checksum(path: Path, progress: Callable[[int], None] = lambda done: None) ->
 
 
 class Partial:
-    """A file of which some pieces, or the beginnings of some, are there."""
-
     def __init__(self, path: Path, size: int) -> None:
         """
         Args:
@@ -105,15 +102,12 @@ class Partial:
             self._counts_file.write(COUNT.pack(PIECE) + b"".join(map(COUNT.pack, self.counts)))
 
     def end(self, piece: int) -> int:
-        """Where a piece ends in the file."""
         return min(self.size, self.starts[piece] + PIECE)
 
     def next(self, piece: int) -> int:
-        """Where the first byte belongs that is missing of a piece."""
         return self.starts[piece] + self.counts[piece]
 
     def missing(self) -> list[int]:
-        """Pieces that are not complete."""
         return [piece for piece in range(len(self.starts)) if self.next(piece) < self.end(piece)]
 
     def done(self) -> int:
@@ -136,24 +130,19 @@ class Partial:
                     self._counts_file.write(COUNT.pack(self.counts[piece]))
 
     def sync(self) -> None:
-        """Have the disk hold it."""
         with _disk(self.data):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Leave the files as they are."""
         self._file.close()
         self._counts_file.close()
 
     def remove(self) -> None:
-        """Forget what is there."""
         for file in (self.data, self._record):
             file.unlink(missing_ok=True)
 
 
 class _disk:  # noqa: N801
-    """Errors of the disk, told from those of connections, which are OSErrors as well."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -184,7 +173,6 @@ def _in_pieces(request: Request, there: Partial, progress: Progress) -> None:
 
 
 def _run(works: Sequence[Callable[[threading.Event], None]], there: Partial, progress: Progress) -> None:
-    """Each in a thread of its own; the first error ends all of them, Ctrl-C too."""
     stop, errors = threading.Event(), list[BaseException]()
 
     def run(work: Callable[[threading.Event], None]) -> None:
@@ -232,15 +220,12 @@ def _keep_trying(attempt: Callable[[], bool], position: Callable[[], int], stop:
 
 
 class _BusyError(Exception):
-    """The server wants to be asked again later."""
-
     def __init__(self, status: int, pause: float) -> None:
         super().__init__(f"HTTP {status}")
         self.pause = pause
 
 
 def _piece(request: Request, there: Partial, piece: int, stop: threading.Event) -> bool:
-    """One request for what is missing of a piece; whether the piece is complete then."""
     at, end = there.next(piece), there.end(piece)
     if at == end:
         return True
@@ -260,7 +245,6 @@ def _piece(request: Request, there: Partial, piece: int, stop: threading.Event) 
 
 
 def _whole(request: Request, there: Partial, stop: threading.Event) -> None:
-    """From a server without ranges: read on past what is there already."""
     reached = there.done()
 
     def attempt() -> bool:

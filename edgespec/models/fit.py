@@ -1,4 +1,4 @@
-"""What of the named models fits this machine: sizes, memory, disk, and bytes that every pass would read."""
+"""The named models on this machine: sizes, memory, disk, and bytes that every pass would read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from edgespec.errors import EdgespecError
 from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, local_path
 
-BESIDE = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program: a guess from 8 B to 70 B
+RUNTIME = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program, from 8 B to 70 B
 LEAST = 1 / 16  # of a target: its largest layers, output matrix and window; with less memory it does not run
 
 
@@ -20,12 +20,11 @@ class Fit:
     target: int
     draft: int
     missing: int  # that would be fetched
-    streamed: int  # read by every pass; of a mixture of experts at most so many
+    streamed: int  # read by every pass; an upper bound for mixtures of experts
     verdict: str  # for a person
 
     @property
     def order(self) -> tuple[int, int]:
-        """The best first: the largest that stays in memory, then by what is streamed, then what does not run."""
         if not self.target:
             return 2, 0
         if "too" in self.verdict:
@@ -34,7 +33,7 @@ class Fit:
 
 
 def fit(entry: Entry, memory: int, disk: int) -> Fit:
-    """How a model would run.
+    """Estimate how a model runs here.
 
     Args:
         entry: from models.yaml.
@@ -43,13 +42,13 @@ def fit(entry: Entry, memory: int, disk: int) -> Fit:
     """
     (target, have), (draft, have_draft) = (_size(entry, source) for source in (entry.target, entry.draft))
     missing = (0 if have else target) + (0 if have_draft else draft)
-    over = target + draft + BESIDE - memory
+    over = target + draft + RUNTIME - memory
     streamed = 0 if over <= 0 else min(over, target)
     if not target:
         verdict = "size not known"
     elif missing > disk:
         verdict = f"too large for the disk: {disk / 1e9:.0f} GB are free"
-    elif draft + BESIDE + target * LEAST > memory:
+    elif draft + RUNTIME + target * LEAST > memory:
         verdict = "too little memory"
     elif streamed:
         verdict = f"streams about {streamed / 1e9:.1f} GB per pass"

@@ -1,7 +1,7 @@
-"""Single values from a GGUF's header, read without an engine.
+"""Single values from a GGUF's header, read without an engine and without the package gguf.
 
-The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, how many tensors, how many keys; then for each
-key its name, the type of its value, and the value. Lists, such as the vocabulary, are skipped.
+The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, number of tensors, number of keys. Each key has a
+name, a type and a value. Lists, such as the vocabulary, are skipped.
 """
 
 import re
@@ -29,7 +29,6 @@ SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a split GGUF, by that of any of them; else the name alone."""
     match = SPLIT_NAME.fullmatch(name)
     if not match:
         return [name]
@@ -64,7 +63,6 @@ def own_values(path: str) -> dict[str, Value]:
 
 
 def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
-    """As `own_values`, and how long the family's lists are, by their names."""
     found = _read(path, "")
     prefix = next((f"{value}." for key, value, _ in found if key == "general.architecture"), ".")
     own = [(key.removeprefix(prefix), value, length) for key, value, length in found if key.startswith(prefix)]
@@ -73,12 +71,10 @@ def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
 
 
 def has_states(path: str) -> bool:
-    """Whether some of a model's layers are recurrent; raises as `header_values` does."""
     return any(key.startswith(OF_STATES) for key in own_values(path))
 
 
 def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:
-    """Keys with their values; of lists, the length instead."""
     (version,) = NUMBER.unpack_from(view, 4)
     if version not in VERSIONS:
         raise KeyError(version)
@@ -104,7 +100,6 @@ def _value(view: mmap, at: int, end: int, kind: int) -> Value:
 
 
 def _after(view: mmap, at: int, kind: int) -> int:
-    """Where a value ends that starts at `at`."""
     if kind == STRING:
         return _after_string(view, at)
     if kind != LIST:

@@ -1,8 +1,7 @@
-"""What a GGUF calls a model, and what transformers and mlx-lm call it: configuration, tensor names, tensor layouts.
+"""Names of GGUF, transformers and mlx-lm for one model: configuration, tensor names, tensor layouts.
 
-Written from what llama.cpp's convert_hf_to_gguf.py does on the way in and from what llama.cpp computes: where a header
-does not say something (Gemma's attention scale, say), llama.cpp's own rule decides. Whatever is not understood
-is refused, because a folder that loads and computes something else is worse than none.
+It reverses llama.cpp's convert_hf_to_gguf.py. Where a header is silent (Gemma's attention scale), llama.cpp's own rule
+holds. Anything else is refused, because a folder that computes something else is worse than none.
 """
 
 import math
@@ -64,22 +63,11 @@ ATTENTION_BIASES = _biases(ATTENTION, "attn_q", "attn_k", "attn_v", "attn_output
 MLP_BIASES = _biases(MLP, "ffn_gate", "ffn_up", "ffn_down")
 
 # Header keys, after the architecture's name, that mean the same in every family.
-COMMON_KEYS = frozenset(
-    {
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
-        "rope.freq_base",
-        "rope.dimension_count",
-    }
-)
+COMMON_KEYS = frozenset({
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
+})  # fmt: skip
 SCALING_KEYS = frozenset(
     {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
 )
@@ -87,8 +75,6 @@ SCALING_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that share tensor names and layouts."""
-
     model_type: str  # as in config.json
     class_name: str
     layer: Mapping[str, str]  # tensors of a layer: GGUF name -> name in the folder
@@ -214,7 +200,7 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
         config["rope_scaling"] = scaling
 
     experts = {"num_experts_per_tok": read("expert_used_count", 0)}
-    # llama.cpp tells Gemma 2 27B and Gemma 3 27B by their number of layers.
+    # llama.cpp recognises Gemma 2 27B and Gemma 3 27B by their number of layers.
     wide = hidden // heads if config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}.get(name) else head_dim
     gemma = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if family is MIXTRAL:
@@ -335,7 +321,6 @@ def folder_tensors(
 
 
 def _halves(rows: Float32Array, heads: int) -> Float32Array:
-    """Rows of each head from (0, n/2, 1, n/2 + 1, …), as llama.cpp rotates them, back to 0, 1, 2, …"""
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -345,7 +330,14 @@ def check_magic(path: str | Path) -> None:
     file = Path(path)
     if not file.is_file():
         raise ModelError(f"{path}: {'is a folder, not a GGUF file' if file.exists() else 'there is no such file'}")
-    with file.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
+    if (magic := _magic(file)) != b"GGUF":
         raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
+
+
+def is_gguf(path: str | Path) -> bool:
+    return _magic(path) == b"GGUF"
+
+
+def _magic(path: str | Path) -> bytes:
+    with open(path, "rb") as stream:
+        return stream.read(4)

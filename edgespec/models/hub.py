@@ -1,7 +1,7 @@
-"""Models on the Hugging Face hub: which files a source means, which of them are here, and fetching the others.
+"""Models on the Hugging Face hub: the files of a source, those that are in the cache, and fetching the others.
 
-The cache is the hub's own, so other programs share the files. Large ones are fetched by `download.py`, since
-huggingface_hub from 1.18 on starts anew after every cut; small ones, and those without a checksum, by the library.
+The cache is the hub's own, so other programs share the files. `download.py` fetches large ones, because
+huggingface_hub from 1.18 on starts again after every cut. The library fetches the others.
 """
 
 import json
@@ -25,13 +25,11 @@ BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IG
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)  # of a model folder
-SPARE = 10**9  # bytes of the disk that are left alone
+SPARE = 10**9  # bytes of the disk that stay free
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """What follows `hf:`."""
-
     repository: str  # OWNER/NAME
     revision: str = MAIN
     file: str = ""  # a GGUF file; of a split one, any part
@@ -39,14 +37,11 @@ class HubSource:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a model folder rather than a file."""
         return not self.file and self.type is None
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file on the hub, as the hub describes it."""
-
     name: str
     size: int
     sha256: str  # "" if the hub does not say: then it is a small file, or the hub is a mirror
@@ -55,26 +50,22 @@ class HubFile:
 
     @property
     def is_here(self) -> bool:
-        """Whether its bytes are in the cache."""
         return self.path.exists() or bool(self.sha256 and self.blob.exists())
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files that a source needs, at one commit."""
-
     source: HubSource
     commit: str
     files: list[HubFile]  # the first is what an engine is given, unless it is a folder
 
     @property
     def missing(self) -> list[HubFile]:
-        """Those that are not in the cache."""
         return [file for file in self.files if not file.is_here]
 
 
 def parse(rest: str) -> HubSource:
-    """A source without its `hf:`.
+    """Parse a source without its `hf:`.
 
     Raises:
         UsageError: it has none of these forms.
@@ -105,7 +96,6 @@ def choose_file(names: Sequence[str], type_: str) -> str | None:
 
 
 def cached(source: HubSource) -> str | None:
-    """The file or folder behind a source if all of it is in the cache; nothing is asked of the hub."""
     hub = _library(source)
     from huggingface_hub import constants
 
@@ -133,7 +123,6 @@ def tokenizer_of(source: HubSource, fetch: bool) -> str:
 
 
 def _snapshot(source: HubSource, cache: str) -> Iterator[str]:
-    """Names of the GGUF files of a revision that are in the cache."""
     folder = Path(cache) / f"models--{source.repository.replace('/', '--')}"
     reference = folder / "refs" / source.revision
     snapshot = folder / "snapshots" / (reference.read_text() if reference.is_file() else source.revision)
@@ -152,7 +141,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def ask(source: HubSource) -> Listing:
-    """What the hub has of a source, now.
+    """The files of a source on the hub, now.
 
     Raises:
         ModelError: no such repository or file, or the hub does not answer.
@@ -206,7 +195,7 @@ def _sha256(etag: str | None) -> str:
 
 
 def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) -> None:
-    """Refuse what is not what models.yaml says.
+    """Refuse files that differ from models.yaml.
 
     Args:
         listing: what the hub has.
@@ -229,7 +218,7 @@ def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) ->
 
 
 def check_space(listings: Sequence[Listing]) -> None:
-    """Refuse to begin what the disk has no room for. Raises EdgespecError with both sizes."""
+    """Refuse downloads that the disk has no room for. Raises EdgespecError with both sizes."""
     from huggingface_hub import constants
 
     needed = sum(file.size for listing in listings for file in listing.missing)
@@ -261,7 +250,7 @@ def fetch(
     Args:
         listing: from `ask`, checked.
         progress: called with what is done with which file, bytes done and bytes in all.
-        say: told, as a line, what a person should know.
+        say: called with a line for the user.
 
     Raises:
         EdgespecError: it cannot be fetched; what is there stays for the next try.
@@ -274,7 +263,7 @@ def fetch(
         elif file.size > 1 << 20:
             say(f"{file.name}: no checksum is known, so this is fetched by huggingface_hub, which cannot resume")
     with _errors(source):
-        for file in listing.files:  # links; by the revision that was asked for, so that the cache remembers it
+        for file in listing.files:  # by the requested revision, so that the cache remembers it
             path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
         if source.is_folder:
             return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
@@ -306,7 +295,7 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
             say(f"{file.name}: another program is fetching it; waiting")
             lock.acquire()
         try:
-            if not file.blob.exists():  # else the other program was quick
+            if not file.blob.exists():
                 label = file.name.rpartition("/")[2]
                 download(
                     request, file.blob, file.size, file.sha256,
@@ -328,7 +317,6 @@ def _library(source: HubSource) -> Any:
 
 @contextmanager
 def _errors(source: HubSource) -> Iterator[None]:
-    """What the library and the network's libraries raise, as one line."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

@@ -1,7 +1,7 @@
-"""How a model's own file or folder proposes to sample, and what holds when models.yaml is asked first.
+"""Sampling parameters from a model's own file or folder, after models.yaml.
 
-A GGUF says so under general.sampling.*, a model folder in generation_config.json. What is out of range, or means
-nothing here, is left out with a note: nobody can be made to edit somebody else's model.
+A GGUF has them under general.sampling.*, a model folder in generation_config.json. Values that are out of range or
+unknown are left out with a note: a user cannot edit another author's model.
 """
 
 import json
@@ -12,11 +12,12 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_model import is_gguf
 from edgespec.models.registry import SAMPLING, Defaults
 
 GGUF_PREFIX = "general.sampling."
-# GGUF key -> ours. Keys as in llama.cpp's llama-arch.cpp, read as its `common_init_sampler_from_model` does; but a
-# repetition penalty looks at the whole text here, not at the last 64 tokens.
+# GGUF key -> ours, as llama.cpp's `common_init_sampler_from_model` reads them. A repetition penalty counts the whole
+# sequence here, not the last 64 tokens.
 GGUF_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -62,12 +63,10 @@ def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _of_file(path: str) -> tuple[dict[str, Any], list[str]]:
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise ModelError(f"{path}: there is no such file")
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":  # a file of an engine that does not say how to sample
-            return {}, []
+    if not is_gguf(path):  # a file of another engine
+        return {}, []
     values = {key.removeprefix(GGUF_PREFIX): value for key, value in header_values(path, GGUF_PREFIX).items()}
     unknown = [key for key in NOT_HERE if values.get(key)]
     notes = [f"left out of the model's own sampling: {', '.join(unknown)}, which edgespec does not have"]

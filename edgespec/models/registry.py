@@ -25,8 +25,6 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Defaults(BaseModel):
-    """What a model's entry presets; the command line has the last word."""
-
     model_config = ConfigDict(extra="forbid")
 
     planner: str | None = None
@@ -40,13 +38,10 @@ class Defaults(BaseModel):
     repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams` that are given, a 0 too."""
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
 
 class FileFacts(BaseModel):
-    """What is known of a file on the hub; `pull` checks it."""
-
     model_config = ConfigDict(extra="forbid")
 
     bytes: int = Field(gt=0)  # of a split GGUF all parts together
@@ -54,8 +49,6 @@ class FileFacts(BaseModel):
 
 
 class Entry(BaseModel):
-    """One model."""
-
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1)
@@ -113,7 +106,6 @@ def read_models(path: Path) -> list[Entry]:
 
 
 def _line(node: Any, loc: tuple[int | str, ...]) -> int:
-    """The 1-based line of the deepest part of `loc` that is in the file."""
     for part in loc:
         if isinstance(node, yaml.MappingNode):
             inner = [value for key, value in node.value if key.value == part]
@@ -171,7 +163,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
 
 
 def is_folder(source: str) -> bool:
-    """Whether a source is a model folder, here or on the hub, rather than a file.
+    """True if a source is a model folder, here or on the hub.
 
     Raises:
         ModelError: a folder has no config.json, or the package that has it is not installed.
@@ -193,7 +185,7 @@ def local_path(
         source: see models.yaml.
         weights: those of a folder on the hub are wanted, too.
         fetch: ask the hub; else only its cache.
-        say: told how far fetching is.
+        say: called with the progress.
 
     Raises:
         UsageError: a hub source is neither a repository nor a file in one.

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: where its tensors lie. Nothing but the header is read.
+"""The header of a safetensors file: where its tensors lie.
 
-The format: 8 bytes, the header's length as a little-endian number; the header, JSON, padded with spaces; the tensors'
-bytes, whose places in the header count from the end of it (https://github.com/huggingface/safetensors).
+The format: 8 bytes with the header's length (little-endian), the header as JSON padded with spaces, the tensors' bytes.
+Offsets count from the end of the header (https://github.com/huggingface/safetensors).
 """
 
 import json
@@ -22,8 +22,6 @@ ITEM_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
-
     name: str
     dtype: str  # "BF16"
     shape: tuple[int, ...]

@@ -1,9 +1,8 @@
-"""The draft's search goes on while the target works, in a thread of its own, and across rounds.
+"""The draft's search goes on while the target runs, in a thread of its own, and across steps.
 
-The target's walk ends at an *exit*: the nodes it accepted, then the token of its own. Where that token was drafted and
-read, too, the next round's search is what lies below it. Only the origin moves: log-probabilities and depths are
-counted from the new root, the order of the nodes stays, so a re-rooted search goes on as one from there would have,
-with some of its work done.
+Verification ends at an *exit*: the accepted nodes, then the bonus. Where that token was drafted and read, too, the next
+step's search is what lies below it. Only the origin moves: log-probabilities and depths are
+counted from the new root, and the order of the nodes stays.
 """
 
 import os
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from threading import Event, Lock
 from time import perf_counter
@@ -24,21 +24,21 @@ from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, KeepsNodes, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.planner import Context
+from edgespec.loop.planner import Context, PlannerStats
 from edgespec.loop.sampling import IdArray, Scores
 from edgespec.loop.tree import nodes_below, parents_among
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.drafting import Guess
+from edgespec.planners.drafting import ChildScores
 from edgespec.planners.search import COMMITTED, NOT_READ, Search
 from edgespec.planners.specexec import SpecExecPlanner
 
 KNOWN = 512  # nodes that are known beyond those that are sent: exits lie there
 UNLIKELY = 0.001  # nodes less probable are not read ahead
-QUICK = 0.0005  # seconds after which Python's threads take turns: the target's callbacks must not wait for the draft's
+QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft's
 
 
 class Worker:
-    """One task at a time. Who gives it waits for its end before touching what it works on."""
+    """Run one task at a time. The caller waits for its end before it touches what the task works on."""
 
     def __init__(self, interrupt: Callable[[], None], *, nice: bool = True) -> None:
         """
@@ -56,12 +56,12 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a task was given that nobody has waited for."""
+        """True if a task was given and not waited for."""
         return self._task is not None
 
     @contextmanager
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
-        """Within it the task goes on; at the end it is told to stop, and not waited for."""
+        """Run the task within; at the end it is told to stop, and not waited for."""
         if self._executor is None:
             give_way = _give_way if self._nice else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
@@ -138,11 +138,9 @@ class AheadSearch(Search):
 
     @property
     def most_known(self) -> int:
-        """See `Search`."""
         return max(self.known, self.budget)
 
     def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
-        """See `Search`."""
         with self.lock:
             super().add_children(batch, places, ids, values)
 
@@ -171,7 +169,7 @@ class AheadSearch(Search):
         return unread
 
     def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
-        """What lies below a node that was read, as a search of its own: the node is committed text now.
+        """Return what lies below a node that was read, as a search of its own: the node is committed now.
 
         Args:
             node: the new root.
@@ -210,7 +208,7 @@ class AheadPlanner(SpecExecPlanner):
         self,
         draft: Backend,
         *,
-        texts: int = 1,
+        sequences: int = 1,
         top_up: bool = True,
         forks: int = 0,
         nice: bool = True,
@@ -219,27 +217,30 @@ class AheadPlanner(SpecExecPlanner):
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.
-            texts: that may be written at once, with sessions of this draft.
-            top_up: add to what it has found meanwhile before it is sent; without, the target starts at once, with
-                nothing where nothing was found (pre-verify and post-verify of PEARL, arXiv 2408.11850).
-            forks: most children of the likeliest path's least sure node that are read first meanwhile, the fewer the
-                surer it is (the branches of SpecBranch, arXiv 2506.01979).
+            sequences: that may be generated at once, with sessions of this draft.
+            top_up: go on with the search before it is sent. Without, the target starts at once, if need be with the
+                root alone (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            forks: most children of the most probable path's least sure node that are read first while the target runs;
+                fewer where that node is surer (the branches of SpecBranch, arXiv 2506.01979).
             nice: the thread gives way to others: target and draft share processors.
             options: of `SpecExecPlanner`.
         """
         super().__init__(draft, **options)
-        self.went_on = 0  # rounds since `begin` whose search went on in the next
-        self._texts, self._top_up, self._forks = texts, top_up, forks
-        self.hidden_seconds = 0.0  # since `begin`, of draft passes beside which the target worked
+        self._went_on = 0  # as in `PlannerStats`
+        self._hidden_seconds = 0.0  # as in `PlannerStats`
+        self._sequences, self._top_up, self._forks = sequences, top_up, forks
         self._worker = Worker(draft.interrupt, nice=nice)
-        self._context: Context | None = None  # of the last plan
-        self._went_ahead = False  # in this round
+        self._context: Context | None = None  # of the last proposal
+        self._went_ahead = False  # in this step
         self._reading = list[int]()  # nodes of the pass under way
 
-    def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
-        """See `SpecExecPlanner`."""
-        self._went_ahead, self.went_on, self.hidden_seconds = False, 0, 0.0
-        super().begin(prompt_ids, read)
+    @property
+    def stats(self) -> PlannerStats:
+        return replace(super().stats, hidden_seconds=self._hidden_seconds, went_on=self._went_on)
+
+    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+        self._went_ahead, self._went_on, self._hidden_seconds = False, 0, 0.0
+        super().begin(prompt_ids, read=read)
 
     def _begun(self, context: Context, budget: int) -> Search:
         search = self._search
@@ -251,46 +252,46 @@ class AheadPlanner(SpecExecPlanner):
         if not at_once:
             yield from super()._grow(search, context, steps)
 
-    def _read_root(self, search: Search, guess: Guess, context: Context) -> DraftSteps[None]:
+    def _read_root(self, search: Search, scores: ChildScores, context: Context) -> DraftSteps[None]:
         if search.place[0] == NOT_READ:
-            yield from super()._read_root(search, guess, context)
+            yield from super()._read_root(search, scores, context)
 
     @contextmanager
-    def beside(self, nodes: int) -> Iterator[None]:
-        """Within it the target verifies the tree, of so many nodes: the search goes on."""
+    def while_target_runs(self, nodes: int) -> Iterator[None]:
+        """See `Planner`: the search goes on."""
         search, context = self._search, self._context
         if search is None or context is None:
             yield
             return
         self._went_ahead = True
-        due = perf_counter() + float(context.cost.seconds(nodes)) if context.cost else np.inf
+        due = perf_counter() + float(context.pass_times.seconds(nodes)) if context.pass_times else np.inf
         try:
             with self._worker.doing(partial(self._go_on, search, context, due)):
                 yield
         except BaseException:
-            self.accept([], 0.0)
+            self.observe([], 0.0)
             raise
 
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
         """Read the likeliest nodes, in the tree or not, until one more pass would outlast the target's."""
-        guess, depth = Guess(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
-        leaves, self._reading = self._limits.leaves(context.texts), []
+        scores, depth = ChildScores(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
+        leaves, self._reading = self._limits.leaves(context.sequences), []
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
-        drafter.pass_cost = PassTimes()  # what a pass takes beside the target's is no measure for others
+        drafter.pass_cost = PassTimes()  # pass times while the target runs are no measure for others
         try:
-            self._pass(self._read_root(search, guess, context))
+            self._pass(self._read_root(search, scores, context))
             forks = search.forks(self._forks, depth) if self._forks else None
             while not self._worker.stopped.is_set() and perf_counter() + drafter.last < due:
                 nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
                 batch = search.take(nodes, self._beam, leaves, self._limits.max_nodes)
                 if len(batch):
                     self._reading = batch.tolist()
-                    self._pass(self._read(search, guess, batch))
+                    self._pass(self._read(search, scores, batch))
                 elif forks is None:
                     return
                 forks = None
         finally:
-            self.hidden_seconds += drafter.seconds - before
+            self._hidden_seconds += drafter.seconds - before
             drafter.seconds, drafter.pass_cost = before, cost
 
     def _pass(self, steps: DraftSteps[None]) -> None:
@@ -298,17 +299,17 @@ class AheadPlanner(SpecExecPlanner):
             run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
-        """Whether what goes on beside the target is of no use, since the text goes on elsewhere."""
+        """True if the pass under way is of no use, since the sequence goes on elsewhere."""
         with search.lock:
             path = search.follow(tokens)
-            if tokens and search.place[0] == NOT_READ:  # it is catching up with the text
+            if tokens and search.place[0] == NOT_READ:  # it is reading the sequence
                 return False
             if not tokens or len(path) < len(tokens):
                 return True
             return bool(search.place[path[-1]] == NOT_READ) and path[-1] not in self._reading
 
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """Commit what the draft has read of the target's text, and keep what it knows of how that goes on."""
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        """Commit what the draft has read of the new tokens, and keep what lies below them."""
         search, self._search = self._search, None
         late = False
         if self._worker.busy:
@@ -322,9 +323,9 @@ class AheadPlanner(SpecExecPlanner):
             kept = self._commit_keeping(places)
             self._drafter.evaluated = len(kept)
             new = search.rerooted(path[-1], kept)
-            if new and new.leaves <= self._limits.leaves(self._texts):  # others need theirs between our rounds
+            if new and new.leaves <= self._limits.leaves(self._sequences):  # others need theirs between our steps
                 self._search = new
-                self.went_on += 1
+                self._went_on += 1
             elif kept:
                 self._drafter.commit([])
         elif search:
@@ -356,4 +357,4 @@ class AheadPlanner(SpecExecPlanner):
 
 
 class AheadChainPlanner(ChainPlanner, AheadPlanner):
-    """The same for a tree without branches."""
+    """`AheadPlanner` for a tree without branches."""

@@ -1,70 +1,51 @@
-"""Whatever writes fastest: in every round nothing, copied guesses, or drafted ones, by what they have gained so far.
+"""Whatever generates fastest: in every step the candidate with the most tokens per second, or plain decoding.
 
-The question of a round is which of these makes the most tokens per second (`cost.py`):
-
-    nothing     one node: 1 / pass(1)
-    copies      the tree of `sssd.py`, cut to the size that pays; finding it costs next to nothing
-    a draft     a chain of k tokens is foretold to gain 1 + a + … + a^k, where a is the share of tokens in which the
-                draft has agreed; reading what the draft has missed counts
-
-An `AutoState` learns three things, and keeps them from one sequence to the next: pass times, how far the copies'
-probabilities can be trusted, how often the draft agrees. A draft that was asked little gets the benefit of the doubt,
-which fades as it is asked: so where it does not pay, it is tried a few times and left alone. Nothing of this decides
-what is written, only how it is guessed.
+Each candidate is a planner with an estimate. It is asked where the estimate beats the best so far, and then says which
+part of its tree pays (`cost.py`). An `AutoState` learns pass times and how well the candidates did; it is kept from one
+sequence to the next. Nothing of this decides which tokens are generated, only in how many passes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import inf, sqrt
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from edgespec.loop.backend import Session
-from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.backend import Logits, Session
+from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
-from edgespec.loop.planner import Context, GoesAhead
-from edgespec.loop.tree import DraftTree, best_nodes, root_only
-from edgespec.planners.cost import chain_goodput
-from edgespec.planners.drafting import agreed
+from edgespec.loop.planner import Context, Planner, PlannerStats
+from edgespec.loop.tree import DraftTree, Proposal, only, root_only
 from edgespec.planners.guard import Guard
-from edgespec.planners.path_cost import best_part, rows_of
-from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.planners.sssd import SssdPlanner
+from edgespec.planners.path_cost import rows_of
 
 BELIEF = 4.0  # things hoped for that count as seen before any was
-AGREEMENT = 0.7  # what is believed of a draft before it was asked
-DOUBT = 0.2  # benefit of the doubt, over the root of the tokens a draft was asked for
-GAIN = 1.1  # by which a draft must be foretold to beat what writes fastest without it: trying costs, too
-EARLIER = 4  # so many tokens of earlier texts dispel as much doubt as one of this text
-MOST_EARLIER = 64  # … and no more than so many count
-LEAST_TRUST = 0.05
 HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
-FURTHER = 16  # times the nodes of the largest pass seen, a tree may have: what more cost, is foretold too far
+FURTHER = 16  # times the nodes of the largest pass seen, a tree may have: beyond that pass times are not predictable
 PATIENCE = 64  # tokens in memory, besides the prompt's number, before a draft is first asked: it costs a tenth of them
-PLAIN = 3  # passes in memory before anything is guessed: the first after loading may take twice as long as others …
-PLAIN_STREAMED = 1  # … and where weights are streamed: processors differ in what nodes cost them
+PLAIN = 3  # passes in memory before anything is proposed: the first after loading may take twice as long as others
+PLAIN_STREAMED = 1  # the same where weights are streamed: processors differ in what nodes cost them
 RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
 
 
 @dataclass(slots=True)
 class Share:
-    """How many of the things hoped for came; earlier ones fade."""
+    """Share of the things hoped for that came; earlier ones fade."""
 
     fading: float  # of what was seen, with each further thing
     came: float = 0.0
     hoped: float = 0.0
 
     def add(self, came: float, hoped: float) -> None:
-        """So many more."""
+        """More things were hoped for, and came."""
         self.fade(hoped)
         self.came, self.hoped = self.came + came, self.hoped + hoped
 
     def fade(self, times: float) -> None:
-        """What was seen counts less."""
+        """Count less what was seen."""
         left = self.fading**times
         self.came, self.hoped = self.came * left, self.hoped * left
 
@@ -75,16 +56,25 @@ class Share:
 
 @dataclass(slots=True)
 class AutoState:
-    """What is known of a target, its draft and the copies at work; kept from text to text, and from run to run."""
+    """Measurements of a target, its draft and the copies at work; kept from sequence to sequence and run to run."""
 
     target: PassTimes = field(default_factory=PassTimes)
     draft: PassTimes = field(default_factory=PassTimes)
-    copies: Share = field(default_factory=lambda: Share(0.99))  # copied guesses that were right, of those foretold
+    copies: Share = field(default_factory=lambda: Share(0.99))  # copied tokens that were accepted, of those expected
     agreement: Share = field(default_factory=lambda: Share(0.998))  # tokens the draft knew best, of all it was asked
-    worth: Share = field(default_factory=lambda: Share(0.98))  # tokens that drafted rounds wrote, of those foretold
+    worth: Share = field(default_factory=lambda: Share(0.98))  # tokens of drafted steps, of those predicted
     guard: Guard = field(default_factory=Guard)  # of drafts that go on while the target works
     runs: int = 0  # in which it was learned
     written: int = 0  # tokens, in all of them
+
+    @property
+    def streams(self) -> bool:
+        """True if every pass reads the same weights from a disk or over a bus."""
+        return self.target.slope == FLAT
+
+    def proportions(self, sequences: int) -> Curve:
+        """Before the first pass only proportions of pass times are known: a pass over one node takes 1."""
+        return Curve(np.ones(1), np.ones(1), self.target.slope, self.target.experts, sequences)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -93,7 +83,7 @@ class AutoState:
         return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, "written": self.written, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Start from what `as_dict` gave. Every so many runs what is known of the draft is left out.
+        """Start from what `as_dict` gave. Every `RETRIED` runs what is known of the draft is left out.
 
         Raises:
             KeyError, TypeError, ValueError: it did not.
@@ -116,231 +106,161 @@ def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> Aut
     """Nothing is known but what passes read from a disk or over a bus.
 
     Args:
-        streams: all of them the same weights, so that nodes are cheap.
-        experts: those that their nodes choose: as for `cost.Curve`.
+        streams: the same weights in every pass, so that nodes are cheap.
+        experts: those that the nodes choose: as for `Curve`.
     """
     return AutoState(PassTimes(HEAVY if experts else FLAT if streams else STEEP, experts))
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """What a round was hoped to gain."""
+class Offer:
+    """A candidate's proposal."""
 
-    length: int  # of the text
-    rows: int  # of the pass
-    copied: float = 0.0  # right guesses foretold of copies
-    drafted: DraftTree | None = None  # before it was cut
-    seconds: float = 0.0  # of drafting
-    rate: Callable[[float], float] | None = None  # tokens per second foretold of drafting, by the draft's agreement
-    expected: float = 0.0  # tokens, of a drafted tree
+    proposal: Proposal  # with `nodes`: the part that pays
+    rate: float  # tokens per second of a step with it
+    expected: float = 0.0  # accepted draft tokens
+    learn: Callable[[Sequence[int], float], None] = lambda tokens, seconds: None  # verified: arguments as for `observe`
 
 
-class AutoPlanner:
-    """See the module. Either of copies and draft may be missing."""
+class Candidate(ABC):
+    """A planner that `auto` can ask."""
 
-    def __init__(
-        self,
-        name: str,
-        pace: AutoState,
-        copies: SssdPlanner | None = None,
-        draft: SpecExecPlanner | None = None,
-        patience: int = 0,
-    ) -> None:
+    goes_ahead = False  # its draft may go on while the target runs
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A sequence starts: see `Planner`."""
+        self.planner.begin(prompt_ids)
+
+    @abstractmethod
+    def estimate(self, context: Context, budget: int) -> float:
+        """Tokens per second that asking it may bring; 0: do not ask, inf: asking costs nothing."""
+
+    @abstractmethod
+    def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
+        """As for `Planner`, with the part that pays; `context.pass_times` is None before the target's first pass."""
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        """A step is over, with this candidate's proposal or another: see `Planner`."""
+        self.planner.observe(tokens, seconds)
+
+
+class AutoPlanner(Planner):
+    """See the module."""
+
+    def __init__(self, name: str, state: AutoState, candidates: Sequence[Candidate]) -> None:
         """
         Args:
-            name: what a user calls it.
-            pace: what is known; learned on.
-            copies: makes copied guesses.
-            draft: makes drafted guesses; counts its passes in `pace.draft`.
-            patience: tokens to be written before the draft is asked for the first time, besides those it has to read.
+            name: as users write it.
+            state: what is known; learned on.
+            candidates: in the order in which they are asked, the cheapest first.
         """
         self.name = name
-        self._pace = pace
-        self._copies = copies
-        self._draft = draft
-        self._ahead = draft if isinstance(draft, GoesAhead) else None
-        self._patience, self._first_asked = patience, 0
-        self._text = Share(0.98)  # as `pace.agreement`, of this text alone
-        self._planned: _Planned | None = None
-        self._beside = False  # the draft went on in this round
+        self._state = state
+        self._candidates = candidates
+        self._offer: Offer | None = None  # of this step
+        self._asked: Candidate | None = None  # that made it; None: plain decoding
+        self._length = 0  # of the sequence when it was made
+        self._rows = 0  # of the pass
+        self._went_ahead = False  # the draft went on in this step
 
     @property
-    def model_seconds(self) -> float:
-        """Time spent in draft-model passes since `begin`."""
-        return self._draft.model_seconds if self._draft else 0.0
-
-    @property
-    def model_passes(self) -> int:
-        """Draft passes since `begin`."""
-        return self._draft.model_passes if self._draft else 0
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Time since `begin` of draft passes beside which the target worked."""
-        return self._ahead.hidden_seconds if self._ahead else 0.0
-
-    @property
-    def went_on(self) -> int:
-        """Rounds since `begin` whose search went on in the next."""
-        return self._ahead.went_on if self._ahead else 0
+    def stats(self) -> PlannerStats:
+        """See `Planner`; `plain_seconds` at the length of the sequence when it last proposed."""
+        known = [candidate.planner.stats for candidate in self._candidates]
+        times = self._state.target.at(self._length) if self._offer else None
+        return PlannerStats(
+            sum(one.draft_passes for one in known), sum(one.draft_seconds for one in known),
+            sum(one.hidden_seconds for one in known), sum(one.went_on for one in known),
+            plain_seconds=times.plain if times and times.plain_was_seen else 0.0,
+        )  # fmt: skip
 
     @property
     def draft_session(self) -> Session | None:
-        """See `Drafts`."""
-        return self._draft.draft_session if self._draft else None
+        sessions = (candidate.planner.draft_session for candidate in self._candidates)
+        return next((session for session in sessions if session), None)
 
-    @property
-    def plain_seconds(self) -> float:
-        """See `Planner`; at the length of the text when it was last planned."""
-        cost = self._pace.target.at(self._planned.length) if self._planned else None
-        return cost.plain if cost and cost.plain_was_seen else 0.0
+    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+        self._offer, self._went_ahead = None, False
+        self._state.guard.pause()
+        for candidate in self._candidates:
+            candidate.begin(prompt_ids)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A generation starts; the draft reads the prompt if it is likely to be asked."""
-        self._text, self._planned, self._beside = Share(self._text.fading), None, False
-        self._pace.guard.pause()
-        if self._patience:
-            self._first_asked = self._patience + len(prompt_ids)
-        if self._copies:
-            self._copies.begin(prompt_ids)
-        if self._draft:
-            cost = self._pace.target.at(len(prompt_ids))
-            likely = self._may_try
-            if cost is not None:
-                likely = self._foretell(self._draft, cost, len(prompt_ids), 1, self._draft.depth) > GAIN / cost.plain
-            self._draft.begin(prompt_ids, read=likely)
+    def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
+        """The tree with the most tokens per second."""
+        length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
+        times = self._state.target.at(length)
+        times = times.shared(sequences) if times else None
+        rate = 1 / float((times or self._state.proportions(sequences)).seconds(1 + head))
+        offer, asked = Offer(Proposal(root_only(context.token_ids[-1])), rate), None
+        if self._may_propose(context):
+            context = replace(context, pass_times=times)
+            if times and (context.head is None or sequences == 1):  # of shared paths larger passes are never learned
+                budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
+            for candidate in self._candidates:
+                if candidate.estimate(context, budget) > offer.rate:
+                    offer, asked = (yield from candidate.propose(context, budget)), candidate
+        self._offer, self._asked, self._length = offer, asked, length
+        self._rows = _rows(offer.proposal, context.head)
+        return offer.proposal
 
-    def plan(self, context: Context, budget: int) -> DraftTree:
-        """The tree that promises most."""
-        return run_one(self.planning(context, budget))
+    def _may_propose(self, context: Context) -> bool:
+        """True if enough passes over one node were timed.
 
-    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
-        """The steps of `plan`."""
-        length, pace = len(context.token_ids), self._pace
-        if known := pace.target.at(length):
-            known = known.shared(context.texts)
-        # Before the first pass of all only proportions are known: enough for copies.
-        cost = known or Curve(np.ones(1), np.ones(1), pace.target.slope, pace.target.experts, context.texts)
-        head = context.head
-        tree, rate = root_only(context.token_ids[-1]), 1 / float(cost.seconds(1 + (head or 0)))
-        planned = _Planned(length, 1 + (head or 0))
-        streams, seen = pace.target.slope == FLAT, pace.target.least_seen(context.texts)
-        # Where texts share passes, what was remembered of those over one node has to do. Paths tell no cost then: where
-        # weights are streamed they are guessed at once.
-        company = context.texts > 1 and (pace.runs or (streams and head is not None))
-        if not company and seen < (PLAIN_STREAMED if streams else PLAIN):
-            self._planned = planned
-            return tree
-        if known and (head is None or context.texts == 1):  # of paths in company larger passes are never learned
-            budget = min(budget, int(FURTHER * known.sizes[-1] / context.texts))
-        if self._copies:
-            # A long run that came true is one event: the next guesses are not the more probable for it.
-            trust = min(1.0, max(LEAST_TRUST, pace.copies.value(1.0)))
-            copied = self._copies.plan(replace(context, least=min(0.5, cost.least / trust)), budget)
-            found, goodput = best_part(copied, 0.0, cost, max_leaves=context.max_leaves, head=head, trust=trust)
-            if len(found) > 1:
-                tree, rate = found, goodput
-                planned = _Planned(length, _rows(tree, head), copied=float(np.exp(tree.log_probs[1:]).sum()))
-        if self._draft and (depth := min(self._draft.depth, context.max_depth, budget)) > 0:
-            behind = self._draft.behind(context.token_ids)
-            asked = streams
-            if known:
-                asked = self._foretell(self._draft, known, length, behind, depth, head) > GAIN * rate
-            if asked:
-                context = replace(context, cost=known)
-                tree, planned = yield from self._drafted(self._draft, context, budget, behind, depth)
-        self._planned = planned
-        return tree
+        Sequences that share passes make none, so earlier runs' have to do. Of shared paths no pass times are learned:
+        where weights are streamed they are proposed at once.
+        """
+        state = self._state
+        if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):
+            return True
+        return state.target.least_seen(context.sequences) >= (PLAIN_STREAMED if state.streams else PLAIN)
 
-    def _drafted(
-        self, draft: SpecExecPlanner, context: Context, budget: int, behind: int, depth: int
-    ) -> DraftSteps[tuple[DraftTree, _Planned]]:
-        """Ask the draft, and keep of its tree what pays."""
-        cost, length = context.cost, len(context.token_ids)
-        started, draft_cost = draft.model_seconds, self._draft_cost(draft, length, context.texts)
-        head, rate = context.head, None
-        if cost and draft_cost:
-            rate = partial(chain_goodput, behind=behind, deepest=depth, cost=cost, draft_cost=draft_cost, head=head)
-        found = yield from draft.planning(context, budget)
-        seconds = draft.model_seconds - started
-        if cost:
-            tree, _ = best_part(found, seconds, cost, max_leaves=context.max_leaves, head=head)
-        else:
-            tree = best_nodes(found, budget, context.max_leaves)
-        expected = float(np.exp(tree.log_probs).sum())  # the root counts as the target's own token
-        return tree, _Planned(length, _rows(tree, head), drafted=found, seconds=seconds, rate=rate, expected=expected)
-
-    def beside(self, nodes: int) -> AbstractContextManager[None]:
-        """As the draft's, where its tree is judged, and where it gains by going on."""
-        planned, guard = self._planned, self._pace.guard
-        if self._ahead is None or planned is None or planned.drafted is None:
+    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
+        """As the candidate's whose tree is verified, where it gains by going on."""
+        guard, offer, asked = self._state.guard, self._offer, self._asked
+        self._went_ahead = False
+        if offer is None or asked is None or not asked.goes_ahead:
             guard.pause()
-            self._beside = False
             return nullcontext()
-        self._beside = guard.next(planned.expected, perf_counter())
-        return self._ahead.beside(nodes) if self._beside else nullcontext()
+        self._went_ahead = guard.next(1 + offer.expected, perf_counter())
+        return asked.planner.while_target_runs(nodes) if self._went_ahead else nullcontext()
+
+    def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+        for candidate in self._candidates:
+            candidate.planner.saw(tree, path, logits)
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        """Learn what the step has cost and gained."""
+        for candidate in self._candidates:
+            candidate.observe(tokens, seconds)
+        if self._offer is None or not tokens:
+            return
+        state = self._state
+        state.written += len(tokens)
+        went_ahead, self._went_ahead = self._went_ahead, False
+        if not seconds:
+            state.guard.pause()
+        state.guard.wrote(len(tokens))
+        if seconds and not went_ahead:  # else the target's pass took longer: the guard counts that
+            state.target.add(self._rows, seconds, self._length)
+        self._offer.learn(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """As the draft does; nothing without one."""
-        return self._draft.foresee(context, count, seconds) if self._draft else []
-
-    @property
-    def _agreement(self) -> float:
-        return self._text.value(self._pace.agreement.value(AGREEMENT))
-
-    @property
-    def _may_try(self) -> bool:
-        """Whether a draft of which nothing is known may be asked: reading the text takes it a while, too."""
-        return self._pace.written >= self._first_asked
-
-    def _draft_cost(self, draft: SpecExecPlanner, length: int, texts: float) -> Curve | None:
-        """Of the draft's passes, as far as texts that are planned at once share them; None: none was made yet."""
-        cost = self._pace.draft.at(length)
-        return cost.shared(min(draft.company, texts)) if cost else None
-
-    def _foretell(
-        self, draft: SpecExecPlanner, cost: Curve, length: int, behind: int, depth: int, head: int | None = None
-    ) -> float:
-        """Tokens per second that asking the draft may bring, in favour of the doubt."""
-        draft_cost = self._draft_cost(draft, length, cost.texts)
-        if draft_cost is None:
-            return inf if self._may_try else 0.0
-        asked = self._text.hoped + min(self._pace.agreement.hoped, MOST_EARLIER) / EARLIER
-        agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
-        return chain_goodput(agreement, behind, depth, cost, draft_cost, head) * self._pace.worth.value(1.0)
-
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """Learn what the round has cost and gained."""
-        if self._copies:
-            self._copies.accept(tokens, seconds)
-        if self._draft:
-            self._draft.accept(tokens, seconds)
-        if (planned := self._planned) is None or not tokens:
-            return
-        pace, gained = self._pace, len(tokens) - 1
-        pace.written += len(tokens)
-        alone = seconds > 0
-        beside, self._beside = self._beside, False
-        if not alone:
-            pace.guard.pause()
-        pace.guard.wrote(len(tokens))
-        if alone and not beside:  # beside a draft passes take longer: the guard counts that
-            pace.target.add(planned.rows, seconds, planned.length)
-        self._text.fade(1)
-        if planned.copied and alone:
-            pace.copies.add(gained, planned.copied)
-        if planned.drafted is not None:
-            hits, asked = agreed(planned.drafted, tokens)
-            pace.agreement.add(hits, asked)
-            self._text.add(hits, asked)
-            if planned.rate and alone:  # in hindsight: that the draft agreed less than believed is counted once
-                pace.worth.add(len(tokens), planned.rate(self._agreement) * (seconds + planned.seconds))
+        """As the first candidate that can."""
+        for candidate in self._candidates:
+            if found := candidate.planner.foresee(context, count, seconds):
+                return found
+        return []
 
     def close(self) -> None:
-        """Free the draft's session."""
-        if self._draft:
-            self._draft.close()
+        for candidate in self._candidates:
+            candidate.planner.close()
 
 
-def _rows(tree: DraftTree, head: int | None) -> int:
-    return len(tree) if head is None else rows_of(tree.parents, head)
+def _rows(proposal: Proposal, head: int | None) -> int:
+    nodes = proposal.nodes
+    if head is None:
+        return 1 + (0 if nodes is None else len(nodes))
+    return rows_of((proposal.tree if nodes is None else only(proposal.tree, nodes)).parents, head)

@@ -1,7 +1,7 @@
 """One sequence from the draft model: the classical baseline (Leviathan et al., arXiv 2211.17192).
 
 Each draft pass adds the draft's best next token, coupled to the target's noise as in `specexec.py`: its search with one
-child of each node, as deep as it may be, unless costs say that this does not pay.
+child of each node, as deep as it may be, unless pass times say that this does not pay.
 """
 
 from edgespec.planners.specexec import SpecExecPlanner

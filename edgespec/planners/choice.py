@@ -1,7 +1,11 @@
-"""Planners by name: which there are, what they need, and making one."""
+"""Planners by name: one table, and making one.
+
+A new planner is one file with a subclass of `loop.planner.Planner`, and one line of `PLANNERS`.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +14,60 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import PATIENCE, AutoPlanner, AutoState
+from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.datastore import open_datastore
+from edgespec.planners.datastore import Datastore, open_datastore
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
-# Planner -> the options it takes.
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a planner may be made of."""
+
+    target: Backend
+    draft: Backend | None = None
+    datastore_file: str | None = None
+    state: AutoState | None = None  # None: the budget is fixed
+    ahead: Mapping[str, Any] | None = None  # how the draft goes on while the target runs; None: it does not
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the planner
+
+    def datastore(self) -> Datastore | None:
+        """Opened for the target's vocabulary. Raises DatastoreError."""
+        return open_datastore(Path(self.datastore_file), self.target.vocab) if self.datastore_file else None
+
+    def drafting(self, usual: type[SpecExecPlanner], ahead: type[AheadPlanner]) -> Planner:
+        """A planner with the draft, of the second class if it goes on while the target runs."""
+        assert self.draft
+        kind = usual if self.ahead is None else ahead
+        return kind(self.draft, cost=self.state.draft if self.state else None, **self.ahead or {}, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A planner that users can name."""
+
+    make: Callable[[Parts], Planner] | None = None  # None: `candidates` are made
+    options: tuple[str, ...] = ()
+    draft: bool = False  # it uses a draft model
+    needs_draft: bool = False
+    datastore: bool = False  # it uses a datastore
+    candidates: tuple[str, ...] = ()  # planners that it asks, the cheapest first
+
+
+SEARCH, COPY = ("depth", "beam", "tau", "coupling"), ("depth", "min_probability")
 PLANNERS = {
-    "auto": ("depth", "beam", "tau", "coupling", "min_probability"),
-    "none": (),
-    "specexec": ("depth", "beam", "tau", "coupling"),
-    "sssd": ("depth", "min_probability"),
-    "chain": ("depth", "tau", "coupling"),
+    "auto": Method(None, (*SEARCH, "min_probability"), True, False, True, candidates=("sssd", "specexec")),
+    "none": Method(lambda parts: NonePlanner()),
+    "specexec": Method(lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, True, True),
+    "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
+    "chain": Method(
+        lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), ("depth", "tau", "coupling"), True, True
+    ),
 }
-NEED_DRAFT = ("specexec", "chain")
-USE_DRAFT = ("auto", *NEED_DRAFT)
-USE_DATASTORE = ("auto", "sssd")
+USE_DRAFT = tuple(name for name, method in PLANNERS.items() if method.draft)
+USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datastore)
 
 
 def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapping[str, Any]) -> None:
@@ -37,13 +78,13 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
     """
     if name not in PLANNERS:
         raise UsageError(f"there is no planner {name!r}; there are: {', '.join(PLANNERS)}")
-    if name in NEED_DRAFT and not has_draft:
+    if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
-    if has_datastore and name not in USE_DATASTORE:
+    if has_datastore and not PLANNERS[name].datastore:
         raise UsageError(f"the planner {name} does not use a datastore; {' and '.join(USE_DATASTORE)} do")
     for option, value in options.items():
-        if option not in PLANNERS[name]:
-            known = ", ".join(PLANNERS[name]) or "none"
+        if option not in PLANNERS[name].options:
+            known = ", ".join(PLANNERS[name].options) or "none"
             raise UsageError(f"the planner {name} has no option {option!r}; its options: {known}")
         if option == "min_probability" and not 0 <= value < 1:
             raise UsageError(f"min_probability is {value}, but must be at least 0 and below 1")
@@ -55,9 +96,9 @@ def make_planner(
     name: str,
     backends: Sequence[Backend],
     datastore: str | None = None,
-    pace: AutoState | None = None,
+    state: AutoState | None = None,
     *,
-    texts: int = 1,
+    sequences: int = 1,
     ahead: bool | None = None,
     top_up: bool = True,
     forks: int = 0,
@@ -65,41 +106,49 @@ def make_planner(
 ) -> Planner:
     """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
 
-    With a pace it guesses what pays; without one always as much as the budget allows. `texts` may be written at once.
-    `ahead`: the draft goes on while the target works, with a pace as long as it gains by that (`planners/guard.py`);
-    default: with a pace, where it has a processor of its own. `top_up`, `forks`: as for `AheadPlanner`.
+    Args:
+        name: one of `PLANNERS`.
+        backends: loaded; the draft has a session for this planner.
+        datastore: a file to copy from.
+        state: pass times and gains, by which only what pays is proposed. None: always as much as the budget allows.
+        sequences: that may be generated at once.
+        ahead: the draft goes on while the target runs, with a state as long as that gains (`planners/guard.py`).
+            Default: with a state, where the draft has a processor of its own.
+        top_up: as for `AheadPlanner`.
+        forks: as for `AheadPlanner`.
+        options: of the planner.
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
         UsageError: `ahead` is asked for, and the draft cannot.
     """
-    if name == "none":
-        return NonePlanner()
     target, *drafts = backends
-    if name == "auto" and pace is None:
+    if name == "auto" and state is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"
-        given: dict[str, Any] = {"texts": texts, "ahead": ahead, "top_up": top_up, "forks": forks}
-        return make_planner(name, backends, datastore, **given, **_taken(name, options))
-    draft: SpecExecPlanner | None = None
-    copies = None
-    if drafts and name != "sssd":
-        own, cost = has_own_processor(target, drafts[0]), pace.draft if pace else None
-        taken = _taken("chain" if name == "chain" else "specexec", options)
-        if goes_ahead(ahead, own and pace is not None, drafts[0]):
-            goes = AheadChainPlanner if name == "chain" else AheadPlanner
-            draft = goes(drafts[0], cost=cost, texts=texts, top_up=top_up, forks=forks, nice=not own, **taken)
-        else:
-            draft = (ChainPlanner if name == "chain" else SpecExecPlanner)(drafts[0], cost=cost, **taken)
-    if name in USE_DATASTORE:
-        store = open_datastore(Path(datastore), target.vocab) if datastore else None
-        copies = SssdPlanner(store, **_taken("sssd", options))
-    if pace:
-        patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
-        return AutoPlanner(name, pace, copies, draft, patience)
-    planner: Planner | None = draft or copies
-    assert planner is not None
-    return planner
+    names = [one for one in PLANNERS[name].candidates or (name,) if drafts or not PLANNERS[one].needs_draft]
+    goes = None
+    if drafts and any(PLANNERS[one].draft for one in names):
+        own = has_own_processor(target, drafts[0])
+        if goes_ahead(ahead, own and state is not None, drafts[0]):
+            goes = {"sequences": sequences, "top_up": top_up, "forks": forks, "nice": not own}
+    parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
+    made = {one: _made(one, replace(parts, options=taken(one, options))) for one in names}
+    if state is None or name == "none":
+        return made[name]
+    patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
+    return AutoPlanner(name, state, [
+        Drafting(planner, state, patience=patience, goes_ahead=goes is not None)
+        if PLANNERS[one].draft
+        else Lookup(planner, state)
+        for one, planner in made.items()
+    ])  # fmt: skip
+
+
+def _made(name: str, parts: Parts) -> Planner:
+    make = PLANNERS[name].make
+    assert make, f"{name} is made of its candidates"
+    return make(parts)
 
 
 def has_own_processor(target: Backend, draft: Backend) -> bool:
@@ -112,14 +161,14 @@ def has_own_processor(target: Backend, draft: Backend) -> bool:
 
 
 def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
-    """Whether the draft may go on while the target works. Raises UsageError: it is asked for, and cannot."""
+    """Whether the draft may go on while the target runs. Raises UsageError: it is asked for, and cannot."""
     if asked and draft.capabilities.one_thread:
         raise UsageError(
-            f"a draft on {draft.name} cannot go on while the target works (--ahead): its passes are made in one thread"
+            f"a draft on {draft.name} cannot go on while the target runs (--ahead): its passes are made in one thread"
         )
     return (usual if asked is None else asked) and not draft.capabilities.one_thread
 
 
-def _taken(planner: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that a planner has."""
-    return {option: value for option, value in options.items() if option in PLANNERS[planner]}
+def taken(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a planner has."""
+    return {option: value for option, value in options.items() if name in PLANNERS and option in PLANNERS[name].options}

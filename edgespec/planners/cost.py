@@ -1,14 +1,14 @@
-"""What passes cost, learned from the passes made, and how many guesses are worth it.
+"""Goodput: the number of draft tokens that makes most tokens per second, by pass times.
 
-More guesses gain more tokens per pass, but drafting them and checking them takes time. What counts is tokens per
-second of a whole round, which TurboSpec (arXiv 2406.14066) calls goodput. With the tree's nodes ordered by the
+More draft tokens gain more tokens per pass, but drafting and verifying them takes time. What counts is tokens per
+second of a whole step, which TurboSpec (arXiv 2406.14066) calls goodput. With the tree's nodes ordered by the
 probability p that they are right, and the n best of them kept:
 
     goodput(n) = (1 + p_1 + … + p_n) / (drafting + pass(n + 1))
 
-A disk that streams the weights makes `pass` flat, and wide trees win; a model that a weak processor computes from
-memory makes it steep, and a few sure guesses win. Costs steer only how the tree grows, never what is written.
-`planners/paced.py` decides by them.
+A disk that streams the weights makes `pass` flat, and wide trees win. A weak processor with the weights in memory makes
+it steep, and a few probable draft tokens win. Pass times decide how the tree grows, never which tokens are sampled.
+`planners/auto.py` decides by them.
 
 Where a pass reads the experts of a mixture that its nodes have chosen, its time goes with how many different ones there
 are: each further node adds fewer, until all are there (MoESD, arXiv 2505.19645, counts them so, too).
@@ -27,25 +27,25 @@ def goodput(
     spent: float,
     cost: Curve,
     trust: float = 1.0,
-    texts: int = 1,
+    sequences: int = 1,
     rows: FloatArray | None = None,
 ) -> FloatArray:
-    """Tokens per second of a round that keeps the 0, 1, …, n best nodes, shape [n + 1].
+    """Tokens per second of a step that keeps the 0, 1, …, n best nodes, shape [n + 1].
 
     Args:
         log_probs: [n] of the nodes, best first, the root left out.
         spent: seconds of drafting.
         cost: of the target's passes.
-        trust: how many guesses prove right for each that these probabilities promise.
-        texts: whose trees share the pass; each has a root, and writes a token at least.
+        trust: accepted draft tokens for each that these probabilities promise.
+        sequences: whose trees share the pass; each has a root, and gains a token at least.
         rows: [n + 1] of each such pass, if nodes and roots are not one each.
     """
-    tokens = texts + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
-    return tokens / (spent + cost.seconds(np.arange(texts, texts + len(tokens)) if rows is None else rows))
+    tokens = sequences + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
+    return tokens / (spent + cost.seconds(np.arange(sequences, sequences + len(tokens)) if rows is None else rows))
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
-    """How many nodes make the best round, and its tokens per second; arguments as for `goodput`, but in any order."""
+    """Number of nodes of the best step, and its tokens per second; arguments as for `goodput`, but in any order."""
     rates = goodput(-np.sort(-log_probs), spent, cost, trust)
     size = int(np.argmax(rates))
     return size, float(rates[size])
@@ -59,7 +59,7 @@ def split(
     added: Sequence[FloatArray] | None = None,
     roots: float | None = None,
 ) -> list[int]:
-    """How many of its best nodes each text's tree keeps where they share a pass: a predictable text gets more.
+    """Number of best nodes that each sequence's tree keeps in a shared pass: a predictable sequence gets more.
 
     A node is at most as probable as its parent, so the best nodes of all trees together are again trees.
 
@@ -80,14 +80,14 @@ def split(
     order = order[: np.count_nonzero(rows[1:] <= most)]
     if cost is not None:
         rows = rows[: len(order) + 1] + (len(log_probs) if roots is None else roots)
-        order = order[: int(np.argmax(goodput(values[order], spent, cost, texts=len(log_probs), rows=rows)))]
+        order = order[: int(np.argmax(goodput(values[order], spent, cost, sequences=len(log_probs), rows=rows)))]
     return [int(count) for count in np.bincount(owner[order], minlength=len(log_probs))]
 
 
 def chain_goodput(
     agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve, head: int | None = None
 ) -> float:
-    """Tokens per second of the best round with a chain of 1 to `deepest` drafted tokens.
+    """Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens.
 
     Args:
         agreement: probability that the draft's best token is the target's, given that all before it were.
@@ -113,10 +113,10 @@ def worth_reading(
     draft_cost: Curve,
     child: float = 1.0,
 ) -> int:
-    """How many more nodes the draft should read in its next pass; 0: stop drafting.
+    """Number of nodes that the draft should read in its next pass; 0: stop drafting.
 
     A node that is read gets children, the best of them right about `child` times as often as the node itself. If even
-    so the round would not become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is
+    so the step would not become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is
     enough.
 
     Args:

@@ -1,9 +1,10 @@
-"""A draft model at work: keeps its cache in step with the text, and guesses children of nodes."""
+"""A draft model at work: its cache follows the sequence, and its logits give children of nodes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
@@ -16,7 +17,7 @@ from edgespec.loop.tree import DraftTree
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
-COMPANY = 16  # passes that tell how many texts share one
+BATCHES = 16  # passes over which the mean batch fades
 
 
 class Drafter:
@@ -27,8 +28,8 @@ class Drafter:
         self.seconds, self.passes = 0.0, 0
         self.last = 0.0  # seconds of the last pass
         self.evaluated = 0  # uncommitted nodes in the session
-        self.company = 1.0  # texts that have shared its passes, a mean that fades
-        self._texts = 1  # … and the last one
+        self.mean_batch = 1.0  # sequences that shared a pass; earlier passes fade
+        self._last_batch = 1  # sequences that shared the last one
         self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
 
@@ -46,17 +47,17 @@ class Drafter:
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def behind(self, token_ids: Sequence[int]) -> int:
-        """How many of the text's tokens the draft has not read."""
+        """Tokens of the sequence that the draft has not read."""
         return len(token_ids) - len(self.session.token_ids)
 
     @property
     def cost(self) -> Curve | None:
         """Of its passes, at the length of its text, as shared as the last one was; None: none was made yet."""
         cost = self.pass_cost.at(len(self.session.token_ids))
-        return cost.shared(self._texts) if cost else None
+        return cost.shared(self._last_batch) if cost else None
 
     def room(self, context: Context) -> int:
-        """How deep a tree may be: the text's end and the draft's own context limit it."""
+        """Most depth of a tree: the output's end and the draft's own context limit it."""
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
@@ -97,14 +98,14 @@ class Drafter:
         return passed.logits, nodes
 
     def _took(self, work: Work, passed: Passed) -> None:
-        self.last, self.passes, self._texts = passed.seconds, self.passes + 1, passed.texts
-        self.company += (passed.texts - self.company) / COMPANY
+        self.last, self.passes, self._last_batch = passed.seconds, self.passes + 1, passed.sequences
+        self.mean_batch += (passed.sequences - self.mean_batch) / BATCHES
         self.seconds += passed.seconds * len(work.token_ids) / passed.nodes
         self.pass_cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
-        """What is read within it is forgotten, but for the text's first tokens, so many."""
+        """Drop on exit what was read within, but for the first `length` tokens."""
         try:
             yield
         finally:
@@ -121,8 +122,8 @@ class Drafter:
         self.session.close()
 
 
-class Guess:
-    """How draft logits become guesses in one round: log q of the children of any node.
+class ChildScores:
+    """Log q of the children of any node, by the draft's logits; made for one step.
 
     Coupled:    q = softmax((z + T * gumbel(seed, position)) / tau), the target's own noise
     Uncoupled:  q = softmax(z / T), or softmax(z / tau) when T = 0
@@ -156,7 +157,7 @@ class Guess:
 
 
 def _offset(context: Context) -> Float32Array:
-    """What bias and additive penalties do to any logits in this round, shape [target's V]."""
+    """What bias and additive penalties add to any logits in this step, shape [target's V]."""
     sampling = context.sampling
     additive = SamplingParams(
         presence_penalty=sampling.presence_penalty,
@@ -167,16 +168,19 @@ def _offset(context: Context) -> Float32Array:
     return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])
 
 
-def agreed(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, int]:
-    """In how many of the tokens the draft's best guess was the target's, and for how many it was asked.
+def agreed(tree: DraftTree, nodes: NDArray[np.intp], tokens: Sequence[int]) -> tuple[int, int]:
+    """(tokens for which the draft's best child was the target's, tokens for which there is a child).
 
     Args:
-        tree: the draft's, before it was cut.
-        tokens: what the target wrote.
+        tree: the draft's.
+        nodes: of the tree that count, the root left out: those that it would send if nodes cost nothing.
+        tokens: that the target sampled.
     """
+    counts = np.zeros(len(tree), np.bool_)
+    counts[nodes] = True
     at, hits, asked = 0, 0, 0
     for token in tokens:
-        children = np.flatnonzero(tree.parents == at)
+        children = np.flatnonzero((tree.parents == at) & counts)
         if len(children) == 0:
             break
         asked += 1

@@ -1,27 +1,15 @@
-"""Plain decoding, as a planner that guesses nothing."""
+"""Plain decoding, as a planner that proposes nothing: the baseline of all others."""
 
-from collections.abc import Sequence
+from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.tree import Proposal, root_only
 
-from edgespec.loop.planner import Context
-from edgespec.loop.tree import DraftTree, root_only
 
-
-class NonePlanner:
-    """The baseline every other planner is compared with."""
+class NonePlanner(Planner):
+    """Only the root."""
 
     name = "none"
-    model_seconds = 0.0
-    plain_seconds = 0.0
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Nothing to prepare."""
-
-    def plan(self, context: Context, budget: int) -> DraftTree:
-        """Only the root."""
-        return root_only(context.token_ids[-1])
-
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """Nothing to learn."""
-
-    def close(self) -> None:
-        """Nothing to free."""
+    def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
+        yield from ()
+        return Proposal(root_only(context.token_ids[-1]))

@@ -4,17 +4,17 @@ A recurrent layer has one state for all the text before, so branches of a tree c
 values. But it can be copied. An engine of such a model evaluates a tree path by path: each is a sequence of its own
 that starts from a copy of the last state there is. Nodes on several paths are computed as often.
 
-After the walk there is no state behind the last accepted token, unless a path ended there. The tokens behind the last
-state are owed: every path of the next pass begins with them.
+After verification there is no state behind the last accepted token, unless a path ended there. The tokens behind the
+last state are unread: every path of the next pass begins with them.
 
     states    8        20
-    text      ·········[owed tokens][root]─a─b          one path: it starts at 20
-                       [owed tokens][root]─a─c          another: owed tokens, root and a are computed again
-              ·[as many tokens, and no guesses]         the step: it starts at 8 and ends with the text
+    text      ·········[unread][root]─a─b          one path: it starts at 20
+                       [unread][root]─a─c          another: unread tokens, root and a are computed again
+              ·[as many tokens, no draft]          the step: it starts at 8 and ends with the text
 
 So that a pass takes the weights once, all its sequences have one length: a path that is shorter goes on behind its leaf
 with anything. The step is what brings the state on: it needs a state as far behind the last one as the tree is deep.
-Where there is none, or no room, owed tokens become more, until a pass of their own reads them.
+Where there is none, or no room, unread tokens become more, until a pass of their own reads them.
 
 Backends use what stands here to find paths and steps; `cost.py` and the planners, what trees as paths cost.
 """
@@ -27,15 +27,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.tree import DraftTree, FloatArray, best_nodes, choose, depths, is_leaf, path_to
+from edgespec.loop.tree import DraftTree, FloatArray, depths, is_leaf, path_to, ranked
 from edgespec.planners.cost import best_size
 
 MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session's text
 MOST_OWED = 16  # tokens, from which on they get a pass of their own, if there is no step …
 MOST_OWED_IN_MEMORY = 4  # … and where that does not read weights from a disk
-SHARE = 1 / 8  # states may take this part of what the weights take …
-ALWAYS = 512 << 20  # … and so many bytes in any case
+SHARE = 1 / 8  # states may take this part of the weights' bytes,
+ALWAYS = 512 << 20  # and this many bytes in any case
 MOST_MARKED = 1  # states at the ends of prompts, besides the last one
 USUAL_DEPTH = 8  # of a tree: so many tokens before the last state, steps should be able to begin
 CHEAP = 63  # rows that a pass may have for a step, or twice what it has without: they are computed for nothing
@@ -70,7 +70,7 @@ def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> 
 
 
 def states_within(state: int, weights: int, most: int) -> int:
-    """How many states may be held, at most so many, of so many bytes each beside weights of so many bytes."""
+    """Number of states that may be kept: at most `most`, of `state` bytes each, by the bytes of the weights."""
     return min(most, max(ALWAYS, int(SHARE * weights)) // state) if state else most
 
 
@@ -145,7 +145,7 @@ class States(Generic[State]):
 
 
 def note(most: int | None = None) -> str:
-    """What a person should know of a model with recurrent layers, whose trees have at most so many paths."""
+    """Note for users on a model with recurrent layers, whose trees have at most `most` paths."""
     limit = f", at most {most}" if most else ""
     return (
         f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more "
@@ -154,17 +154,14 @@ def note(most: int | None = None) -> str:
 
 
 def rows_of(parents: ArrayLike, head: int) -> int:
-    """Rows of a pass over a tree as paths, each with so many owed tokens at its head."""
+    """Rows of a pass over a tree as paths, each with `head` unread tokens at its beginning."""
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
-def rows_added(tree: DraftTree, head: int) -> FloatArray:
-    """Rows that each node of a tree but the root adds to a pass over better ones, as paths with such a head. [n - 1]"""
-    order = np.argsort(-tree.log_probs[1:], kind="stable")
-    paths, depth = _growth(tree, order + 1)
-    added = np.empty(len(order))
-    added[order] = np.diff(paths * (head + 1 + depth), prepend=head + 1)
-    return added
+def rows_added(tree: DraftTree, nodes: NDArray[np.intp], head: int) -> FloatArray:
+    """Rows that each of these nodes, best first, adds to a pass over those before it, as paths with such a head. [m]"""
+    paths, depth = _growth(tree, nodes)
+    return np.diff(paths * (head + 1 + depth), prepend=head + 1)
 
 
 def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, NDArray[np.integer]]:
@@ -176,31 +173,39 @@ def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, ND
 
 
 def best_part(
-    tree: DraftTree, spent: float, cost: Curve, *, max_leaves: int, head: int | None = None, trust: float = 1.0
-) -> tuple[DraftTree, float]:
-    """The part of a tree that makes the best round, and the round's tokens per second.
+    tree: DraftTree,
+    spent: float,
+    cost: Curve,
+    *,
+    budget: int,
+    max_leaves: int,
+    head: int | None = None,
+    trust: float = 1.0,
+) -> tuple[NDArray[np.intp], float]:
+    """The nodes that make the best step, best first, and the step's predicted tokens per second.
 
     Args:
         tree: any.
         spent: seconds of drafting.
-        cost: of the target's passes.
-        max_leaves: most leaves of a tree.
+        cost: the target's pass times.
+        budget: most nodes besides the root.
+        max_leaves: most leaves.
         head: of trees as paths, committed tokens that each path begins with; None: nodes are computed once.
-        trust: how many guesses prove right for each that the tree's probabilities promise.
+        trust: accepted draft tokens for each that the tree's probabilities promise.
     """
     if head is None:
-        size, rate = best_size(tree.log_probs[1:], spent, cost, trust)
-        return best_nodes(tree, size, max_leaves), rate
-    best, most, chosen = 1 / (spent + float(cost.seconds(head + 1))), 1, 0
+        nodes = ranked(tree.parents, tree.log_probs, budget, max_leaves)
+        size, rate = best_size(tree.log_probs[nodes], spent, cost, trust)
+        return nodes[:size], rate
+    best, chosen = 1 / (spent + float(cost.seconds(head + 1))), np.zeros(0, np.intp)
     for leaves in range(1, min(max_leaves, int(np.count_nonzero(is_leaf(tree.parents)))) + 1):
-        keep = np.flatnonzero(choose(tree.parents, tree.log_probs, len(tree), leaves))[1:]
-        nodes = keep[np.argsort(-tree.log_probs[keep], kind="stable")]
+        nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         if len(nodes) == 0:
             break
         paths, depth = _growth(tree, nodes)
         tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
-        # What such a round writes is owed, and read again by the next one.
+        # What such a step commits is unread, and read again by the next one.
         rates = tokens / (spent + cost.seconds(paths * (head + 1 + depth) + tokens))
         if rates.max() > best:
-            best, most, chosen = float(rates.max()), leaves, int(np.argmax(rates)) + 1
-    return best_nodes(tree, chosen, most), best
+            best, chosen = float(rates.max()), nodes[: int(np.argmax(rates)) + 1]
+    return chosen, best

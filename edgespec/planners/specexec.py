@@ -12,7 +12,7 @@ the position (`sampling.py`). So the draft is asked what the target will *sample
     q = softmax((z + T * gumbel(seed, position)) / tau)
 
 where tau, in logits, says how far draft and target usually disagree. At T = 0 the noise is gone,
-and one formula serves every temperature. The text does not change; the guesses become better.
+and one formula serves every temperature. The output does not change; more draft tokens are accepted.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,22 @@ from typing import ClassVar
 import numpy as np
 
 from edgespec.loop.backend import Backend, Session
-from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.planner import Context
+from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
-from edgespec.loop.tree import DraftTree, choose, root_only, select
+from edgespec.loop.tree import Proposal, root_only
 from edgespec.planners.cost import worth_reading
-from edgespec.planners.drafting import Drafter, Guess
+from edgespec.planners.drafting import ChildScores, Drafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search
 
-CATCH_UP = 64  # tokens of the text that are read at once, before looking ahead, where the draft was not asked for long
+CATCH_UP = 64  # tokens that `foresee` reads at once of a sequence that the draft was not asked for
 
 
-class SpecExecPlanner:
+class SpecExecPlanner(Planner):
     """Best-first trees from a draft model."""
 
     name = "specexec"
-    plain_seconds = 0.0
     children: ClassVar[int] = 32  # of a node that are considered
     enough: ClassVar[float] = ENOUGH  # tokens that reading a node must be likely to add
     usual_depth: ClassVar[int] = 32
@@ -73,109 +72,86 @@ class SpecExecPlanner:
 
     @property
     def draft_session(self) -> Session:
-        """See `Drafts`."""
         return self._drafter.session
 
     @property
-    def company(self) -> float:
-        """How many texts share the draft's passes, on an average."""
-        return self._drafter.company
+    def stats(self) -> PlannerStats:
+        drafter = self._drafter
+        return PlannerStats(drafter.passes, drafter.seconds, mean_batch=drafter.mean_batch)
 
-    @property
-    def model_seconds(self) -> float:
-        """Time spent in draft passes since `begin`."""
-        return self._drafter.seconds
-
-    @property
-    def model_passes(self) -> int:
-        """Draft passes since `begin`."""
-        return self._drafter.passes
-
-    def begin(self, prompt_ids: Sequence[int], read: bool = True) -> None:
-        """Read the prompt with the draft model, now or when it is first asked."""
-        self.accept([], 0.0)
+    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+        """Prefill the draft model, now or with the first proposal."""
+        self.observe([], 0.0)
         self._drafter.begin(prompt_ids, read)
 
-    def behind(self, token_ids: Sequence[int]) -> int:
-        """How many of the text's tokens the draft has not read."""
-        return self._drafter.behind(token_ids)
-
-    def plan(self, context: Context, budget: int) -> DraftTree:
-        """Algorithm 2, from what is known."""
-        return run_one(self.planning(context, budget))
-
-    def planning(self, context: Context, budget: int) -> DraftSteps[DraftTree]:
-        """The steps of `plan`."""
+    def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
+        """Algorithm 2: every node found; the best `budget` of them are its tree."""
         steps = min(self.depth, self._drafter.room(context))
         if steps <= 0 or budget <= 0:
-            return root_only(context.token_ids[-1])
+            return Proposal(root_only(context.token_ids[-1]))
         search, self._search = self._begun(context, budget), None  # unless all goes well
         search.budget, search.usual, search.most_depth = budget, self._usual, steps
         yield from self._grow(search, context, steps)
         self._search, self._usual = search, search.cutoff(budget)
-        found = search.found()
-        return select(found, choose(found.parents, found.log_probs, budget, context.max_leaves))
+        return Proposal(search.found())
 
     def _begun(self, context: Context, budget: int) -> Search:
-        """The search that this round's goes on with."""
+        """The search of this step, perhaps one that has begun."""
         return Search(context.token_ids[-1], budget)
 
     def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
         """Read nodes, in at most so many draft passes, while that pays."""
-        guess, started = Guess(context, self.tau, self.coupling), self.model_seconds
-        yield from self._read_root(search, guess, context)
+        scores, started = ChildScores(context, self.tau, self.coupling), self._drafter.seconds
+        yield from self._read_root(search, scores, context)
         for _ in range(1, steps):
             unread, beam = search.unread(self.enough), self._beam
-            if context.cost and (cost := self._drafter.cost):
-                next_best, spent = search.log_probs[unread[:beam]], self.model_seconds - started
+            if context.pass_times and (cost := self._drafter.cost):
+                next_best, spent = search.log_probs[unread[:beam]], self._drafter.seconds - started
                 child = search.child if self.children > 1 else 1.0
-                beam = worth_reading(search.best(), next_best, search.budget, spent, context.cost, cost, child)
-            batch = search.take(unread, beam, self._limits.leaves(context.texts), self._limits.max_nodes)
+                beam = worth_reading(search.best(), next_best, search.budget, spent, context.pass_times, cost, child)
+            batch = search.take(unread, beam, self._limits.leaves(context.sequences), self._limits.max_nodes)
             if len(batch) == 0:
                 break
-            yield from self._read(search, guess, batch)
+            yield from self._read(search, scores, batch)
 
-    def _read_root(self, search: Search, guess: Guess, context: Context) -> DraftSteps[None]:
+    def _read_root(self, search: Search, scores: ChildScores, context: Context) -> DraftSteps[None]:
         """Read what the draft lacks of the text."""
         logits, node = yield from self._drafter.reading(context.token_ids)
-        children = guess.children(logits, [node], [0], self._children(search))
+        children = scores.children(logits, [node], [0], self._children(search))
         search.add_children(np.array([0]), [COMMITTED], *children)
 
-    def _read(self, search: Search, guess: Guess, batch: IdArray) -> DraftSteps[None]:
+    def _read(self, search: Search, scores: ChildScores, batch: IdArray) -> DraftSteps[None]:
         """One draft pass over nodes of the search."""
         above = search.place[search.parents[batch]]
         logits, nodes = yield from self._drafter.evaluating(search.token_ids[batch], above)
-        children = guess.children(logits, nodes.tolist(), search.depth[batch].tolist(), self._children(search))
+        children = scores.children(logits, nodes.tolist(), search.depth[batch].tolist(), self._children(search))
         search.add_children(batch, nodes, *children)
 
     def _children(self, search: Search) -> int:
         return min(self.children, search.most_known)
 
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """Commit what the draft has read of the target's text."""
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        """Commit what the draft has read of the new tokens."""
         search, self._search = self._search, None
         if search is not None:
             self._drafter.commit(search.places_along(search.follow(tokens)))
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The likeliest next tokens, one draft pass each; fewer where so many seconds are over.
-
-        None where it has to catch up first. Between rounds only.
-        """
+        """See `Planner`: one draft pass a token. A draft far behind the sequence reads a part of it instead."""
         self._search = None
         tokens, until = list[int](), perf_counter() + seconds
         certain = len(context.token_ids) - context.foreseen
         if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
             self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
             return tokens
-        guess, room = Guess(context, self.tau, self.coupling), min(count, self._drafter.room(context))
+        scores, room = ChildScores(context, self.tau, self.coupling), min(count, self._drafter.room(context))
         if room <= 0:
             return tokens
         with self._drafter.aside(certain - 1):
             logits, node = self._drafter.read(context.token_ids)
             above = COMMITTED
             while True:
-                ids, _ = guess.children(logits, [node], [len(tokens)], 1)
+                ids, _ = scores.children(logits, [node], [len(tokens)], 1)
                 tokens.append(int(ids[0][0]))
                 if len(tokens) == room or perf_counter() > until:
                     return tokens

@@ -1,11 +1,11 @@
-"""SSSD: guesses copied from the text itself and from a datastore. No draft model.
+"""SSSD: draft tokens copied from the sequence itself and from a datastore. No draft model.
 
 After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last tokens, as many as have
 occurred before, are looked up in these sources:
 
-    input       prompt + own output, in an n-gram index that grows with the text
+    input       prompt + own output, in an n-gram index that grows with the sequence
     datastore   other texts, through a suffix array; at most 100 matches, at regular intervals
-    beside      what a request brings: a predicted answer, and what its siblings write (`ngrams.Family`)
+    hints       what a request brings: a predicted answer, and its siblings' output (`hint_texts.py`)
 
 What follows the matches makes one tree of counts for each source and matched length. The share of a node's matches
 that go on with a token, count / total, becomes the probability that the target writes it by a calibration fitted on
@@ -16,7 +16,7 @@ read as one: a token is as probable as its best source says, a path is the produ
 Where we differ from the paper. It calibrates whole paths; here each step is calibrated, so that a child never
 outranks its parent. It sums the datastore's counts over matched lengths; here each length keeps its own tree, as in
 the input, which is worth the same. And the input is also searched for the run of 0 tokens, which matches everywhere:
-where nothing else does, the latest words of the text are still better guesses than none.
+where nothing else does, the latest tokens are still better draft tokens than none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,16 @@ from math import exp, inf, log
 
 import numpy as np
 
-from edgespec.loop.hint_texts import END, LONGEST_INPUT, Beside, NgramIndex
-from edgespec.loop.planner import Context
-from edgespec.loop.tree import DraftTree, Source, root_only
+from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.hint_texts import END, LONGEST_INPUT, Hint, NgramIndex
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.tree import DraftTree, Proposal, Source, root_only
 from edgespec.planners.datastore import Datastore
 from edgespec.planners.sssd_calibration import WEIGHTS
 
 CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
-RARE = 0.05  # where guesses less probable than this do not pay …
-FEW = 16  # … the last matches of each length tell enough, and the run of 0 tokens tells nothing
+RARE = 0.05  # where draft tokens less probable than this do not pay, the run of 0 tokens is not looked up,
+FEW = 16  # and of each length this many of the last matches
 LONGEST_DATASTORE = 6  # longest match looked for, in tokens
 
 Weights = Mapping[Source, Sequence[Sequence[float]]]
@@ -135,12 +136,10 @@ def grow(
     return DraftTree(as_int[0], as_int[1], np.array(values), as_int[2], as_int[3])
 
 
-class SssdPlanner:
+class SssdPlanner(Planner):
     """Best-first trees of copied text."""
 
     name = "sssd"
-    model_seconds = 0.0
-    plain_seconds = 0.0
 
     def __init__(
         self,
@@ -164,38 +163,35 @@ class SssdPlanner:
         self._calibration = Calibration() if calibration is None else calibration
         self._index = NgramIndex(LONGEST_INPUT)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Index the prompt; what it shares with the text before is kept."""
+    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+        """Index the prompt; what it shares with the sequence before stays."""
         self._index.become(prompt_ids)
 
-    def plan(self, context: Context, budget: int) -> DraftTree:
-        """Look the end of the text up in all sources and grow one tree."""
+    def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
+        """Look the last tokens up in all sources and grow one tree."""
+        yield from ()
         depth = min(self.depth, context.max_depth, budget)
         if depth <= 0:
-            return root_only(context.token_ids[-1])
+            return Proposal(root_only(context.token_ids[-1]))
         least = max(self.min_probability, context.least)
-        matches = self.matches(depth, FEW if context.least > RARE else CONTINUATIONS, context.beside)
+        matches = self.matches(depth, FEW if context.least > RARE else CONTINUATIONS, context.hints)
         if context.least > RARE:
             matches = [group for group in matches if group[1] > 0]
-        return grow(context.token_ids[-1], matches, budget, depth, self._calibration, least)
+        return Proposal(grow(context.token_ids[-1], matches, budget, depth, self._calibration, least))
 
-    def matches(self, depth: int, count: int = CONTINUATIONS, beside: Beside = ()) -> list[Matches]:
-        """The matches of the end of the text in every source, longest first within a source, `count` of the text's."""
+    def matches(self, depth: int, count: int = CONTINUATIONS, hints: Sequence[Hint] = ()) -> list[Matches]:
+        """The matches of the last tokens in every source, longest first within a source, `count` of the sequence's."""
         text = self._index.text
         groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(count)]
-        for source, index in beside:
+        for source, index in hints:
             found = index.matches_of(text[-1 - index.longest : -1], count)
             groups += [(int(source), length, index.text, at) for length, at in found if length]
         if self._datastore:
             groups += datastore_matches(self._datastore, text[-1 - LONGEST_DATASTORE : -1], depth)
         return groups
 
-    def accept(self, tokens: Sequence[int], seconds: float) -> None:
-        """The text has grown."""
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
         self._index.extend(tokens)
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -> list[Matches]:

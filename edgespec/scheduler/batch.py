@@ -5,11 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from time import perf_counter
 
-from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.backend import Capabilities
 from edgespec.loop.draft_passes import run_shared
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import most_nodes
-from edgespec.loop.tree import DraftTree, best_nodes
+from edgespec.loop.passes import Pass, Proposed, most_nodes
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
@@ -17,7 +16,7 @@ from edgespec.scheduler.session_pool import Lane
 
 TIMES_FAIR = 2  # a sequence may draft this multiple of its share of a pass: predictable ones use what others leave
 
-Batch = list[tuple[Lane, Work]]
+Batch = list[tuple[Lane, Pass]]
 Failed = list[tuple[Lane, Exception]]  # sequences whose trees could not be planned
 
 
@@ -42,11 +41,11 @@ def plan(
     times: PassTimes | None,
     chunks: PromptChunks,
 ) -> tuple[Batch, Failed]:
-    """Works of one pass.
+    """Parts of one forward pass.
 
     Args:
         writing: sequences to decode, as many as fit.
-        reader: a sequence whose prompt is read; its chunk is the last work.
+        reader: a sequence whose prompt is read; its chunk is the last part.
         lanes: all, for which see `plan_trees`.
         limits: of the target.
         times: of its passes; None: trees take all the room of a pass.
@@ -58,7 +57,7 @@ def plan(
         room -= chunks.rows(prompt, room)
     batch, failed = plan_trees(writing, lanes, limits, room, times, single=reader is None)
     if reader and prompt:
-        taken = sum(len(work.token_ids) + work.session.unread_committed for _, work in batch)
+        taken = sum(len(one.work.token_ids) + one.work.session.unread_committed for _, one in batch)
         gone = [lane for lane, _ in failed]
         single = not any(lane.generation and not lane.unread for lane in lanes if lane not in gone)
         batch.append((reader, chunks.next(prompt, limits, taken, single=single)))
@@ -86,13 +85,14 @@ def plan_trees(
     fair = -(-TIMES_FAIR * room // len(group)) if len(group) > 1 else room
     most = None if single and len(group) == 1 else min(room, fair)
     started = perf_counter()
-    planned = run_shared([lane.generation.planning(most, len(group)) for lane in group if lane.generation])
+    proposals = run_shared([lane.generation.propose(most, len(group)) for lane in group if lane.generation])
     seconds = perf_counter() - started
-    failed = [(lane, tree) for lane, tree in zip(group, planned, strict=True) if isinstance(tree, Exception)]
-    trees = [(lane, tree) for lane, tree in zip(group, planned, strict=True) if not isinstance(tree, Exception)]
-    if len(trees) > 1:
-        trees = cut(trees, limits, room, times, seconds)
-    return [(lane, lane.generation.work(tree)) for lane, tree in trees if lane.generation], failed
+    results = list(zip(group, proposals, strict=True))
+    failed = [(lane, one) for lane, one in results if isinstance(one, Exception)]
+    found = [(lane, one) for lane, one in results if not isinstance(one, Exception)]
+    sizes = best_sizes(found, limits, room, times, seconds) if len(found) > 1 else [None] * len(found)
+    cuts = zip(found, sizes, strict=True)
+    return [(lane, lane.generation.cut(one, size)) for (lane, one), size in cuts if lane.generation], failed
 
 
 def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
@@ -106,25 +106,27 @@ def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
     return group
 
 
-def cut(
-    trees: Sequence[tuple[Lane, DraftTree]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
-) -> list[tuple[Lane, DraftTree]]:
-    """Trees cut so that the pass is expected to gain most tokens per second; `seconds` were spent on planning."""
-    length = fmean(len(lane.session.token_ids) for lane, _ in trees)
+def best_sizes(
+    found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
+) -> list[int]:
+    """Draft nodes of each tree with which the pass is expected to gain most tokens per second.
+
+    `seconds` were spent on drafting.
+    """
+    length = fmean(len(lane.session.token_ids) for lane, _ in found)
     curve = times.at(round(length)) if times else None
     added = roots = None
     if limits.paths:
-        heads = [lane.session.unread_committed for lane, _ in trees]
-        added = [rows_added(tree, head) for (_, tree), head in zip(trees, heads, strict=True)]
+        heads = [lane.session.unread_committed for lane, _ in found]
+        added = [rows_added(one.tree, one.nodes, head) for (_, one), head in zip(found, heads, strict=True)]
         roots = len(heads) + sum(heads)
-    sizes = split([tree.log_probs[1:] for _, tree in trees], room, seconds, curve, added, roots)
-    leaves = limits.leaves(len(trees))
-    return [(lane, best_nodes(tree, size, leaves)) for (lane, tree), size in zip(trees, sizes, strict=True)]
+    return split([one.log_probs for _, one in found], room, seconds, curve, added, roots)
 
 
 def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes | None, chunks: PromptChunks) -> None:
     """Add the time of a pass to what is known of passes."""
-    nodes, trees = sum(len(work.token_ids) for _, work in batch), [work for _, work in batch if not work.prompt]
+    works = [one.work for _, one in batch]
+    nodes, trees = sum(len(work.token_ids) for work in works), [work for work in works if not work.prompt]
     has_prompt = len(trees) < len(batch)
     chunks.learn(nodes, seconds, prompt=has_prompt)
     # The planner learns of a pass over one tree. Rows predict no time if trees are evaluated path by path.
@@ -134,5 +136,7 @@ def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes |
 
 def while_target_runs(batch: Batch) -> AbstractContextManager[None]:
     """Within it the target makes this pass. The draft of a sequence that has the pass to itself may go on."""
-    lane, work = batch[0]
-    return lane.generation.beside() if lane.generation and len(batch) == 1 and not work.prompt else nullcontext()
+    lane, pass_ = batch[0]
+    if lane.generation and len(batch) == 1 and pass_.tree:
+        return lane.generation.while_target_runs(pass_)
+    return nullcontext()

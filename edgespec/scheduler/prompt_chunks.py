@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.backend import Capabilities
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
+from edgespec.loop.passes import Pass
 from edgespec.loop.shapes import TILE, whole_tiles
 
 FIRST_CHUNK = 2 * TILE  # tokens, while other sequences are decoded and no pass with a prompt was measured
@@ -35,7 +36,7 @@ class PromptChunks:
         """Rows of a pass that trees leave to the prompt."""
         return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
 
-    def next(self, reading: Generation, limits: Capabilities, taken: int, *, single: bool) -> Work:
+    def next(self, reading: Generation, limits: Capabilities, taken: int, *, single: bool) -> Pass:
         """The next chunk of a prompt.
 
         Args:
@@ -54,7 +55,7 @@ class PromptChunks:
             end = whole_tiles(end)
         if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
             end = whole  # a pass over the rest would be padded
-        return reading.prompt_work(end - start)
+        return reading.prompt_pass(end - start)
 
     def fast(self, taken: int, most: int) -> int:
         """Tokens of a prompt, up to about `most`, that a pass with `taken` other rows reads within the longest wait."""

@@ -9,9 +9,9 @@ from time import perf_counter
 
 from edgespec.errors import EdgespecError
 from edgespec.loop.backend import Vocab, Work
-from edgespec.loop.generate import LogProbs, Round
+from edgespec.loop.generate import LogProbs, Step
 from edgespec.loop.grammar import Compiled
-from edgespec.loop.hint_texts import Family
+from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
@@ -29,7 +29,7 @@ class Request:
     log_probs: int | None = None  # report log-probabilities, and this number of the likeliest tokens
     plain: bool = False  # plain decoding: no draft tokens
     grammar: Compiled | None = None  # what the output must match
-    family: Family | None = None  # hint texts for the planner
+    hint_texts: HintTexts | None = None  # texts to copy draft tokens from
     foresee: bool = False  # report what the draft expects to follow
     shown: frozenset[int] = frozenset()  # control tokens whose names are part of the output
 
@@ -57,7 +57,7 @@ class Wrote:
     """New tokens of one pass."""
 
     chunks: list[Chunk]
-    round: Round
+    step: Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Handle:
         self.stats.reset()
         self.status = Status.WAITING
 
-    def write(self, step: Round) -> list[Chunk]:
+    def write(self, step: Step) -> list[Chunk]:
         """Report the tokens of one pass, but for those that the reader knows.
 
         Raises:
@@ -266,8 +266,8 @@ class Counts:
         self.requests[reason] = self.requests.get(reason, 0) + 1
 
 
-def chunks_of(step: Round, text: TextStream, stats: GenerationStats) -> list[Chunk]:
-    """A pass's tokens as text, up to a stop string."""
+def chunks_of(step: Step, text: TextStream, stats: GenerationStats) -> list[Chunk]:
+    """A step's tokens as text, up to a stop string."""
     chunks = list[Chunk]()
     for i, (token, source) in enumerate(zip(step.tokens, step.sources, strict=True)):
         piece = text.push(token)

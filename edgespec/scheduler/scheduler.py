@@ -18,9 +18,9 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.errors import Closed, ContextFull, Interrupted
-from edgespec.loop.backend import Backend, Logits, Work
+from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import check_room, common_prefix
+from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler.batch import Batch, choose, learn, plan, while_target_runs
@@ -248,16 +248,16 @@ class Scheduler:
         if logits:
             seconds = perf_counter() - started
             learn(batch, seconds, limits, self._times, self._chunks)
-            self.counts.add_pass(seconds, [work for _, work in batch])
+            self.counts.add_pass(seconds, [pass_.work for _, pass_ in batch])
             self.pool.count_pass([lane for lane, _ in batch])
-        for (lane, work), found in zip(batch, logits, strict=False):
-            self._take(lane, work, found, single=len(batch) == 1)
+        for (lane, pass_), found in zip(batch, logits, strict=False):
+            self._accept(lane, pass_, found, single=len(batch) == 1)
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """One pass; empty if it could not be made, and another is to be tried."""
         try:
             with self._pass_now.of([lane.handle for lane, _ in batch if lane.handle]), while_target_runs(batch):
-                return self.target.forward([work for _, work in batch])
+                return self.target.forward([pass_.work for _, pass_ in batch])
         except ContextFull as error:
             self._make_room(batch, error)
         except Interrupted:
@@ -271,8 +271,8 @@ class Scheduler:
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
         """The cache is full, or has to be put in order."""
-        *_, (lane, work) = batch
-        prompt = lane.handle.request.prompt_ids if lane.handle and work.prompt else []
+        *_, (lane, pass_) = batch
+        prompt = lane.handle.request.prompt_ids if lane.handle and pass_.work.prompt else []
         if prompt and lane.retries.allow(self.target.capabilities, lane.session, prompt):
             self.pool.empty(lane)
         else:
@@ -293,12 +293,12 @@ class Scheduler:
             self._queue.put_back(lane.handle)
             self.pool.release(lane)
 
-    def _take(self, lane: Lane, work: Work, logits: Logits, *, single: bool) -> None:
-        if work.prompt:
-            lane.take_prompt(work)
+    def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
+        if pass_.tree is None:
+            lane.accept_prompt(pass_)
             return
         try:
-            self.counts.add_tokens(lane.take(logits, single=single))
+            self.counts.add_tokens(lane.accept(pass_, logits, single=single))
         except Exception as error:  # of this request
             self._fail(lane, error)
             return

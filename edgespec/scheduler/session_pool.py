@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import UsageError
-from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation
-from edgespec.loop.passes import PromptRetries, common_prefix, start_of
-from edgespec.loop.planner import Drafts, Planner
+from edgespec.loop.passes import Pass, PromptRetries, common_prefix, start_of
+from edgespec.loop.planner import Planner
 from edgespec.loop.session_files import beside, has, load_beside
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
@@ -53,7 +53,7 @@ class Lane:
 
     @property
     def draft(self) -> Session | None:
-        return self.planner.draft_session if isinstance(self.planner, Drafts) else None
+        return self.planner.draft_session
 
     @property
     def unread(self) -> int:
@@ -75,10 +75,10 @@ class Lane:
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
         return len(tokens) - whole_tiles(shared)
 
-    def take_prompt(self, work: Work) -> None:
+    def accept_prompt(self, pass_: Pass) -> None:
         assert self.generation
         self.phase = Phase.CHANGING
-        self.generation.take_prompt(work)
+        self.generation.accept_prompt(pass_)
         self.phase = Phase.PASSING
         self.report_read()
 
@@ -93,12 +93,12 @@ class Lane:
         stopped = generation is not None and generation.finished
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
-    def take(self, logits: Logits, *, single: bool) -> list[Chunk]:
+    def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
         """Commit and report the tokens that a pass gained; the new chunks."""
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        chunks = self.handle.write(self.generation.take(logits, alone=single))
+        chunks = self.handle.write(self.generation.accept(pass_, logits, alone=single))
         self.phase = Phase.PASSING
         return chunks
 
@@ -120,7 +120,7 @@ class Lane:
             prompt = self.handle.request.prompt_ids
             self.planner.begin(prompt)
             if written := self.generation.token_ids[len(prompt) :]:
-                self.planner.accept(written, 0.0)
+                self.planner.observe(written, 0.0)
         self.phase = Phase.SETTLED
 
 
@@ -199,7 +199,7 @@ class SessionPool:
             self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
             max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-            family=request.family,
+            hint_texts=request.hint_texts,
         )  # fmt: skip
         lane.generation.begin()
         lane.forked = min(lane.forked, len(lane.session.token_ids))

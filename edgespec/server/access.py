@@ -1,7 +1,7 @@
-"""Who may ask: a local server is open to every page that a browser shows, unless it looks at who sends.
+"""Access: a local server is open to every page that a browser shows, unless it checks the sender.
 
-In this order: the Host must be one that no attacker's name server can answer for; an Origin must be this server's own
-or allowed; bodies must be JSON, which a page cannot send to another origin unasked; then the key.
+1. The Host must be one that no attacker's name server can answer for. 2. An Origin must be this server's or an allowed
+one. 3. Bodies must be JSON: no page can send that to another origin unasked. 4. The key.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SLOW_READER = 60.0  # seconds after which a client that does not read is left
 
 
 class Guard:
-    """The outermost layer. Also leaves clients that do not read what they asked for."""
+    """The outermost layer. It also leaves clients that do not read."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Guard:
     ) -> None:
         """
         Args:
-            app: what is guarded.
+            app: the layers within.
             error_body: an error in the dialect of a path.
-            keys: one of them must be sent, if there are any.
-            hosts: names that requests may be sent to, besides addresses and names of this machine.
-            origins: of pages that may send requests, besides this server's own.
+            keys: the request must have one of them; empty: it needs none.
+            hosts: allowed names besides addresses and names of this machine.
+            origins: of allowed pages, besides this server's own.
             slow_reader: seconds that a client may leave data unread.
         """
         self._app = app
@@ -62,7 +62,6 @@ class Guard:
         self._slow_reader = slow_reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -90,7 +89,7 @@ class Guard:
                 raise
 
     def refused(self, scope: Scope) -> Refused | None:
-        """Why this request is not let in; None: it is."""
+        """The refusal; None: the request may pass."""
         headers: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))

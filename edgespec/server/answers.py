@@ -1,4 +1,4 @@
-"""The answers to one HTTP request, as they grow."""
+"""The growing answers to one HTTP request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,7 +18,7 @@ Submit = Callable[[Request, Listener], Handle]  # the listener is called in the 
 
 @dataclass
 class Answer:
-    """One answer as far as it is written."""
+    """One answer as it grows."""
 
     request: Request
     parser: Parser = field(default_factory=OutputParser)
@@ -26,11 +26,10 @@ class Answer:
     pieces: list[Piece] = field(default_factory=list)  # thoughts, content and calls so far
     new: list[Piece] = field(default_factory=list)  # those of the last event
     chunks: list[Chunk] = field(default_factory=list)
-    stop_found: str | None = None  # the stop string that ended it
+    stop_found: str | None = None  # the stop string at its end
     thought_tokens: int = 0
 
     def read(self, chunks: Sequence[Chunk]) -> None:
-        """More is written."""
         new = list[Piece]()
         for chunk in chunks:
             before = self.parser.thinking
@@ -49,7 +48,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The content."""
         return "".join(piece for piece in self.pieces if isinstance(piece, str))
 
     @property
@@ -62,7 +60,6 @@ class Answer:
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one."""
     found = list[Piece]()
     for piece in pieces:
         last = found[-1] if found else None
@@ -83,7 +80,7 @@ class Answers:
         Args:
             answers: none of them begun.
             submit: begins one.
-            ping_seconds: of silence after which `events` says so.
+            ping_seconds: of silence after which `events` yields None.
         """
         self.all = answers
         self._submit = submit
@@ -93,7 +90,7 @@ class Answers:
         """(number of the answer, event) until all have ended; None after some seconds of silence.
 
         Raises:
-            Exception: what ended an answer too early.
+            Exception: an answer ended too early.
         """
         queue, handles = asyncio.Queue[tuple[int, Event]](), list[Handle]()
 
@@ -126,13 +123,12 @@ class Answers:
                 handle.cancel()
 
     async def whole(self) -> None:
-        """Wait for all of them."""
         async for _ in self.events():
             pass
 
     @property
     def usage(self) -> "Usage":
-        """The tokens of all answers; a prompt with several answers counts once, with the cached tokens of the first."""
+        """Tokens of all answers. A prompt with several answers counts once, with the cached tokens of the first."""
         first = {tuple(answer.request.prompt_ids): answer for answer in reversed(self.all)}.values()
         return Usage(
             sum(len(answer.request.prompt_ids) for answer in first),
@@ -144,7 +140,7 @@ class Answers:
     @property
     def predicted(self) -> tuple[int, int]:
         """Tokens accepted and rejected: of the prediction that was sent, else of all drafts."""
-        if sent := sum(answer.request.family.prediction for answer in self.all if answer.request.family):
+        if sent := sum(answer.request.hint_texts.prediction for answer in self.all if answer.request.hint_texts):
             accepted = sum(answer.stats.tokens_by_source["prediction"] for answer in self.all)
             return accepted, max(0, sent - accepted)
         accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in self.all)
@@ -152,15 +148,13 @@ class Answers:
 
     @property
     def account(self) -> dict[str, Any]:
-        """What repeats the answers, the seed of the first, and what each cost."""
+        """The seed of the first answer, and the statistics of each."""
         stats = [answer.stats.as_dict() for answer in self.all]
         return {"seed": self.all[0].request.sampling.seed, "stats": stats}
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens."""
-
     prompt: int
     cached: int  # of the prompt
     written: int

@@ -1,4 +1,4 @@
-"""The server: which path does what."""
+"""The application: paths and their handlers."""
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -27,7 +27,6 @@ from edgespec.server.service import Service
 from edgespec.server.typing_ahead import TypingAhead
 
 STATIC = Path(__file__).parent / "static"
-# The last is for those that nobody thought of: they are logged as well.
 ERRORS: tuple[type[Exception], ...] = (Refused, EdgespecError, UnicodeEncodeError, Exception)
 
 
@@ -37,7 +36,7 @@ def make_app(
     """The ASGI application.
 
     Args:
-        service: what answers; the caller closes its model.
+        service: the model and its requests; the caller closes the model.
         keys: as for `Guard`.
         hosts: as for `Guard`.
         origins: as for `Guard`.
@@ -69,7 +68,7 @@ def make_app(
 
 
 class Counting:
-    """Counts answers by path and status; paths that anybody may make up count as one."""
+    """Counts answers by path and status. Unknown paths count as one."""
 
     def __init__(self, app: Starlette, service: Service) -> None:
         self._app = app
@@ -77,7 +76,6 @@ class Counting:
         self._paths = {route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -129,19 +127,19 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 async def list_models(http: HttpRequest) -> Response:
-    """GET /v1/models: one, with the keys of both dialects."""
+    """GET /v1/models: the model, with the keys of both dialects."""
     card = _card(http.app.state.service)
     ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
     return JSONResponse({"object": "list", "data": [card], **ends})
 
 
 async def show_model(http: HttpRequest) -> Response:
-    """GET /v1/models/NAME: whatever the name, it is the one that is loaded."""
+    """GET /v1/models/NAME: the loaded model, under any name."""
     return JSONResponse(_card(http.app.state.service))
 
 
 async def health(http: HttpRequest) -> Response:
-    """GET /health: what runs here, and how."""
+    """GET /health."""
     service: Service = http.app.state.service
     target, scheduler = service.model.target, service.model.scheduler
     exact = target.capabilities.exact
@@ -161,10 +159,8 @@ async def health(http: HttpRequest) -> Response:
 
 
 async def show_metrics(http: HttpRequest) -> Response:
-    """GET /metrics."""
     return PlainTextResponse(metrics(http.app.state.service), media_type="text/plain; version=0.0.4")
 
 
 async def page(http: HttpRequest) -> Response:
-    """GET /: the page."""
     return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})

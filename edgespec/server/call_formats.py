@@ -1,4 +1,4 @@
-"""How models write calls of tools: markers, and what stands between them.
+"""Formats in which models write calls of tools: markers, and a call between them.
 
 A model's format is seen in its chat template. A new one is a line in `FORMATS`, and a function if it is none of these.
 """
@@ -15,7 +15,7 @@ from edgespec.server.tool_calls import Call, Parameters
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written. `parse` reads the calls between two markers; it raises ValueError if they are none."""
+    """The format of a call. `parse` reads the calls between two markers; it raises ValueError if they are none."""
 
     seen: tuple[str, ...]  # in the chat template, all of them
     open: tuple[str, ...]  # one that begins with { is part of what is parsed, and counts only where an answer begins

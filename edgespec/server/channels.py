@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     … <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
 
-What is analysed is thought; final words, and commentary to nobody, are content; what is sent to a function is a call.
-The prompt ends behind <|start|>assistant, so an answer begins with a header.
+Analysis is thought. A message to a function is a call. All other messages are content.
+The prompt ends with <|start|>assistant, so an answer begins with a header.
 """
 
 import json
@@ -29,8 +29,6 @@ def comes_in_channels(template: str) -> bool:
 
 
 class ChannelParser:
-    """Reads one answer that comes in channels."""
-
     def __init__(self, calls: CallFormat | None = None) -> None:
         """`calls`: None: nothing may be called, and what is sent to a function is content."""
         self._calls = calls is not None
@@ -86,7 +84,6 @@ class ChannelParser:
         return False
 
     def _to(self, header: str) -> str:
-        """The function that a message is sent to; "": none."""
         sent = RECIPIENT.search(header)
         return sent[1] if sent and sent[1] != "assistant" and self._calls else ""
 

@@ -1,7 +1,7 @@
 """Grammars of answers: a call in the model's format by the tool's schema, or what follows a thought.
 
-Arguments that are JSON follow the schema wholly. In markup each value does, but a string is free text up to the marker
-that follows, so a pattern or a length does not count.
+Arguments that are JSON follow the schema wholly. In markup each value does. But a string is free text up to the next
+marker: its pattern and its length do not count.
 """
 
 import json
@@ -12,10 +12,10 @@ from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, lark
 from edgespec.server.call_formats import QUOTE, CallFormat
-from edgespec.server.markers import control_tokens, parts_of
 from edgespec.server.schema import Schema, spelled
 from edgespec.server.tool_calls import Tool
 
+MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # what may be the name of a control token, which has no bytes
 PLACE = re.compile(r"\{(line|name|quoted|number|id|arguments|braces|pairs|key|value)\}")
 # With a space behind commas and colons, as templates show it.
 SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -31,7 +31,7 @@ LARK_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/
 
 
 def call_grammar(vocab: Vocab, calls: CallFormat, tools: Sequence[Tool]) -> Grammar:
-    """Texts that are one call of one of the tools.
+    """The grammar of one call of one of the tools.
 
     Args:
         vocab: the model's, by which markers may be control tokens.
@@ -61,7 +61,6 @@ def _call(rules: "Rules", calls: CallFormat, tool: Tool) -> str:
 
 
 def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
-    """Terms for each parameter, in the schema's order."""
     found, (before, after) = list[str](), pair.split("{value}")
     for key, value in schema.properties.items():
         places = {"key": string(key), **ANYWHERE}
@@ -69,7 +68,7 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
         if value.values:
             term = f"({' | '.join(string(spelled(one)) for one in value.values)})"
         elif value.is_text:
-            marker = PLACE.split(after)[0].strip("\n")  # a text goes on only if the whole marker is missing
+            marker = PLACE.split(after)[0].strip("\n")  # the string ends here, also without the line breaks
             term, behind = rules.text_until(marker), after[after.index(marker) + len(marker) :]
         else:
             term = rules.json(value)
@@ -79,7 +78,7 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
 
 
 class Rules:
-    """A Lark grammar as it grows. Each sub-schema is one rule, however often it is referred to."""
+    """A growing Lark grammar. Each sub-schema is one rule, however many references it has."""
 
     def __init__(self, vocab: Vocab) -> None:
         self.lines: list[str] = []
@@ -87,21 +86,18 @@ class Rules:
         self._values: dict[Schema, str] = {}  # in Gemma's braces
 
     def add(self, terms: str, about: str = "") -> str:
-        """The name of a new rule."""
         self.lines.append(f"r{len(self.lines)}{about}: {terms}")
         return f"r{len(self.lines) - 1}"
 
     def json(self, schema: Schema) -> str:
-        """JSON by a schema."""
         return self.add(f"%json {json.dumps({**schema.json, **SPACED})}")
 
     def filled(self, text: str, places: Mapping[str, str]) -> str:
-        """A text with something in its places."""
         pieces = PLACE.split(text)
         return " ".join(places[piece] if i % 2 else self.spelled(piece) for i, piece in enumerate(pieces) if piece)
 
     def spelled(self, text: str) -> str:
-        """A text of which a part may be control tokens."""
+        """A literal in which markers may be control tokens."""
         control = control_tokens(self._vocab, text)
         return " ".join(f"<[{control[part]}]>" if part in control else string(part) for part in parts_of(text))
 
@@ -162,17 +158,15 @@ class Rules:
 
 
 def string(text: str) -> str:
-    """A text as a Lark grammar has it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escaped(text: str) -> str:
-    """A text in one of its regular expressions."""
     return re.escape(text).replace("/", r"\/")
 
 
 class ThoughtFirst:
-    """Grammars of answers that a model may think about before: what it thinks is free."""
+    """Grammars of a free thought and the answer after it."""
 
     def __init__(self, vocab: Vocab, thinking: tuple[str, str], opening: str = "") -> None:
         """
@@ -206,3 +200,17 @@ class ThoughtFirst:
         behind = ANSWER if is_call else self._opening
         start = f"{THOUGHT} {behind}" if inside else f"({self._marker} {THOUGHT})? {behind}"
         return lark(f"start: {start}\n{self._free}\n{answer}")
+
+
+def parts_of(text: str) -> list[str]:
+    return [part for part in MARKER.split(text) if part]
+
+
+def control_tokens(vocab: Vocab, text: str) -> dict[str, int]:
+    """Marker -> its token, for each marker in `text` that is a control token."""
+    found = dict[str, int]()
+    for part in parts_of(text):
+        ids = vocab.encode(part, add_bos=False, parse_special=True)
+        if len(ids) == 1 and not vocab.token_bytes(ids[0]):
+            found[part] = ids[0]
+    return found

@@ -1,4 +1,4 @@
-"""A conversation and a question, in the one form that all dialects are translated to."""
+"""The internal form of a conversation and of a request. All dialects translate to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the thought before the answer."""
 
     text: str
 
@@ -23,8 +23,6 @@ Piece = str | Thought | Call  # of an answer
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message."""
-
     role: str  # system, user, assistant or tool
     text: str = ""
     thought: str | None = None  # of an assistant
@@ -43,7 +41,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a client asks for."""
+    """A request for answers, in no dialect."""
 
     sampling: Mapping[str, Any]  # fields of `SamplingParams` that the client names
     conversation: Conversation | None = None
@@ -51,11 +49,11 @@ class Question:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     choices: int = 1  # answers to each prompt
-    log_probs: int | None = None  # tell the log-probabilities of tokens, and of so many alternatives
+    log_probs: int | None = None  # report log-probabilities of tokens and of this number of alternatives
     plain: bool = False  # decode without drafts
     grammar: Grammar | None = None  # that the answer follows
     prediction: str = ""  # what the answer may be in large parts
-    foresee: bool = False  # tell of tokens that the draft predicts
+    foresee: bool = False  # report the tokens that the draft predicts
 
     @property
     def tools(self) -> Tools | None:
@@ -63,7 +61,7 @@ class Question:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a content: a string, null, or text parts. Raises Refused for images and the like."""
+    """The text of a message: a string, null, or text parts. Raises Refused for other parts, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     found = list[str]()

@@ -1,4 +1,4 @@
-"""Requests that are refused, in no dialect yet."""
+"""Refusals, in no dialect."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,10 @@ class Refused(Exception):
 
     @property
     def kind(self) -> str:
-        """The name of this kind of error, the same in every dialect."""
         return KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
 
 
 def refusal(error: BaseException) -> Refused:
-    """The answer to a request that ended with an error."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, ContextFull):

@@ -6,7 +6,7 @@ from edgespec.server.service import Service
 
 
 def metrics(service: Service) -> str:
-    """All counts since the start, and how full the scheduler is."""
+    """Counts since the start, and the scheduler's load."""
     scheduler, counts = service.model.scheduler, service.model.scheduler.counts
     fresh = counts.prompt_tokens - counts.cached_tokens
     lines = [

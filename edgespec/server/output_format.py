@@ -1,4 +1,4 @@
-"""What follows from a model's chat template: how it writes calls and thoughts, and what it reads. Derived once."""
+"""The format of a model's answers and prompts: all that follows from its chat template, derived once."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,9 @@ from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
 from edgespec.server.call_formats import FORMATS, OTHERS, CallFormat
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, ChannelParser, comes_in_channels
-from edgespec.server.constrained import ThoughtFirst, call_grammar
+from edgespec.server.constrained import ThoughtFirst, call_grammar, control_tokens
 from edgespec.server.conversation import Conversation
 from edgespec.server.errors import Refused
-from edgespec.server.markers import control_tokens
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.prompts import template_messages
 from edgespec.server.tool_calls import Tools
@@ -25,26 +24,24 @@ TAIL = 12  # tokens of a prompt's end in which a thought may be opened
 
 
 class OutputFormat:
-    """One template's."""
-
     def __init__(self, vocab: Vocab, template: str) -> None:
-        """`template`: the chat template; "": texts are raw, all of an answer is content."""
+        """`template`: the chat template; "": prompts are raw, and all of an answer is content."""
         self._vocab = vocab
         self._names_thinking = "message.thinking" in template
         self._in_channels = comes_in_channels(template)
-        self.calls = call_format_of(template)  # None: the template shows no tools, or in no format known here
+        self.calls = call_format_of(template)
         self.thinking = ANALYSIS if self._in_channels else thinking_of(template)
         markers = [*(self.thinking or ()), *(MARKERS if self._in_channels else ())]
         self._shown = self._control(markers)
         self._shown_with_calls = self._shown | self._control(self.calls.markers if self.calls else ())
-        self._opening = FINAL if self._in_channels else ""
-        self._thought_first = ThoughtFirst(vocab, self.thinking, self._opening) if self.thinking else None
+        opening = FINAL if self._in_channels else ""
+        self._thought_first = ThoughtFirst(vocab, self.thinking, opening) if self.thinking else None
 
     def _control(self, markers: Sequence[str]) -> frozenset[int]:
         return frozenset(token for marker in markers for token in control_tokens(self._vocab, marker).values())
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation, ready for the answer. Raises Refused, and errors of `render_chat`."""
+        """Token ids of a conversation. Raises Refused, and errors of `render_chat`."""
         tools = conversation.tools
         if tools and not self.calls:
             says = "tools: this model's calls are not known here; leave tools out, or set tool_choice to none"
@@ -55,7 +52,6 @@ class OutputFormat:
         return render_chat(self._vocab, list(turns), shown, conversation.options)
 
     def begins_inside(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends with the marker that opens a thought."""
         if self.thinking is None:
             return False
         vocab = self._vocab
@@ -63,11 +59,11 @@ class OutputFormat:
         return "".join(tail).rstrip().endswith(self.thinking[0])
 
     def shown(self, tools: Tools | None) -> frozenset[int]:
-        """Control tokens whose names the parser needs."""
+        """Control tokens that the parser must see by name."""
         return self._shown_with_calls if tools else self._shown
 
     def parser(self, tools: Tools | None, inside: bool) -> Parser:
-        """Reads one answer. `inside`: the prompt has opened a thought."""
+        """A parser for one answer. `inside`: the prompt has opened a thought."""
         calls = self.calls if tools else None
         if self._in_channels:
             return ChannelParser(calls)
@@ -95,12 +91,11 @@ class OutputFormat:
 
 
 def call_format_of(template: str) -> CallFormat | None:
-    """How a model with this chat template writes calls; None: it shows no tools, or in no format known here."""
+    """The format of calls; None: the template shows no tools, or uses an unknown format."""
     if "tools" not in template or any(mark in template for mark in OTHERS):
         return None
     return next((one for one in FORMATS if all(mark in template for mark in one.seen)), None)
 
 
 def thinking_of(template: str) -> tuple[str, str] | None:
-    """The markers between which a model thinks; None: it does not."""
     return next((pair for pair in THINKING if pair[1] in template), None)

@@ -1,6 +1,6 @@
-"""Cuts a growing answer into thoughts, content and calls of tools.
+"""Parsers that cut a growing answer into thoughts, content and calls of tools.
 
-What does not parse as a call is content, so that a history with it does not fail for ever.
+A call that does not parse is content: a client sends it back in every later request.
 """
 
 from typing import Protocol
@@ -12,23 +12,21 @@ from edgespec.server.tool_calls import Call, Parameters
 
 
 class Parser(Protocol):
-    """Reads one answer."""
-
     @property
     def thinking(self) -> bool:
-        """Whether the text stands within a thought."""
+        """A thought is open."""
         ...
 
     def push(self, text: str) -> list[Piece]:
-        """More text; what became certain with it."""
+        """Add text; return the pieces that are certain now."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was held back when the text ended."""
+        """The pieces held back until the end."""
         ...
 
     def whole(self) -> list[Call]:
-        """The calls whose end is still to come, but that are complete."""
+        """Calls that are complete but for their end marker."""
         ...
 
 
@@ -47,7 +45,7 @@ class OutputParser:
         Args:
             calls: how they are written; None: there are none.
             thinking: markers around a thought; None: there are none.
-            inside: the text begins in the middle of a thought.
+            inside: the answer begins within a thought.
             parameters: of the request's tools.
         """
         self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
@@ -149,7 +147,6 @@ class OutputParser:
 
 
 def calls_of(text: str, opened: str, calls: CallFormat, parameters: Parameters) -> list[Piece]:
-    """The calls between two markers, or the text with them if they are none."""
     try:
         return [*calls.parse(text, parameters)]
     except (ValueError, KeyError, AttributeError, RecursionError):

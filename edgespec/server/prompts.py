@@ -1,4 +1,4 @@
-"""Conversations as a model's chat template wants them: it may rename thoughts, and check or print the ids of calls."""
+"""Messages for a chat template, which may rename thoughts, and check or print the ids of calls."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: 
 
 
 def arguments_of(call: Call) -> Any:
-    """The arguments as an object; what is no JSON stays a string, since a client sends it back again and again."""
+    """Arguments as an object; invalid JSON stays a string, since a client sends it in every later request."""
     with suppress(ValueError, RecursionError):
         return json.loads(call.arguments or "{}")
     return call.arguments

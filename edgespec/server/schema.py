@@ -1,4 +1,4 @@
-"""JSON schemas of tools' parameters. Each sub-schema is resolved once; grammars and parsers use the same result."""
+"""JSON schemas of tools' parameters, resolved once for grammars and for parsers."""
 
 import json
 from typing import Any
@@ -25,14 +25,13 @@ class Schema:
 
     @classmethod
     def anything(cls) -> "Schema":
-        """A schema that says nothing."""
         found = cls()
         found.types = None
         return found
 
     @property
     def is_text(self) -> bool:
-        """Whether a value may be any text, which markup has without quotation marks."""
+        """A value may be any string: markup writes it without quotation marks."""
         return not self.values and (self.types is None or "string" in self.types)
 
     def value_of(self, text: str) -> Any:
@@ -118,5 +117,4 @@ class _Resolver:
 
 
 def is_local(reference: str) -> bool:
-    """Whether a reference names a place in the same document."""
     return reference == "#" or reference.startswith("#/")

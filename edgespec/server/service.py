@@ -1,4 +1,4 @@
-"""One loaded model and the requests to it: from a question to answers that can be followed."""
+"""The loaded model, and the way from a question to its answers."""
 
 import asyncio
 import secrets
@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 
 from edgespec.loop.grammar import Compiled
-from edgespec.loop.hint_texts import Family
+from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
@@ -24,15 +24,13 @@ from edgespec.server.output_format import OutputFormat
 
 MOST_CHOICES = 8
 MOST_STOPS = 16
-MOST_WAITING = 32  # requests; more are told to come again
+MOST_WAITING = 32  # requests; more get 429
 PING_SECONDS = 5.0  # of silence
-GRAMMAR_THREADS = 2  # a slow grammar holds up other grammars at most
+GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
 
 
 @dataclass
 class Service:
-    """What the dialects ask."""
-
     model: Model
     name: str
     most_waiting: int = MOST_WAITING
@@ -57,18 +55,17 @@ class Service:
 
     @cached_property
     def defaults(self) -> SamplingParams:
-        """Where a request says nothing: what the model's files propose, else a temperature of 1."""
+        """For fields that a request leaves out: the model's own sampling, else a temperature of 1."""
         known = self.model.sampling
         return replace(known, temperature=1.0) if known == SamplingParams() else known
 
     async def answers(self, question: Question) -> Answers:
-        """The answers to a question, not begun. Raises errors of `prepare`."""
         requests, inside = await self.prepare(question)
         parsers = [self._format(question).parser(question.tools, inside) for _ in requests]
         return Answers(list(map(Answer, requests, parsers)), self.submit, self.ping_seconds)
 
     async def prepare(self, question: Question) -> tuple[list[Request], bool]:
-        """One request for each choice of each prompt, where choice i has seed + i; whether prompts end in a thought.
+        """Requests for each choice of each prompt (choice i has seed + i), and whether the prompt ends in a thought.
 
         Raises:
             Refused, UsageError, ContextFull: the question cannot be answered.
@@ -87,9 +84,9 @@ class Service:
             Request(
                 list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
                 min(question.max_tokens or limit, limit - len(ids)), tuple(question.stop), question.log_probs,
-                question.plain, grammar, family, question.foresee, self._format(question).shown(question.tools),
+                question.plain, grammar, hint_texts, question.foresee, self._format(question).shown(question.tools),
             )
-            for ids, family in prompts
+            for ids, hint_texts in prompts
             for i in range(question.choices)
         ], inside  # fmt: skip
 
@@ -106,20 +103,20 @@ class Service:
             raise Refused(400, f"max_tokens is {question.max_tokens}, but must be at least 1", param="max_tokens")
         TextStream(self.model.target.vocab, question.stop)
 
-    def _read(self, question: Question) -> tuple[list[tuple[list[int], Family | None]], bool]:
-        """Prompts as token ids, with texts that may foretell their answers; in a worker thread."""
+    def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], bool]:
+        """Token ids and hint texts of each prompt. Runs in a worker thread."""
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
         if question.conversation:
             prompts = [self.chat_format.prompt_ids(question.conversation)]
         else:
             prompts = [self._encode(prompt) for prompt in question.prompts]
-        found = list[tuple[list[int], Family | None]]()
+        found = list[tuple[list[int], HintTexts | None]]()
         for ids in prompts:
             if not ids:
                 raise Refused(400, "the prompt is empty: give at least one word", param="prompt")
             check_room(self.model.target, len(ids))
-            found.append((ids, self.model.family(ids, question.prediction, question.choices)))
+            found.append((ids, self.model.hint_texts(ids, question.prediction, question.choices)))
         return found, self._format(question).begins_inside(prompts[0])
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -131,7 +128,7 @@ class Service:
         return list(prompt)
 
     def _grammar(self, question: Question, inside: bool) -> Compiled | None:
-        """In a thread for grammars: to build and compile one may take seconds."""
+        """Build and compile the grammar. This may take seconds, so it runs in a thread for grammars."""
         wanted = self._format(question).grammar(question.grammar, question.tools, inside)
         return self.model.compile(wanted) if wanted else None
 
@@ -151,7 +148,7 @@ class Service:
 
 
 def in_loop(listener: Listener) -> Listener:
-    """A listener that any thread may call; the server's loop passes it on."""
+    """A listener that any thread may call. The server's loop passes the event on."""
     loop = asyncio.get_running_loop()
 
     def emit(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Calls of tools that the draft predicts, told before the model has written them.
+"""Calls of tools that the draft predicts: the client gets them before the model has written them.
 
 A client may start a tool that changes nothing as soon as its call is proposed, and has the result when the call is
 confirmed. A call that is withdrawn was never made. The idea of SpecCache.
@@ -18,14 +18,12 @@ from edgespec.server.tool_calls import Call
 
 
 class SpeculativeCalls:
-    """The proposals for one answer."""
-
     def __init__(self, answer: Answer, vocab: Vocab) -> None:
         self._answer, self._vocab = answer, vocab
         self._proposed: dict[int, Call] = {}  # by the call's number in the answer
 
     def after(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What a client is told after an event. Calls that were written as proposed keep the proposal's id."""
+        """Reports to the client after an event. A call written as proposed keeps the proposal's id."""
         if isinstance(event, Foresaw):
             calls = dict(enumerate(self._predicted(event), len(self._answer.calls)))
             yield from self._withdraw(lambda number, call: number in calls and same(calls[number], call))
@@ -48,7 +46,7 @@ class SpeculativeCalls:
         return [piece for piece in pieces if isinstance(piece, Call)]
 
     def _settle(self) -> Iterator[dict[str, Any]]:
-        """Calls that are written now confirm proposals, or have them withdrawn."""
+        """Confirm or withdraw proposals for calls that are written now."""
         answer = self._answer
         number = len(answer.calls) - sum(isinstance(piece, Call) for piece in answer.new)
         for i, piece in enumerate(answer.new):
@@ -71,10 +69,8 @@ class SpeculativeCalls:
 
 
 def same(one: Call, other: Call) -> bool:
-    """Whether two calls ask for the same."""
     return one.name == other.name and json.loads(one.arguments) == json.loads(other.arguments)
 
 
 def told(status: str, index: int, call: Call) -> dict[str, Any]:
-    """An event: proposed, confirmed or withdrawn."""
     return {"status": status, "index": index, "id": call.id, "name": call.name, "arguments": call.arguments}

@@ -1,4 +1,4 @@
-"""Tools and calls of them, in the one form that all dialects and all models' formats are translated to."""
+"""The internal form of tools and calls. All dialects and all models' formats translate to it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,6 @@ Parameters = Mapping[str, Schema]  # a tool's name -> the schema of its paramete
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool."""
-
     name: str
     arguments: str  # JSON
     id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
@@ -49,14 +47,12 @@ class Tool:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request."""
-
     all: Sequence[Tool]
     required: Sequence[Tool] = ()  # the answer must call one of them; empty: it need not call any
 
     @cached_property
     def parameters(self) -> Parameters:
-        """What is known of the tools' parameters. A schema that cannot be understood is left out."""
+        """Schemas of the tools' parameters, without those that are no schemas."""
         found = dict[str, Schema]()
         for tool in self.all:
             with suppress(UsageError):

@@ -2,8 +2,8 @@
 
     PUT /edgespec/draft-prompt    a chat request as far as it is typed; "pause": true = this may be all of it
 
-While words come, the tokens that further typing cannot change are read. At a pause the answer is begun. A chat request
-that is the same takes it over; any other starts from what was read. All of it gives way to requests. The idea of SpeQL.
+While the client types, stable tokens are prefilled. At a pause the answer is begun. An equal chat request takes it
+over; another one starts from the prefilled tokens. All of it gives way to requests. The idea of SpeQL.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from edgespec.server.service import Service, in_loop
 from edgespec.server.wire import read_body
 
 PREPARED = 16  # tokens of an answer that is begun at a pause
-TYPED_NEXT = ("a", " a", ".", "\n", "1")  # what may come next: tokens that all of these leave alone are stable
+TYPED_NEXT = ("a", " a", ".", "\n", "1")  # what may come next: a token is stable if none of these changes it
 MOST_TYPING = 8  # clients that type at once
 KEPT_SECONDS = 60.0  # for which a prompt is held after its client was last heard of
 
@@ -37,7 +37,7 @@ class DraftBody(ChatBody):
 
 
 class Prepared:
-    """A request whose events are kept until somebody listens. In the server's loop alone."""
+    """A request whose events are kept until another one takes it over. Used only in the server's loop."""
 
     def __init__(self, service: Service, request: Request, tokens: int) -> None:
         """`tokens`: of the answer that are written ahead."""
@@ -50,21 +50,20 @@ class Prepared:
         self.keep()
 
     def keep(self) -> None:
-        """Its client was heard of."""
         self._stop_timer()
         self._end = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.handle.cancel)
 
     def drop(self, wanted: Sequence[int] = ()) -> None:
         """End it; the session keeps its tokens.
 
-        A pass that reads what the prompt `wanted` begins with goes on: a client types faster than passes are made, and
-        were each ended by the next letter, nothing would ever be read.
+        The pass under way goes on if it reads a beginning of the prompt `wanted`. A client types faster than passes
+        are made: nothing would be read if each letter ended one.
         """
         self._stop_timer()
         self.handle.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt begins with this one, but for the last token."""
+        """`prompt_ids` begin with this prompt, but for its last token."""
         typed = self.request.prompt_ids[:-1]
         return typed == list(prompt_ids[: len(typed)])
 
@@ -84,7 +83,7 @@ class Prepared:
 
 
 class TypingAhead:
-    """The latest prompt of each client that types. In the server's loop alone."""
+    """The latest prompt of each client that types. Used only in the server's loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -109,7 +108,6 @@ class TypingAhead:
         return None
 
     async def draft_prompt(self, http: HttpRequest) -> Response:
-        """PUT /edgespec/draft-prompt."""
         body = await read_body(http, DraftBody)
         told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
         last = body.messages[-1] if body.messages else {}
@@ -128,13 +126,13 @@ class TypingAhead:
         return JSONResponse(told)
 
     def _stable(self, conversation: Conversation) -> list[int]:
-        """Tokens of a conversation that further typing leaves alone."""
+        """Tokens of a conversation that further typing does not change."""
         *before, last = conversation.turns
         further = [replace(conversation, turns=[*before, replace(last, text=last.text + more)]) for more in TYPED_NEXT]
         return stable_prefix(list(map(self._service.chat_format.prompt_ids, [conversation, *further])))
 
     def _prepare(self, name: str, request: Request, tokens: int) -> None:
-        """Read a prompt, and write so many tokens of its answer, in place of what the client typed before."""
+        """Prefill a prompt, and decode `tokens` of its answer, in place of the client's earlier prompt."""
         known = self._latest.get(name)
         if known and known.request == request and not known.handle.cancelled:
             known.keep()

@@ -16,20 +16,20 @@ from edgespec.server.errors import Refused, refusal
 MOST_BODY = 8 * 2**20  # bytes
 BODY_SECONDS = 60.0  # in which it must have come
 MOST_DEPTH = 64  # of JSON
-GONE = 499  # the client left before there was an answer
+GONE = 499  # the client left before the answer
 
 Event = tuple[str | None, Any]  # a server-sent event: its name, and JSON, a string as it is, or None for a comment
 Body = TypeVar("Body", bound="Lenient")
 
 
 class Lenient(BaseModel):
-    """Fields that are not known are passed over."""
+    """Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class SamplingFields(Lenient):
-    """What all dialects have in common, by OpenAI's names, and by llama.cpp's for what OpenAI does not have."""
+    """Fields of all dialects. Their names are OpenAI's, or else llama.cpp's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -43,7 +43,6 @@ class SamplingFields(Lenient):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields that the client names."""
         return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
 
 
@@ -94,7 +93,7 @@ def _depth(value: Any) -> int:
 
 
 async def answer_whole(http: HttpRequest, work: Awaitable[Any], body: Callable[[], Mapping[str, Any]]) -> Response:
-    """The answer in one piece, after `work`; a client that leaves ends it."""
+    """Wait for `work`, then send one JSON body. The work ends if the client leaves."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_left(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +114,7 @@ async def _left(http: HttpRequest) -> None:
 
 
 def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], Event]) -> Response:
-    """A stream of events. An error becomes the last one."""
+    """A stream of events. An error becomes the last event."""
 
     async def lines() -> AsyncIterator[bytes]:
         try:
@@ -129,7 +128,7 @@ def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], E
 
 
 def sse(name: str | None, data: Any) -> bytes:
-    """One event; a comment where there are no data."""
+    """One event; without data a comment."""
     if data is None:
         return b": ping\n\n"
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))

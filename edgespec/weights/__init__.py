@@ -1,1 +1,1 @@
-"""Weights that are larger than memory: what stays, what moves, and the moving."""
+"""Weights that are larger than memory: what stays, what is streamed, and the streaming."""

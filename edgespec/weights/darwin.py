@@ -1,8 +1,9 @@
-"""The store of macOS, which has one page cache for mappings and reads: reading fills it, msync(MS_INVALIDATE) empties
-it, mlock pins. Written from Apple's sources and documentation; not measured.
+"""The store of macOS, where mappings and reads share one page cache. Reading fills it, msync(MS_INVALIDATE) empties it.
+
+Written from Apple's sources and documentation; not measured.
 """
 
-import mmap  # whose flags are not there on Windows
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ MS_INVALIDATE = 2  # macOS, sys/mman.h
 
 
 class DarwinStore:
-    """See the module. Works on a mapping of its own: on macOS all mappings of a file share their pages."""
+    """Works on its own mapping: on macOS all mappings of a file share their pages."""
 
     note = ""
 
@@ -42,7 +43,7 @@ class DarwinStore:
     def check(self) -> None:
         check_sizes(self._paths, self._descriptors, self._sizes)
 
-    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+    def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         within = [replace(extent, stop=min(extent.stop, self._sizes[extent.file])) for extent in extents]
         warm(within, lambda piece: touch(self._descriptors[piece.file], piece.start, piece.stop), progress)
         self._locked, self.note = lock(self._libc, [(self._starts[e.file] + e.start, e.size) for e in extents])
@@ -60,7 +61,7 @@ class DarwinStore:
         touch(self._descriptors[extent.file], start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
-        pass  # what was read is in the page cache, and so in the engine's mapping
+        pass  # the engine's mapping shares the page cache
 
     def hide(self, slot: int, layer: Layer) -> None:
         self.drop(layer.extents)

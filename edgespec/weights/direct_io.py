@@ -1,4 +1,4 @@
-"""Files read past the page cache, to any address: for engines that hold their weights in memory of their own."""
+"""Reads past the page cache to any address, for engines that hold their weights in their own memory."""
 
 import os
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from edgespec.machine.system import BLOCK, check_sizes, file_sizes, memory_step, open_direct, read_unaligned
 from edgespec.weights.plan import Extent
 
-ALIGNED = BLOCK  # bytes; direct reads start and end at multiples of that, in the file and in memory
+ALIGNED = BLOCK  # bytes; direct reads start and end at multiples, in the file and in memory
 
 
 class DirectFiles:
-    """A model's files, open. All methods raise OSError."""
+    """The open files of a model. All methods raise OSError."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
@@ -33,18 +33,16 @@ class DirectFiles:
         check_sizes(self.paths, self._files, self.sizes)
 
     def whole_pages(self, extent: Extent) -> Extent:
-        """What has to be read to have an extent."""
         start, stop = extent.start // ALIGNED * ALIGNED, -(-extent.stop // ALIGNED) * ALIGNED
         return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
 
     def read(self, file: int, address: int, start: int, stop: int) -> None:
-        """Read any bytes to any address, past the page cache. Nothing is copied where the disk can read to there."""
+        """Read any bytes to any address. Aligned reads are not copied."""
         read_unaligned(self._files[file], address, start, stop, self._steps[file])
         if not self._direct[file] and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[file], start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the files. Safe to call twice."""
         for descriptor in self._files:
             os.close(descriptor)
         self._files = []

@@ -1,14 +1,11 @@
-"""Experts read from disk into memory of their own, while a model computes (Linux).
+"""Experts that are read from disk into their own memory while a model computes (Linux).
 
-For every layer and weight there is a range of addresses with room for all experts, of which the first `slots` have
-memory for good. What passes beyond that want goes to the overflow: for every weight one block of memory, which is moved
-(mremap) behind the pool of the layer that needs it. Experts are read past the page cache, by several threads, in large
-pieces, straight into their slots. See `experts.py` for the words.
+Every weight of every layer has a range of addresses for all experts; the first `slots` of them have memory for good.
+Further experts go to the overflow: one block of memory per weight (gate, up, down). It is moved (mremap) behind the
+pool of the layer that needs it. Several threads read experts past the page cache, straight into their slots.
 
-Each weight of a layer (gate, up, down) has its own block of overflow. While one is computed, the next are read, and, if
-nearly all experts will be wanted, those of the next layer whose blocks are not in use any more.
-
-The engine's own mapping of the file stays as it is: an engine that is not told of slots finds its experts there.
+While one weight is computed, the next are read. If nearly all experts will be wanted, those of the next layer are read
+into the blocks that are free by then. The engine's own mapping of the file stays as it is.
 """
 
 import threading
@@ -36,23 +33,20 @@ Load = tuple[int, int]  # number of the layer, of the weight
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of one weight of one expert."""
-
     load: Load
     file: int
-    start: int  # in the file
+    start: int
     stop: int
     address: int
 
 
 class ExpertMemory:
-    """See the module. Layers are numbered as in `layers`; all methods are for the thread that computes."""
+    """Layers are numbered as in `layers`; all methods belong to the thread that computes."""
 
     def __init__(self, paths: Sequence[str], layers: Sequence[ExpertLayer], slots: int) -> None:
-        """
-        Args:
-            paths: of the model's files.
-            layers: those whose experts are read; at least one.
+        """Args:
+            paths: files of the model.
+            layers: layers whose experts are read; at least one.
             slots: of every layer's pool.
 
         Raises:
@@ -60,26 +54,26 @@ class ExpertMemory:
         """
         self.layers = layers
         self.residents = [Residents(layer.count, slots) for layer in layers]
-        self.wait_seconds = 0.0  # that computation has waited for the disk
+        self.wait_seconds = 0.0  # the computation waited for the disk
         self.bytes_read = 0
-        self.wanted = self.hits = 0  # experts that passes have used, and those of them that were in a pool
+        self.wanted = self.hits = 0
         self._libc = libc()
         self._files = DirectFiles(paths)
-        self._queue: SimpleQueue[_Piece | None] = SimpleQueue()  # a thread for each piece wakes, and no other
-        self._changed = threading.Condition()  # all of a load is read, or nothing is left, or it has failed
-        self._left: dict[Load, int] = {}  # pieces that are still to be read
-        self._loading: dict[Load, list[int]] = {}  # the experts they belong to
-        self._unread = 0  # pieces in all
+        self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._changed = threading.Condition()  # a load is read, nothing is left, or a read failed
+        self._left: dict[Load, int] = {}
+        self._loading: dict[Load, list[int]] = {}
+        self._unread = 0
         self._error: ModelError | None = None
         self._overflowing: set[int] = set()  # layers with experts in overflow slots
-        self._ahead_of = -1  # a layer of which everything is read before it is known what is wanted; -1: none
-        self._ahead: list[tuple[int, int]] = []  # (expert, slot) that are read of it
-        self._begun: set[int] = set()  # its weights that are being read
-        self._ranges: list[tuple[int, int]] = []  # what to unmap
+        self._ahead_of = -1  # the layer that is read before its router has chosen; -1: none
+        self._ahead: list[tuple[int, int]] = []
+        self._begun: set[int] = set()
+        self._ranges: list[tuple[int, int]] = []
         self._threads: list[threading.Thread] = []
         try:
             self._block_sizes = overflows(layers, slots)
-            self._blocks = [self._reserve(size) for size in self._block_sizes]  # where each is now
+            self._blocks = [self._reserve(size) for size in self._block_sizes]
             self._starts = [
                 [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
                 for layer in layers
@@ -95,10 +89,9 @@ class ExpertMemory:
             raise
 
     def _reserve(self, size: int) -> int:
-        """The address of so many bytes that have no memory yet, at a huge page's border."""
         address = new_memory(self._libc, size + HUGE)
         self._ranges.append((address, size + HUGE))
-        self._libc.madvise(address, size + HUGE, MADV_HUGEPAGE)  # a wish
+        self._libc.madvise(address, size + HUGE, MADV_HUGEPAGE)
         return -(-address // HUGE) * HUGE
 
     def base(self, number: int, tensor: int) -> int:
@@ -106,7 +99,7 @@ class ExpertMemory:
         return self._starts[number][tensor] + skew(self.layers[number], tensor)
 
     def begin(self) -> None:
-        """A pass starts; what has failed is tried again. Raises ModelError: a file has shrunk."""
+        """Start a pass; what failed is tried again. Raises ModelError: a file has shrunk."""
         try:
             self._files.check()
         except OSError as error:
@@ -118,7 +111,7 @@ class ExpertMemory:
 
         Args:
             scores: of each layer's experts; the best are read, and the scores count from now on.
-            progress: told bytes done, and bytes in all.
+            progress: called with bytes done and bytes in all.
 
         Raises:
             ModelError: they cannot be read.
@@ -137,12 +130,12 @@ class ExpertMemory:
             progress(done, total)
 
     def want(self, number: int, experts: Sequence[int], *, count: bool = True) -> SlotArray:
-        """All layers before are computed, and this one's router has chosen: start to read what is not in memory.
+        """Start to read the chosen experts of a layer. All layers before it are computed.
 
         Args:
             number: of the layer.
             experts: those chosen, each once.
-            count: whether they are the likelier to stay for it; prompts use nearly all, which tells nothing.
+            count: whether this use raises their scores; prefill uses nearly all experts and does not.
 
         Returns:
             [experts of the layer] slots; -1: not in memory.
@@ -151,7 +144,7 @@ class ExpertMemory:
             OSError: memory cannot be moved.
         """
         residents = self.residents[number]
-        if self._ahead_of not in (-1, number):  # what was expected has not come
+        if self._ahead_of not in (-1, number):
             self.finish()
         for other in self._overflowing - {number}:
             self.residents[other].leave_overflow()
@@ -178,7 +171,7 @@ class ExpertMemory:
         return residents.slots_of(range(len(residents.scores)))
 
     def expect_all(self, number: int, weight: int) -> None:
-        """This weight of the layer before is computed, and this layer will want nearly all experts: read them.
+        """Read all experts of a layer for one weight, whose overflow block is free by now.
 
         Raises:
             OSError: memory cannot be moved.
@@ -192,10 +185,10 @@ class ExpertMemory:
         self._start(number, [self._ahead], [weight])
 
     def wait(self, number: int, weight: int | None = None) -> None:
-        """Return when what was wanted of a layer, or of one of its weights, is in memory.
+        """Wait until the wanted experts of a layer, or of one of its weights, are in memory.
 
         Raises:
-            ModelError: it cannot be read.
+            ModelError: they cannot be read.
         """
         started = perf_counter()
         loads = [(number, one) for one in (range(len(self._block_sizes)) if weight is None else [weight])]
@@ -207,7 +200,6 @@ class ExpertMemory:
             raise self._error
 
     def finish(self) -> None:
-        """A pass is over, or was given up: what has not been read yet is forgotten."""
         self._drop_pieces()
         with self._changed:
             while self._unread:
@@ -223,7 +215,6 @@ class ExpertMemory:
         self._overflowing, self._ahead_of, self._ahead, self._begun = set(), -1, [], set()
 
     def close(self) -> None:
-        """Stop reading and give all memory back. Safe to call twice."""
         self._drop_pieces()
         for _ in self._threads:
             self._queue.put(None)
@@ -235,7 +226,6 @@ class ExpertMemory:
         self._threads, self._ranges = [], []
 
     def _move(self, number: int, weight: int) -> None:
-        """Bring the overflow of a weight behind the pool of this layer."""
         here, size = self._blocks[weight], self._block_sizes[weight]
         there = self._starts[number][weight] + pool_size(self.layers[number], weight, self.residents[number].slots)
         if size and here != there:
@@ -243,7 +233,6 @@ class ExpertMemory:
             self._blocks[weight] = there
 
     def _drop_pieces(self) -> None:
-        """What no thread has begun to read is not read."""
         dropped = 0
         with suppress(Empty):
             while True:
@@ -253,7 +242,6 @@ class ExpertMemory:
             self._unread -= dropped
 
     def _start(self, number: int, reads: Sequence[Sequence[tuple[int, int]]], weights: Iterable[int]) -> None:
-        """Have these weights, each of its experts, read into their slots."""
         found = list[_Piece]()
         with self._changed:
             for weight, some in zip(weights, reads, strict=True):
@@ -267,7 +255,6 @@ class ExpertMemory:
             self._queue.put(piece)
 
     def _pieces(self, number: int, weight: int, reads: Sequence[tuple[int, int]]) -> list[_Piece]:
-        """One weight of these experts, cut at multiples of a read's size."""
         layer, found = self.layers[number], list[_Piece]()
         tensor, size = layer.tensors[weight], layer.expert_size(weight)
         for expert, slot in reads:
@@ -284,7 +271,7 @@ class ExpertMemory:
             error = None
             try:
                 self._files.read(piece.file, piece.address, piece.start, piece.stop)
-            except Exception as found:  # whatever it is, `wait` must not wait for this thread
+            except Exception as found:  # `wait` must see every error
                 error = found
             with self._changed:
                 self._unread -= 1

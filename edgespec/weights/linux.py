@@ -1,13 +1,11 @@
 """The stores of Linux.
 
-LinuxStore        reads past the page cache (O_DIRECT) into private memory and moves those pages (mremap) to where
-                  the engine has mapped the layer; when the layer is done they move back, and the file is mapped
-                  there again. So a layer that comes late is slow, never wrong. It needs no privilege, does not
-                  depend on the kernel's read-ahead, and pushes nothing else out of the page cache.
-CachedLinuxStore  for kernels that cannot move pages: reads into the page cache, and drops from it. Not measured.
+LinuxStore        reads past the page cache (O_DIRECT) and moves pages (mremap) to the engine's mapping and back;
+                  a late layer is slow, never wrong
+CachedLinuxStore  for kernels that cannot move pages: reads into the page cache; not measured
 """
 
-import mmap  # whose flags are not there on Windows
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +33,6 @@ MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Where a piece of a file is mapped."""
-
     start: int  # address
     stop: int
     offset: int  # of `start` in the file
@@ -45,7 +41,7 @@ class Mapping:
 def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
     """All mappings of a file in this process (Linux).
 
-    Some file systems (btrfs, overlays) tell another device here than to `stat`, so the same path will do.
+    Some file systems (btrfs, overlays) report another device here than to `stat`, so an equal path counts, too.
     """
     status, real = os.stat(path), os.path.realpath(path)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
@@ -59,17 +55,14 @@ def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
 
 
 class LinuxStore:
-    """See the module."""
-
     note = ""
 
     def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
-        """
-        Args:
-            paths: of the model's files.
-            mapped: for each file, where the engine has mapped it.
-            plan: what will be streamed.
-            library: the C library; for tests.
+        """Args:
+        paths: files of the model.
+        mapped: for each file, where the engine has mapped it.
+        plan: what will be streamed.
+        library: the C library; for tests.
         """
         self._libc = library or libc()
         self._paths = paths
@@ -85,9 +78,9 @@ class LinuxStore:
                 offset += extent.size
             size = max(size, offset)
         self._slot_size = -(-size // HUGE) * HUGE
-        self._slots: list[tuple[int, int]] = []  # (address, what to unmap)
-        self._shown: dict[int, Layer] = {}  # by slot
-        self._moved: set[Extent] = set()  # whose memory is where the engine sees it
+        self._slots: list[tuple[int, int]] = []
+        self._shown: dict[int, Layer] = {}
+        self._moved: set[Extent] = set()
         self._cached: list[int] = []
         self._direct: list[int] = []
         self.is_direct = True
@@ -101,7 +94,7 @@ class LinuxStore:
             for _ in range(plan.slots):
                 address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
-                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # a wish
+                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # only advice
         except BaseException:
             self.close()
             raise
@@ -109,16 +102,15 @@ class LinuxStore:
     def check(self) -> None:
         check_sizes(self._paths, self._cached, self._sizes)
 
-    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
+    def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         ranges = [(self._address(extent), extent.size) for extent in extents]
-        for address, size in ranges:  # a wish: faults then read megabytes, however little the system reads ahead
+        for address, size in ranges:  # only advice: faults then read megabytes
             self._libc.madvise(address, size, MADV_HUGEPAGE)
         warm([self._within_file(extent) for extent in extents], self._populate, progress)
         self._locked, self.note = lock(self._libc, ranges)
 
     def _populate(self, piece: Extent) -> None:
-        # Having pages mapped is twice as fast as reading them into a buffer, and the system keeps such pages longest.
-        # It fails before Linux 5.14, and beyond the end of a file.
+        # Twice as fast as reading into a buffer. It fails before Linux 5.14, and beyond the end of a file.
         if self._libc.madvise(self._address(piece), piece.size, MADV_POPULATE_READ) != 0:
             touch(self._cached[piece.file], piece.start, piece.stop)
 
@@ -126,13 +118,13 @@ class LinuxStore:
         return replace(extent, stop=min(extent.stop, self._sizes[extent.file]))
 
     def drop(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:  # in this order: pages that are mapped are not dropped from the cache
+        for extent in extents:  # in this order: mapped pages stay in the cache
             check_result(self._libc.madvise(self._address(extent), extent.size, MADV_DONTNEED), "madvise")
             os.posix_fadvise(self._cached[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
 
     def look_up(self, extents: Sequence[Extent]) -> None:
         self.drop(extents)
-        for extent in extents:  # a wish: no reading ahead
+        for extent in extents:
             self._libc.madvise(self._address(extent), extent.size, MADV_RANDOM)
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
@@ -152,9 +144,9 @@ class LinuxStore:
             raise
 
     def hide(self, slot: int, layer: Layer) -> None:
-        # Between the two calls the engine's place is empty, and would read as zeros. Nobody looks then: a layer is
-        # hidden only after a later one was entered, or the pass ended; `enter` first hides what is entered once more.
-        # Mapping the file at once would need one call, but free the memory: new memory is zeroed, for every layer.
+        # Between the two calls the engine's addresses read as zeros. The engine does not read them then: a layer is
+        # hidden only after a later one was entered, or the pass ended. `enter` hides a layer that is entered again.
+        # Mapping the file at once would free the memory, and new memory must be zeroed.
         for extent in layer.extents:
             address = self._address(extent)
             if extent in self._moved:
@@ -183,18 +175,18 @@ class LinuxStore:
         return self._slots[slot][0] + self._inside[extent]
 
     def _move(self, source: int, target: int, size: int) -> None:
-        # The source stays mapped, without pages: nobody else's memory can land there meanwhile.
+        # The source stays mapped without pages, so no other memory can land there.
         check_result(self._libc.mremap(source, size, size, MOVE, target), "mremap")
 
 
 class CachedLinuxStore(LinuxStore):
-    """For kernels that cannot move pages: reading fills the page cache, from where the engine's mapping has them."""
+    """Reads fill the page cache, which the engine's mapping shares."""
 
     def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
         super().__init__(paths, mapped, replace(plan, slots=0), library)
 
-    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
-        super().pin(extents, progress)
+    def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
+        super().preload(extents, progress)
         self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
@@ -208,9 +200,9 @@ class CachedLinuxStore(LinuxStore):
 
 
 def moves_pages(library: Any) -> bool:
-    """Whether this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError.
+    """True if this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError.
 
-    EDGESPEC_PAGE_CACHE=1 in the environment says no: to measure, and test, what other systems do.
+    EDGESPEC_PAGE_CACHE=1 in the environment turns it off, to measure and test the other store.
     """
     if os.environ.get("EDGESPEC_PAGE_CACHE"):
         return False

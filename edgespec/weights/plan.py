@@ -1,20 +1,17 @@
 """Which weights stay in memory and which are read again in every pass: the policy, without any effect.
 
-A model larger than memory is run by *pinning* as much of it as fits and *streaming* the rest: of each layer a part,
-read from the disk shortly before the layer is computed, into one of a few slots, and dropped right after. `ring.py`
-does what is planned here.
+A model larger than memory *pins* as much as fits and *streams* the rest. Parts of layers are read into slots shortly
+before the layer is computed, and dropped afterwards. `ring.py` carries out a plan.
 
-    pinned      output, norms, and what fits of the layers: in memory for good
-    streamed    a part of each layer, or of some layers, in the order of their computation: read once per pass
-    cached      experts of a mixture: few are used per token. As many of each layer as fit have slots in memory, and the
-                others are read when they are wanted (`experts.py`); where that does not work, the page cache keeps them
-    looked up   the embedding, where it is not the output as well: a token needs one row of it
-    slots       memory for the streamed parts being read ahead or computed
+    pinned      output, norms, and what fits of the layers: always in memory
+    streamed    a part of each layer, or of some layers, in the order of computation: read once per pass
+    cached      experts of a mixture: in slots (`experts.py`), or kept by the page cache
+    looked up   the embedding, where it is not the output as well: read row by row
+    slots       memory for the streamed parts
 
-Pinning always beats a larger window of slots: a pinned byte is never read, a byte in a window is read in every pass.
-That is why layers are streamed in parts: the smaller the parts, the smaller the window. To free E bytes, parts of n
-layers take n / (n - slots) x E bytes per pass. For the same reason they are spread evenly over the model: while the
-rest computes, the disk works on.
+A pinned byte is never read, but slots are filled in every pass. So slots are small: layers are streamed in parts. To
+free E bytes, parts of n layers take n / (n - slots) x E bytes per pass. They are spread evenly over the model, so that
+the disk works on while the rest computes.
 """
 
 import math
@@ -28,15 +25,15 @@ from edgespec.errors import NoRoom
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import HUGE
 
-SLOTS = 2  # one part being computed, one being read; more take memory of pinned weights
-MORE_SLOTS = 4  # … and are worth it where parts are small: readers that wake late cost up to 0.3 of a short pass
-SMALL_PART = 32 << 20  # bytes of a part that are read in 20 ms or so
-PART = HUGE  # a part of fewer bytes is not worth the stop before its layer, nor the huge page it lies in
-SMALL = 256 << 10  # weights of fewer bytes (norms, biases) are pinned: reading them alone costs more than their memory
-MARGIN = 64 << 20  # what libraries, work buffers and page tables take beyond what is counted
-SAFETY = 0.05  # of the memory found free is left alone, unless the user names the memory
+SLOTS = 2
+MORE_SLOTS = 4  # for small parts: readers that wake late cost up to 0.3 of a short pass
+SMALL_PART = 32 << 20  # bytes, read in about 20 ms
+PART = HUGE  # bytes; a smaller part is not worth the stop before its layer
+SMALL = 256 << 10  # bytes; smaller weights (norms, biases) are pinned
+MARGIN = 64 << 20  # bytes of libraries, work buffers and page tables
+SAFETY = 0.05  # share of free memory that is left unused
 
-SLOW = 0.5  # tokens per second below which a user is warned
+SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
 EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
@@ -44,11 +41,9 @@ EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a weight lies."""
-
     name: str  # "blk.7.ffn_up.weight"
-    file: int  # number of the file, for models in several
-    start: int  # first byte in the file
+    file: int  # index, for models in several files
+    start: int
     size: int  # bytes
 
 
@@ -62,77 +57,66 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What is streamed of a layer."""
-
     index: int
     extents: tuple[Extent, ...]
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return sum(extent.size for extent in self.extents)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is where. All sizes in bytes."""
+    """All sizes in bytes."""
 
-    memory: int  # for everything
-    needed: int  # by all but these weights: draft, caches, buffers, the program
+    memory: int
+    needed: int  # by all but these weights
     pinned: tuple[Extent, ...]
-    streamed: tuple[Layer, ...]  # in the order of their computation
-    cached: tuple[Extent, ...]  # of experts
+    streamed: tuple[Layer, ...]
+    cached: tuple[Extent, ...]
     slots: int  # layers in memory at once, of the streamed
-    layers: int  # of the model
-    looked_up: tuple[Extent, ...] = ()  # read row by row
+    layers: int
+    looked_up: tuple[Extent, ...] = ()
     experts: int = 0  # of a layer
     slots_of_experts: int = -1  # of each layer, in memory; -1: as many as the page cache keeps
     pool_bytes: int = 0  # memory of these slots, and of what moves behind them
-    beside: int = 0  # of `needed`, what a draft takes
+    draft_bytes: int = 0
 
     @property
     def pinned_bytes(self) -> int:
-        """In memory for good."""
         return sum(extent.size for extent in self.pinned)
 
     @property
     def streamed_bytes(self) -> int:
-        """Read in every pass."""
         return sum(layer.size for layer in self.streamed)
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of one slot."""
         return max((layer.size for layer in self.streamed), default=0)
 
     @property
     def cached_bytes(self) -> int:
-        """Of the experts."""
         return sum(extent.size for extent in self.cached)
 
     @property
     def looked_up_bytes(self) -> int:
-        """Of the embedding, if only its rows are needed."""
         return sum(extent.size for extent in self.looked_up)
 
     @property
     def total_bytes(self) -> int:
-        """Of these weights."""
         return self.pinned_bytes + self.streamed_bytes + self.cached_bytes + self.looked_up_bytes
 
     @property
-    def crowded(self) -> bool:
-        """Whether everything would fit without the draft."""
-        return self.total_bytes + self.needed - self.beside <= self.memory
+    def fits_without_draft(self) -> bool:
+        return self.total_bytes + self.needed - self.draft_bytes <= self.memory
 
     def line(self, bandwidth: float = 0.0) -> str:
-        """One line for a person; with what the disk's bytes per second, if known, make of it."""
+        """One line for the user; `bandwidth` of the disk in bytes per second, 0: unknown."""
         total = self.total_bytes
         text = f"model of {format_size(total)} in {format_size(self.memory)} of memory: "
         text += f"{format_size(self.pinned_bytes)} stays"
@@ -156,15 +140,14 @@ class Plan:
         return text
 
     def warning(self, bandwidth: float) -> str:
-        """What to tell a person before starting if a disk of so many bytes per second is too slow, or ""."""
+        """A warning if a disk with `bandwidth` bytes per second is too slow, or ""."""
         most = bandwidth / self.streamed_bytes if self.streamed and bandwidth else math.inf
         if most >= SLOW:
             return ""
-        return f"slow: the disk allows {two_digits(most)} tokens/s, more only where guesses are right; {REMEDY}"
+        return f"slow: the disk allows {two_digits(most)} tokens/s, more only with accepted draft tokens; {REMEDY}"
 
 
 def two_digits(number: float) -> str:
-    """A positive number for a person, with two digits that count."""
     return f"{number:.{max(0, 1 - math.floor(math.log10(number)))}f}"
 
 
@@ -181,22 +164,22 @@ def make_plan(
     page: int = PAGESIZE,
     whole: bool = False,
 ) -> Plan | None:
-    """Decide what is pinned and what is streamed; None if everything fits and nothing has to be done.
+    """Decide what is pinned and what is streamed; None if everything fits.
 
     Args:
         tensors: of the whole model.
         memory: bytes for everything.
-        needed: bytes that are not these weights: draft model, key-value caches, buffers, the program itself.
-        on_device: that many of the last layers, and the output, lie in a GPU's own memory; no concern of this plan.
+        needed: bytes besides these weights: draft model, key-value caches, buffers, the program itself.
+        on_device: the last `on_device` layers, and the output, lie in a GPU's own memory.
         output_here: but not the output.
         experts_here: but not their experts.
-        kept: that many of the last layers must stay: a GPU that shares this memory works with them.
-        experts_at_once: bytes of memory without which no layer's experts can be computed, if they do not stay.
+        kept: the last `kept` layers must stay: a GPU that shares this memory works with them.
+        experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
-        whole: of every tensor all is streamed or nothing, for engines that do not map files. Then `page` is 1.
+        whole: stream whole tensors only, for engines that do not map files. Then `page` is 1.
 
     Raises:
-        NoRoom: not even the smallest plan fits; says how much it needs.
+        NoRoom: not even the smallest plan fits; names the bytes it needs.
     """
     count = count_layers(tensors)
     away = on_device > 0 and not output_here
@@ -210,7 +193,7 @@ def make_plan(
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     others_need, needed = needed, needed + experts_at_once
-    rows = away or any(tensor.name == "output.weight" for tensor in tensors)  # else they are the output, too
+    rows = away or any(tensor.name == "output.weight" for tensor in tensors)
     pages = _whole_pages(tensors, page, rows)
     experts = [extent for index in with_experts for extent in pages.get((index, "experts"), ())]
     movable = range(count - on_device - kept)
@@ -221,7 +204,7 @@ def make_plan(
     always = sum(
         extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + others)
     )
-    # Experts get what the others leave, so the others are streamed only where even they do not fit.
+    # Experts get the memory that is left, so other weights are streamed only where they do not fit themselves.
     sizes = [layer.size for layer in layers]
     excess = always + sum(sizes) + needed - memory
     ends = _ends(tensors) if whole else None
@@ -271,7 +254,7 @@ def _whole(extent: Extent, unit: int) -> Extent:
     return Extent(extent.file, -(-extent.start // unit) * unit, extent.stop // unit * unit)
 
 
-Ends = Mapping[int, Sequence[int]]  # file -> where its tensors end, sorted
+Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
 
 
 def _ends(tensors: Sequence[Tensor]) -> Ends:
@@ -282,10 +265,7 @@ def _ends(tensors: Sequence[Tensor]) -> Ends:
 
 
 def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: Ends | None = None) -> list[Layer] | None:
-    """The least that can be streamed to free so many bytes, in whole units; None if not so many can be freed.
-
-    With `ends`, parts end there.
-    """
+    """The least to stream to free `excess` bytes, in whole units; None if that is not possible. Parts end at `ends`."""
     if excess <= 0:
         return []
     best, least = None, 0
@@ -294,7 +274,7 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
         part = _part_size([layer.size for layer in some], excess, unit, slots)
         if not part:
             continue
-        for cut in ([_part(layer, part, ends) for layer in some], some):  # the latter where ends lie far apart
+        for cut in ([_part(layer, part, ends) for layer in some], some):  # uncut where ends lie far apart
             sizes = [layer.size for layer in cut]
             if _freed(sizes, max(sizes), slots) >= excess and (best is None or sum(sizes) < least):
                 best, least = cut, sum(sizes)
@@ -302,7 +282,7 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
 
 
 def _part_size(sizes: Sequence[int], excess: int, unit: int, slots: int) -> int:
-    """Bytes of parts of layers of those sizes that free so many bytes, in whole units; 0 if none do."""
+    """Bytes of parts that free `excess` bytes, in whole units; 0 if none do."""
     largest = _largest_part(sizes, slots)
     if _freed(sizes, largest, slots) < excess:
         return 0
@@ -314,17 +294,14 @@ def _part_size(sizes: Sequence[int], excess: int, unit: int, slots: int) -> int:
 
 
 def _largest_part(sizes: Sequence[int], slots: int) -> int:
-    """A larger one would take more for the slots than it frees: no more layers than slots have so much."""
     return sorted(sizes)[-slots - 1] if len(sizes) > slots else 0
 
 
 def _freed(sizes: Sequence[int], part: int, slots: int) -> int:
-    """Bytes that streaming a part of each layer frees: the parts less the slots."""
     return sum(min(size, part) for size in sizes) - slots * part
 
 
 def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
-    """The first bytes of a layer, so many or all there are, and those up to the next end."""
     extents = []
     for extent in layer.extents:
         if size > 0:
@@ -337,31 +314,27 @@ def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
 
 
 def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
-    """That many layers, evenly over the model."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
 def layer_of(tensor: Tensor) -> int:
-    """The number of a tensor's layer; -1: it belongs to none."""
+    """Layer number of a tensor; -1: none."""
     match = re.match(r"blk\.(\d+)\.", tensor.name)
     return int(match[1]) if match else -1
 
 
 def is_output(tensor: Tensor) -> bool:
-    """Whether it comes after the last layer. (The embedding may do so, too.)"""
     return tensor.name.startswith("output")
 
 
 def count_layers(tensors: Iterable[Tensor]) -> int:
-    """How many layers a model has."""
     return 1 + max(map(layer_of, tensors), default=-1)
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:
-    """By (layer, kind), the whole pages that hold nothing else; without small pieces. Kinds: "experts", "rows", "".
+    """(layer, kind) -> whole pages that hold nothing else, without small pieces. Kinds: "experts", "rows", "".
 
-    A tensor starts and ends in the middle of a page, so what two owners share belongs to neither. With `by_rows` the
-    embedding is "rows".
+    With `by_rows` the embedding is "rows". A page that two owners share belongs to neither.
     """
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
@@ -370,7 +343,7 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
         stop = tensor.start + tensor.size
         if runs:
             before, last = runs[-1]
-            if (before, last.file) == (owner, tensor.file) and tensor.start - last.stop < page:  # but for padding
+            if (before, last.file) == (owner, tensor.file) and tensor.start - last.stop < page:
                 runs[-1] = owner, Extent(last.file, last.start, stop)
                 continue
         runs.append((owner, Extent(tensor.file, tensor.start, stop)))
@@ -383,7 +356,6 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
 
 
 def _merge(extents: Iterable[Extent]) -> list[Extent]:
-    """Sorted, with neighbours and overlapping ones made one."""
     merged: list[Extent] = []
     for extent in sorted(extents):
         last = merged[-1] if merged else None
@@ -395,7 +367,7 @@ def _merge(extents: Iterable[Extent]) -> list[Extent]:
 
 
 def _without(extents: Sequence[Extent], holes: Sequence[Extent]) -> list[Extent]:
-    """What is left of `extents` where no hole is; both inside one another and free of overlaps among themselves."""
+    """`extents` less `holes`; neither may overlap with itself."""
     left = []
     holes = sorted(holes)
     for extent in extents:

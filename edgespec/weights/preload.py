@@ -1,4 +1,4 @@
-"""Weights that stay: read once, told how far that is, and locked in memory as far as this process may."""
+"""Pinned weights: read once, with progress, and locked in memory as far as this process may."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,6 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]:
-    """Extents as reads of so many bytes at most."""
     for extent in extents:
         for start in range(extent.start, extent.stop, size):
             yield Extent(extent.file, start, min(start + size, extent.stop))
@@ -21,16 +20,16 @@ def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]
 def warm(
     extents: Sequence[Extent], read: Callable[[Extent], None], progress: Progress, threads: int = READ_THREADS
 ) -> None:
-    """Bring extents into memory piece by piece, several at once, so that a disk reaches its full speed.
+    """Bring extents into memory in pieces, several at once, for the disk's full speed.
 
     Args:
         extents: of the files.
-        read: brings one piece in. Called by several threads.
-        progress: told how far it is, by this thread.
-        threads: how many pieces at once.
+        read: brings one piece in; called by several threads.
+        progress: called in this thread.
+        threads: pieces at once.
 
     Raises:
-        OSError: what `read` raises; pieces not begun are left out.
+        OSError: from `read`; pieces not begun are left out.
     """
     done, total = 0, sum(extent.size for extent in extents)
 
@@ -48,7 +47,7 @@ def warm(
 
 
 def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
-    """Lock those ranges (address, size) in memory that this process may: those locked, and a note for a person."""
+    """Lock (address, size) ranges in memory; those that were locked, and a note for the user."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -1,12 +1,11 @@
-"""Weights that move: a plan of `residency.py` carried out while a model computes.
+"""Streaming: a plan of `plan.py` carried out while a model computes.
 
-`Streamer` is the ring: threads read the plan's layers in order, pass after pass, at most `slots` ahead of the
-computation, which calls `enter(layer)` before it computes a layer and `finish()` after a pass. So the first layers of
-the next pass are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
+`Streamer` is a ring of slots. Threads read the plan's layers in order, pass after pass, at most `slots` ahead.
+The computation calls `enter(layer)` before a layer and `finish()` after a pass. The first layers of the next pass
+are read while the draft model works (SpecExec, arXiv 2406.02532, section 4.3).
 
-`Slots` is where layers are read to; an engine that takes weights from anywhere has slots of its own. `Store` is what a
-system must be able to do for an engine that maps its weights. There are three: LinuxStore and CachedLinuxStore in
-`linux.py`, and DarwinStore in `darwin.py`.
+`Slots` is where layers are read to. `Store` is for engines that map their weights: LinuxStore, CachedLinuxStore,
+DarwinStore.
 """
 
 import sys
@@ -25,69 +24,62 @@ from edgespec.weights.preload import Progress, pieces
 
 
 class Slots(Protocol):
-    """Memory that layers are read into, one after the other. All methods raise OSError."""
+    """Memory that layers are read into. All methods raise OSError."""
 
     def check(self) -> None:
-        """Fail if a file has shrunk: whoever touches weights mapped beyond its end is killed by the system."""
+        """Fail if a file has shrunk: the system kills a process that touches weights mapped beyond its end."""
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
         """Read bytes `start` to `stop` of a file, part of `extent`, into the slot. Called by several threads."""
 
     def show(self, slot: int, layer: Layer) -> None:
-        """The whole layer has been read: let the engine see it. If that fails, the slot still has its memory."""
+        """Let the engine see a layer that was read completely. After a failure the slot still has its memory."""
 
     def hide(self, slot: int, layer: Layer) -> None:
-        """The engine is done with the layer: its memory goes back to the slot. What failed can be tried again."""
+        """Take the layer's memory back to the slot. A failure can be tried again."""
 
-    def close(self) -> None:
-        """Undo everything. Safe to call twice."""
+    def close(self) -> None: ...
 
 
 class Store(Slots, Protocol):
-    """A model's weights, mapped by the engine, on one system."""
+    note: str
 
-    note: str  # how pinned weights are kept, for a person
+    def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
+        """Read these, and keep them in memory as far as this process may."""
 
-    def pin(self, extents: Sequence[Extent], progress: Progress) -> None:
-        """Read these, and keep them in memory as well as this process may."""
+    def drop(self, extents: Sequence[Extent]) -> None: ...
 
-    def drop(self, extents: Sequence[Extent]) -> None:
-        """Forget what loading the model has left of these in memory."""
-
-    def look_up(self, extents: Sequence[Extent]) -> None:
-        """Only rows here and there are needed of these: read no more than that."""
+    def look_up(self, extents: Sequence[Extent]) -> None: ...
 
 
 class Streamer:
     """The ring of layers. Made once the model is loaded; closed before the model is freed.
 
-    Layers are counted on over all passes: the i-th of S streamed layers is number p * S + i in pass p, and its slot is
-    that number modulo `slots`.
+    The i-th of S streamed layers has the number p * S + i in pass p, and the slot of that number modulo `slots`.
     """
 
     def __init__(self, plan: Plan, store: Slots, threads: int = READ_THREADS, size: int = READ_SIZE) -> None:
-        """
-        Args:
-            plan: what is streamed.
-            store: its memory; closed by `close`.
-            threads: that read at once.
-            size: most bytes of a read.
+        """Args:
+        plan: what is streamed.
+        store: its memory; closed by `close`.
+        threads: that read at once.
+        size: most bytes of a read.
         """
         self.plan = plan
-        self.wait_seconds = 0.0  # that computation has waited for the disk
+        self.wait_seconds = 0.0  # the computation waited for the disk
         self._store = store
         self._layers = plan.streamed
         self._size = size
         self._pass = 0
         self._changed = threading.Condition()
-        self._next = 0  # the first layer not given to the threads yet
-        self._freed = 0  # layers before this one are computed, or were left out
+        self._next = 0
+        self._freed = 0  # layers before this one are computed or left out
         self._occupant: list[int | None] = [None] * plan.slots
-        self._left: dict[int, int] = {}  # layer being read -> pieces still missing
+        self._left: dict[int, int] = {}  # layer being read -> missing pieces
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
-        self._reading = 0  # threads that are reading a piece
-        self._error: EdgespecError | None = None  # until the next pass, nothing is read
+        self._reading = 0
+        self._error: EdgespecError | None = None
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"edgespec-read-{i}", daemon=True)
@@ -97,11 +89,7 @@ class Streamer:
             thread.start()
 
     def begin(self) -> None:
-        """A pass starts; what has failed is tried again.
-
-        Raises:
-            ModelError: a file has shrunk, or memory cannot be taken back.
-        """
+        """Start a pass; what failed is tried again. Raises ModelError."""
         try:
             self._store.check()
         except OSError as error:
@@ -111,7 +99,7 @@ class Streamer:
                 self._start_over()
 
     def _start_over(self) -> None:
-        """After an error, when all threads rest: empty every slot and read on from the first layer not computed."""
+        """After an error, with all threads at rest: empty every slot, read on from the first layer not computed."""
         while self._reading:
             self._changed.wait()
         self._error, self._pieces, self._next = None, iter(()), self._freed
@@ -123,9 +111,9 @@ class Streamer:
         self._changed.notify_all()
 
     def enter(self, index: int) -> None:
-        """All layers before `index` are computed; return when that layer is in memory.
+        """Wait until layer `index` is in memory. All layers before it are computed.
 
-        A layer that this pass has already left is not waited for: it is read by the system, slowly.
+        A layer that this pass has already left is not waited for: the system reads it, slowly.
 
         Raises:
             ModelError: it cannot be read.
@@ -140,31 +128,27 @@ class Streamer:
                     self._changed.wait()
                 self.wait_seconds += perf_counter() - started
                 if count < self._freed and not self._closed:
-                    for slot in range(len(self._occupant)):  # now: no thread may do it while the layer is computed
+                    for slot in range(len(self._occupant)):  # not while the layer is computed
                         self._vacate(slot)
             if self._error is not None:
                 raise self._error
 
     def leave(self, index: int) -> None:
-        """A streamed layer is computed, and its slot free, though no later one is entered yet."""
         with self._changed:
             self._free(self._pass * len(self._layers) + self._before(index) + 1)
 
     def slot(self, index: int) -> int:
-        """Where a streamed layer will be, or is, in this pass."""
         return (self._pass * len(self._layers) + self._before(index)) % len(self._occupant)
 
     def _before(self, index: int) -> int:
         return sum(layer.index < index for layer in self._layers)
 
     def finish(self) -> None:
-        """A pass is over, or was given up: the next one starts at the first layer."""
         with self._changed:
             self._pass += 1
             self._free(self._pass * len(self._layers))
 
     def close(self) -> None:
-        """Stop reading and give all memory back. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -192,7 +176,7 @@ class Streamer:
                             self._store.show(slot, layer)
                             self._shown.add(count)
                         self._changed.notify_all()
-            except Exception as error:  # whatever it is, `enter` must not wait for this thread
+            except Exception as error:  # `enter` must see every error
                 with self._changed:
                     self._error = ModelError(f"layer {layer.index} cannot be read: {error}")
             with self._changed:
@@ -201,7 +185,6 @@ class Streamer:
                     self._changed.notify_all()
 
     def _take(self) -> tuple[int, Extent, int, int] | None:
-        """The next piece to read; None at the end."""
         with self._changed:
             while not self._closed:
                 if self._error is not None:
@@ -211,7 +194,7 @@ class Streamer:
                     self._reading += 1
                     return piece
                 count = max(self._next, self._freed)
-                # All slots, not only the one needed: after a pass given up, another may still show this very layer.
+                # All slots: after a pass was given up, another may still show this layer.
                 empty = [self._vacate(slot) for slot in range(len(self._occupant))]
                 if count < self._freed + len(self._occupant) and empty[count % len(empty)]:
                     self._next = count + 1
@@ -226,7 +209,6 @@ class Streamer:
             return None
 
     def _vacate(self, slot: int) -> bool:
-        """Empty a slot if its layer is done with."""
         count = self._occupant[slot]
         if count is None:
             return True
@@ -248,22 +230,20 @@ class Streamer:
 
 
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:
-    """Bytes per second of the disk that a model's layers are streamed from; 0 if none are. Raises ModelError."""
+    """Bytes per second of the disk that layers are streamed from; 0 if none are. Raises ModelError."""
     return disk_speed(paths[plan.streamed[0].extents[0].file]) if plan.streamed else 0.0
 
 
 def supported() -> bool:
-    """Whether weights can be streamed on this system."""
     return sys.platform in ("linux", "darwin")
 
 
 def moves_memory() -> bool:
-    """Whether memory can be moved on this system, as experts need it. Raises OSError."""
+    """True where memory can be moved, as experts need it. Raises OSError."""
     return sys.platform == "linux" and moves_pages(libc())
 
 
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan) -> Store:
-    """The store of this system. Raises OSError."""
     library = libc()
     if sys.platform != "linux":
         return DarwinStore(paths, library)

@@ -24,8 +24,6 @@ PLAIN = "none"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One generated sequence."""
-
     planner: str
     about: str  # the target, and the most tokens
     prompt: str
@@ -37,7 +35,6 @@ class Written:
 
     @property
     def key(self) -> tuple[str, str, float, float]:
-        """Sequences with one key must be equal; the seed follows from the prompt."""
         return self.about, self.prompt, self.temperature, self.top_p
 
     @classmethod

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -27,8 +27,6 @@ WARM_UP = "Say hello."
 
 @dataclass(slots=True)
 class Result:
-    """Sums over all answers of one server at one concurrency."""
-
     tokens: int = 0
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)  # seconds until each answer's first word
@@ -36,14 +34,11 @@ class Result:
 
     @property
     def speed(self) -> float:
-        """Tokens per second; 0 after a failure."""
         return self.tokens / self.seconds if self.seconds and not self.failed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The servers and their options."""
-
     program: str | None  # llama-server; None: only this package's server
     model: str  # a GGUF file
     draft: str | None = None
@@ -93,7 +88,7 @@ def compare(
     """
     found: dict[tuple[str, int], Result] = {}
     rounds = min(rounds, len(prompts))
-    with _limited(servers.limit) as group:
+    with memory_group() if servers.limit else nullcontext() as group:
         for number in range(rounds):
             for k in at_once:
                 for name, command in servers.commands(k).items():
@@ -108,17 +103,6 @@ def compare(
                         result.failed = str(error) or type(error).__name__
                     say(f"  {result.failed or f'{result.speed:.2f} tokens/s so far'}")
     return found
-
-
-@contextmanager
-def _limited(limit: int | None) -> Iterator[Group | None]:
-    if not limit:
-        yield None
-        return
-    with memory_group() as group:
-        if group is None:
-            raise EdgespecError("servers are compared under a memory limit, and no control group may be made here")
-        yield group
 
 
 @contextmanager
@@ -154,7 +138,6 @@ def ask(
 
 
 def table(found: dict[tuple[str, int], Result]) -> str:
-    """Every server, and this one against the best mode of the other."""
     concurrencies = list(dict.fromkeys(k for _, k in found))
     lines = [f"at once  server                        tokens/s  x at {concurrencies[0]}  first word, mean"]
     for k in concurrencies:

@@ -1,13 +1,12 @@
-"""How long writing takes: plainly, by speculative inference (SI) and by distributed speculative inference (DSI).
+"""Seconds of plain decoding, speculative inference (SI) and distributed speculative inference (DSI).
 
 After "Distributed Speculative Inference" (arXiv 2405.14105). T is the seconds of a target pass, t of a draft pass, k
-the lookahead, p the share of right guesses. A round ends with the first wrong guess; A is how many were right before,
-P(A = a) = p^a (1 - p).
+the lookahead, p the acceptance rate. A step ends with the first rejected draft token; A is the number accepted before
+it, P(A = a) = p^a (1 - p).
 
-Closed form: SI writes min(A, k) + 1 tokens in k t + T; a round of DSI writes A + 1 tokens in
-min(ceil(A / k) k t + T, (A + 1) T), with ceil(T / (k t)) copies of the target or more. The paper's own program counts
-otherwise: no token for free after a pass whose guesses are all right, so that a wrong guess is found one guess later,
-and for SI a pass without guesses at the start of every round.
+Closed form: SI generates min(A, k) + 1 tokens in k t + T. A step of DSI generates A + 1 tokens in
+min(ceil(A / k) k t + T, (A + 1) T), with at least ceil(T / (k t)) copies of the target. The paper's own program gives
+no bonus token after a pass whose draft tokens are all accepted, and SI begins every step with a pass without a draft.
 """
 
 import math
@@ -20,7 +19,7 @@ import numpy as np
 TOKENS = 50  # that the paper has written
 MOST_COPIES = 7
 LOOKAHEADS = (1, 5, 10)  # of the paper's Table 2
-GRID_LOOKAHEADS = range(1, TOKENS)  # of its Figure 2, which has 1 to 200: more than the text is long are never best
+GRID_LOOKAHEADS = range(1, TOKENS)  # of its Figure 2, which has 1 to 200: longer ones are never best
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +54,19 @@ Round = Callable[[float, float, int, int], float]  # T, t, k, A -> seconds in wh
 
 
 def dsi_round(target: float, draft: float, lookahead: int, right: int) -> float:
-    """A round of DSI by the closed form."""
     return min(-(-right // lookahead) * lookahead * draft + target, (right + 1) * target)
 
 
 def dsi_round_as_released(target: float, draft: float, lookahead: int, right: int) -> float:
-    """The same as the paper's program counts."""
     return min(-(-(right + 1) // lookahead) * lookahead * draft + target, (right + 1) * target)
 
 
 def si_round_as_released(target: float, draft: float, lookahead: int, right: int) -> float:
-    """A round of SI as the paper's program counts."""
     return target + -(-(right + 1) // lookahead) * (lookahead * draft + target)
 
 
 def seconds_of(rights: Sequence[int], tokens: int, cost: Callable[[int], float]) -> float:
-    """Seconds for so many tokens, by how many guesses were right in each round, and what a round costs."""
+    """Seconds for `tokens` tokens, by the accepted draft tokens of each step and the cost of a step."""
     spent = 0.0
     for right in rights:
         if tokens <= 0:
@@ -81,12 +77,12 @@ def seconds_of(rights: Sequence[int], tokens: int, cost: Callable[[int], float])
 
 
 def expected(acceptance: float, cost: Callable[[int], float], tokens: int = TOKENS) -> float:
-    """Expected seconds of rounds for so many tokens, by what one with so many right guesses costs."""
+    """Expected seconds for `tokens` tokens, by the cost of a step with a number of accepted draft tokens."""
     costs = np.array([cost(right) for right in range(tokens)])
     powers = acceptance ** np.arange(tokens)
     left = np.zeros(tokens + 1)
     for count in range(1, tokens + 1):
-        most = count - 1  # so many right guesses, or more, end the text
+        most = count - 1  # accepted draft tokens that end the sequence
         ends = (1 - acceptance) * powers[:most] @ (costs[:most] + left[count - 1 : 0 : -1])
         left[count] = ends + powers[most] * costs[most]
     return float(left[tokens])
@@ -111,12 +107,10 @@ def best_dsi(
 
 
 def enough(target: float, draft: float, lookahead: int, copies: int) -> bool:
-    """Whether so many copies of the target are never all busy when one is needed (the paper's equation 1)."""
     return math.ceil(round(target / (lookahead * draft), 9)) <= copies
 
 
 def speedups(setting: Setting) -> tuple[float, float]:
-    """SI / DSI of a row of Table 2: by the closed form, and as the paper's program counts."""
     p, target, draft = setting.acceptance, setting.target, setting.draft
     first = (setting.first_target - 1) * target + (setting.first_draft - 1) * draft
     si = min(expected_si(p, target, draft, k) for k in LOOKAHEADS)
@@ -129,8 +123,6 @@ def speedups(setting: Setting) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of Figure 2, in target passes for TOKENS."""
-
     draft: float  # of a target pass
     acceptance: float
     plain: float
@@ -139,7 +131,6 @@ class Cell:
 
 
 def figure_2(step: float = 0.05) -> Iterator[Cell]:
-    """SI at its best lookahead, DSI at its best for which seven copies suffice; T = 1."""
     count = round(1 / step)
     shares = [0.01, *(round(i * step, 9) for i in range(1, count)), 0.99]
     for draft in shares:

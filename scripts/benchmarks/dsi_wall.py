@@ -1,7 +1,7 @@
-"""What several targets really take, beside the closed form: with models that sleep, so seven need no seven machines.
+"""Several targets measured against the closed form, with models that sleep, so seven need no seven machines.
 
-A pass computes a small random model, whose texts can be compared to the bit, and then sleeps until its time is over.
-Guesses are the recorded text with seeded errors.
+A pass computes a small random model, whose tokens can be compared, and then sleeps until its time is over. Draft tokens
+are the recorded sequence with seeded errors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ PROMPT = (0, 5, 9, 3)
 
 
 class Sleeping:
-    """A backend whose passes take so many seconds, unless they are interrupted."""
+    """A backend whose passes take `seconds`, unless they are interrupted."""
 
     def __init__(self, inner: Backend, seconds: float) -> None:
         self._inner, self._seconds, self._interrupted = inner, seconds, Event()
@@ -42,11 +42,9 @@ class Sleeping:
         return getattr(self._inner, name)
 
     def interrupt(self) -> None:
-        """As `Backend.interrupt`."""
         self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        """As `Backend.forward`."""
         started = perf_counter()
         logits = self._inner.forward(batch)
         if self._interrupted.wait(max(0.0, started + self._seconds - perf_counter())):
@@ -59,16 +57,13 @@ class Sleeping:
 
 @dataclass(frozen=True)
 class SleepingSpec:
-    """A copy of the random model whose passes take so many seconds."""
+    """A copy of the random model whose passes take `seconds`."""
 
     seconds: float = 0.0
     model: int = 1
 
     def open(self) -> Backend:
-        """Make it."""
-        small = random_model(
-            self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8
-        )  # whose passes are quick
+        small = random_model(self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8)
         inner = ReferenceBackend(small, context_length=256)
         sleeping: Any = Sleeping(inner, self.seconds)
         made: Backend = sleeping
@@ -77,7 +72,7 @@ class SleepingSpec:
 
 @dataclass
 class Recorded:
-    """Guesses a recorded text, each in so many seconds; a part of its tokens wrong, the same ones each time."""
+    """Drafts a recorded sequence, `seconds` per token; a share of its tokens is wrong, the same ones each time."""
 
     text: Sequence[int]
     right: float  # of 1
@@ -89,7 +84,6 @@ class Recorded:
         """Nothing to read."""
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """The text's next tokens, or wrong ones."""
         self.stopped.clear()
         due = perf_counter()
         for position in range(len(token_ids), len(self.text)):
@@ -100,11 +94,9 @@ class Recorded:
             yield token if self.knows(position) else (token + 1) % SIZE
 
     def knows(self, position: int) -> bool:
-        """Whether it is right there."""
         return Random(f"{self.seed} {position}").random() < self.right
 
     def rounds(self) -> list[int]:
-        """How many guesses are right between two wrong ones."""
         found, right = list[int](), 0
         for position in range(len(PROMPT), len(self.text)):
             if self.knows(position):
@@ -115,7 +107,6 @@ class Recorded:
         return [*found, right]
 
     def stop(self) -> None:
-        """The guess under way is not wanted."""
         self.stopped.set()
 
     def close(self) -> None:
@@ -127,11 +118,10 @@ class Measured:
     """Seconds for TOKENS."""
 
     wall: float
-    closed: float  # form, of the same guesses
+    closed: float  # form, of the same drafts
 
 
 def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
-    """What plain decoding writes after a prompt."""
     rounds = generate_tokens(
         target, target.open(), NonePlanner(), prompt, sampling,
         max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
@@ -184,10 +174,10 @@ def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Pla
 def measure(
     places: Sequence[Place], target: float, draft: float, lookahead: int, acceptance: float, seed: int = 0
 ) -> Measured:
-    """Write TOKENS once, with passes of so many seconds. The places stay open.
+    """Generate TOKENS once. The places stay open.
 
     Raises:
-        EdgespecError: the text is not that of plain decoding.
+        EdgespecError: the tokens are not those of plain decoding.
     """
     sampling, spec = SamplingParams(temperature=1.0, seed=seed), SleepingSpec(target)
     text = plain_text(SleepingSpec().open(), PROMPT, sampling, TOKENS)
@@ -201,6 +191,6 @@ def measure(
         written = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
         wall = perf_counter() - started
         if written != text:
-            raise EdgespecError("the text is not that of plain decoding: this is a bug")
+            raise EdgespecError("the tokens are not those of plain decoding: this is a bug")
     cost = partial(dsi_round, target, draft, lookahead)
     return Measured(wall, seconds_of(guesser.rounds(), TOKENS, cost))

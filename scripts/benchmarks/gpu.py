@@ -1,7 +1,7 @@
-"""What a pass costs when weights are streamed: a random-weight model of a given shape, against what is possible.
+"""Seconds of passes with streamed weights: a random-weight model of a given shape, against the possible.
 
-No pass can be quicker than its computation, nor than its copies: max(compute, bytes / bandwidth). Computation is
-measured without any copying, on a few resident layers of the same model, and extrapolated to all of them.
+A pass takes at least max(compute, bytes / bandwidth). Computation is measured without copies on a few resident layers,
+and extrapolated to all of them.
 """
 
 import copy
@@ -54,8 +54,6 @@ Copies = Callable[[Any, int], CopyEngine]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size of pass."""
-
     nodes: int
     seconds: float  # a pass, median
     compute_seconds: float  # the same without copies
@@ -64,14 +62,11 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The pass against the slowest of its parts; 1 is the best there can be."""
         return self.seconds / max(self.compute_seconds, self.copy_seconds, self.disk_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One format."""
-
     dtype: str
     layers: int  # of the model measured
     full_layers: int  # of the shape asked for
@@ -85,25 +80,21 @@ class Report:
     costs: dict[int, tuple[float, float]] = field(default_factory=dict)  # nodes -> seconds of one layer, of one more
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
 
 
 class NoVocab:
-    """The model's tokens have no texts."""
-
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
-    """A Llama of that shape on the host. All layers share one layer's random weights until they are packed."""
     kind = torch.bfloat16 if dtype == NF4 else getattr(torch, dtype)
     config = transformers.LlamaConfig(**shape, attn_implementation=ATTENTION, dtype=kind)
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1
     torch.manual_seed(0)
-    with torch.device(device):  # random numbers are quicker there
+    with torch.device(device):  # faster there
         model = transformers.LlamaForCausalLM(small).to(kind)
     model = model.to("cpu").eval().requires_grad_(False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # not to be rounded to 16 bits
@@ -118,7 +109,6 @@ def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
 
 
 def _alias(layer: Any, index: int) -> Any:
-    """The layer under another number, with the same tensors."""
     shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
     other = copy.deepcopy(layer, shared)
     other.self_attn.layer_idx = index
@@ -143,14 +133,13 @@ def bandwidth(device: Any, size: int, repeats: int = 5) -> float:
 
 
 def random_tree(nodes: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tokens and parents."""
     generator = np.random.default_rng(nodes)
     parents = [int(generator.integers(max(-1, i - 16), i)) for i in range(nodes)]
     return generator.integers(0, size, nodes).astype(np.int32), np.array(parents, np.int32)
 
 
 def pass_seconds(backend: TorchBackend, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """(nodes, median seconds of a pass) for trees after a text of CONTEXT tokens, all logits wanted."""
+    """(nodes, median seconds of a pass) for trees after CONTEXT tokens, all logits wanted."""
     size = backend.vocab.size
     session = backend.open()
     prefill(backend, session, [i % size for i in range(CONTEXT)])
@@ -166,12 +155,11 @@ def pass_seconds(backend: TorchBackend, sizes: Sequence[int]) -> Iterator[tuple[
 
 
 def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> int:
-    """How many of the shape's layers the host can hold."""
     return int(max(2, min(shape["num_hidden_layers"], host_bytes * HOST_SHARE // layer_bytes)))
 
 
 def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident: int) -> int:
-    """Bytes of a device on which so many layers stay, if there are more."""
+    """Bytes of a device on which `resident` layers stay, if there are more."""
     device = torch.device("cpu")
     model, (context, nodes) = random_model(shape | ONE, dtype, device), _limits(device, sizes)
     work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(sizes) + 1)
@@ -180,13 +168,11 @@ def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident
 
 
 def cache_bytes(model: Any, device: Any, sizes: Sequence[int]) -> int:
-    """Of one layer's keys and values."""
     _, *rest = cache_shape(model.config, sum(_limits(device, sizes)))
     return int(math.prod(rest) * model.dtype.itemsize)
 
 
 def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
-    """Tokens of text, and of a pass."""
     return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
 
 
@@ -196,7 +182,6 @@ def host_memory() -> int:
 
 
 def _free(device: Any) -> None:
-    """Give a closed model's memory back at once: the next one is planned by what is free."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -272,7 +257,7 @@ def layer_costs(
     shape: dict[str, Any], dtype: str, device: Any, sizes: Sequence[int], vocab: Vocab, copies: Copies,
     options: dict[str, Any],
 ) -> dict[int, tuple[float, float]]:  # fmt: skip
-    """Of passes over so many nodes: seconds with one resident layer, and of each layer more. Raises UsageError."""
+    """Nodes -> seconds of a pass with one resident layer, and of each further layer. Raises UsageError."""
     few = []
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)

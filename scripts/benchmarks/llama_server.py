@@ -15,9 +15,9 @@ from edgespec.errors import EdgespecError, UsageError
 LOADS = 300.0  # seconds that a server may take until it answers
 # By the signal that ended it.
 ENDED = {-9: "out of memory", -11: "it crashed; on a processor with AMX give it the option --no-repack"}
-# How it may speculate without and with a draft model; `ngram-simple` and relatives look for the text's own past.
+# Its ways to speculate without a draft model.
 BY_TEXT = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-DRAFTED = 16  # tokens that its draft guesses at most
+DRAFTED = 16  # most draft tokens per pass
 
 
 def modes(draft: str | None) -> dict[str, list[str]]:
@@ -29,7 +29,6 @@ def modes(draft: str | None) -> dict[str, list[str]]:
 
 
 def options(model: str, *, parallel: int, context_length: int, threads: int) -> list[str]:
-    """What it is started with in each of its modes: so many texts, each with a whole context."""
     size = str(parallel * context_length)
     about = ["-m", model, "-np", str(parallel), "-c", size, "-t", str(threads), "-tb", str(threads)]
     return [*about, "-ctxcp", "0", "--cache-ram", "0", "--no-webui"]  # nothing is asked twice

@@ -1,7 +1,7 @@
-"""What cannot be tested but on a Mac: weights in slots that its GPU reads while the next ones are written, and memory.
+"""Checks that only a Mac can run: slots that its GPU reads while the next ones are written, and memory.
 
-Every check compares a streamed model with the same model in memory, on whatever device MLX has: so the program runs,
-and its checks hold, on Linux's processor as well.
+Every check compares a streamed model with the same model in memory, on any device of MLX, so the program also runs on
+Linux.
 """
 
 import platform
@@ -31,23 +31,20 @@ NODES = (1, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of one check."""
-
     name: str
     good: bool | None  # None: a figure, neither good nor bad
     text: str
 
     def line(self) -> str:
-        """For a person."""
         return f"{ {True: 'ok', False: 'FAILED', None: '  '}[self.good]:7} {self.name}: {self.text}"
 
 
 @contextmanager
 def streamed(folder: Path, share: float, delay: float = 0.0) -> Iterator[Any]:
-    """The model with that part of its weights as memory for them, and so many seconds added to every read."""
+    """The model with `share` of its weights as memory for them, and `delay` seconds added to every read."""
     plan_memory, read = engine.plan_memory, SlotStore.read
 
-    def part(model: Any, path: Path, config: Any, windows: Any, size: Any, memory: Any, beside: int) -> Any:
+    def part(model: Any, path: Path, config: Any, windows: Any, size: Any, memory: Any, draft: int) -> Any:
         layout = find_layout(model, path)
         return make_plan(layout.tensors, int(layout.size * share), 0, page=1, whole=True), size, layout, []
 
@@ -67,7 +64,6 @@ def streamed(folder: Path, share: float, delay: float = 0.0) -> Iterator[Any]:
 
 
 def rows(backend: Any, passes: int) -> Any:
-    """All logits of so many passes: chains and trees, with commits and rewinds between them."""
     draw, session, found = np.random.default_rng(1), backend.open(), list[Any]()
     for number in range(passes):
         count = int(draw.integers(1, 12))
@@ -84,7 +80,6 @@ def rows(backend: Any, passes: int) -> Any:
 
 
 def check_equality(folder: Path, share: float, delay: float, passes: int) -> Found:
-    """Streamed against in memory, to the bit."""
     memory = engine.load(str(folder), context_length=1024, resident=True)
     expected = rows(memory, passes)
     memory.close()
@@ -97,7 +92,6 @@ def check_equality(folder: Path, share: float, delay: float, passes: int) -> Fou
 
 
 def check_growth(folder: Path, passes: int) -> Found:
-    """Many passes must leave nothing in memory, and page nothing out."""
     with streamed(folder, 0.6) as backend:
         session = backend.open()
         one = Work(session, np.array([5], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
@@ -114,7 +108,6 @@ def check_growth(folder: Path, passes: int) -> Found:
 
 
 def page_outs() -> int:
-    """Pages that the system has written out since it started; 0 where it does not tell."""
     if sys.platform != "darwin":
         return 0
     text = subprocess.run(["vm_stat"], capture_output=True, text=True, check=False).stdout
@@ -150,7 +143,6 @@ def _seconds(backend: Any, count: int) -> tuple[float, float]:
 
 
 def check_devices() -> list[Found]:
-    """What MLX and llama.cpp see."""
     info = {name: value for name, value in mx.device_info().items() if "size" in name or "name" in name}
     found = [Found("machine", None, f"{platform.platform()}, mlx {mx.__version__}, {mx.default_device()}, {info}")]
     try:
@@ -163,13 +155,13 @@ def check_devices() -> list[Found]:
 
 
 def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) -> list[Found]:
-    """Everything, told as it comes.
+    """Run all checks.
 
     Args:
         folders: models for MLX.
         passes: of the check for growth.
-        quick: few passes and one delay: to see that the program runs.
-        say: told every result.
+        quick: few passes and one delay.
+        say: called with every result.
     """
     found = list[Found]()
 

@@ -25,18 +25,15 @@ SLOW = -0.5  # how fast states fade
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformer of Llama's kind, or of Granite 4's. The default is that of a model of 70 billion weights."""
-
     layers: int = 80
     width: int = 8192
     feed_forward: int = 28672
     heads: int = 64
     kv_heads: int = 8
     vocab: int = 128256  # or as many tokens as the tokenizer has, if that is more
-    hybrid: int = 0  # one layer of so many has attention, the others a recurrent state (Mamba 2); 0: all have attention
+    hybrid: int = 0  # every n-th layer has attention, others a recurrent state (Mamba 2); 0: all
 
     def has_attention(self, layer: int) -> bool:
-        """Or a recurrent state."""
         return not self.hybrid or layer % self.hybrid == self.hybrid - 1
 
     def check(self) -> None:
@@ -47,7 +44,7 @@ class Shape:
         if self.hybrid < 0 or self.hybrid > self.layers:
             raise UsageError(f"hybrid is {self.hybrid}, but must be from 0 to {self.layers}, the number of layers")
         if self.width % BLOCK or self.feed_forward % BLOCK:
-            raise UsageError(f"width and feed forward must be multiples of {BLOCK}: Q4_K has blocks of so many weights")
+            raise UsageError(f"width and feed forward must be multiples of {BLOCK}: the block size of Q4_K")
         if self.width % self.heads or self.width // self.heads % 2 or self.heads % self.kv_heads:
             raise UsageError("heads must divide the width into even parts, and kv heads must divide heads")
         if self.width // self.heads * self.kv_heads % 32:
@@ -56,8 +53,6 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor to write."""
-
     name: str
     type: Any  # gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # the last in bytes
@@ -85,7 +80,7 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
 
     Raises:
         UsageError: `out` exists, or no model has such a shape.
-        EdgespecError: the disk has not so much room, or cannot be written.
+        EdgespecError: the disk has too little room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
     gguf = import_gguf()
@@ -127,14 +122,14 @@ def write_planned(
         Bytes of the file.
 
     Raises:
-        EdgespecError: the disk has not so much room, or cannot be written.
+        EdgespecError: the disk has too little room, or cannot be written.
     """
     import gguf
 
     done, total = 0, sum(one.size for one in planned)
     check_space(out, total)
-    with appearing(out) as beside:
-        writer = gguf.GGUFWriter(beside, architecture)
+    with appearing(out) as partial:
+        writer = gguf.GGUFWriter(partial, architecture)
         values(writer)
         for one in planned:
             writer.add_tensor_info(one.name, one.shape, np.dtype(np.uint8), one.size, raw_dtype=one.type)
@@ -183,7 +178,6 @@ def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> Non
 
 
 def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and sizes of every tensor, rows first, in the order that llama.cpp's own tools write."""
     keys = shape.width // shape.heads * shape.kv_heads
     yield "output.weight", (vocab, shape.width)
     yield "output_norm.weight", (shape.width,)
@@ -220,12 +214,11 @@ def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _in_blocks(sizes: tuple[int, ...]) -> bool:
-    """Matrices, but not norms of groups, nor what has only a few numbers in a row."""
     return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % BLOCK == 0
 
 
 def _in_bytes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The same with the bytes of a row in the place of its numbers."""
+    """Sizes with the bytes of a row in the place of its numbers."""
     return (*sizes[:-1], sizes[-1] // BLOCK * BLOCK_BYTES if _in_blocks(sizes) else 4 * sizes[-1])
 
 
@@ -237,17 +230,17 @@ def _weights(name: str, sizes: tuple[int, ...], blocks: Callable[[int], Bytes]) 
 
 
 def _blocks(columns: int) -> Bytes:
-    """Random blocks of Q4_K for rows of so many weights, NOISE x BLOCK_BYTES.
+    """Random blocks of Q4_K for rows of `columns` weights, NOISE x BLOCK_BYTES.
 
     A block (block_q4_K in ggml-common.h): d and dmin in float16, eight scales and eight minima of 6 bits, and 256
-    numbers of 4 bits. A weight is d * scale * number - dmin * minimum; here both are 32 everywhere, and dmin is 7.5 d,
-    so weights lie around zero.
+    numbers of 4 bits. A weight is d * scale * number - dmin * minimum. Scales and minima are 32, and dmin is 7.5 d, so
+    weights lie around zero.
     """
     spread = 32 * np.sqrt((16**2 - 1) / 12)  # of 32 times a number from 0 to 15
     d = np.float16(1 / (spread * np.sqrt(columns)))
     blocks = np.zeros((NOISE, BLOCK_BYTES), np.uint8)
     blocks[:, 0:4] = np.array([d, np.float16(7.5) * d], np.float16).view(np.uint8)
-    blocks[:, 4:12] = 32 | (32 >> 4) << 6  # the last four scales and minima keep their upper two bits here …
-    blocks[:, 12:16] = 0  # … and their lower four here
+    blocks[:, 4:12] = 32 | (32 >> 4) << 6  # upper two bits of the last four scales and minima
+    blocks[:, 12:16] = 0  # and their lower four
     blocks[:, 16:] = np.frombuffer(np.random.default_rng(0).bytes(NOISE * 128), np.uint8).reshape(NOISE, 128)
     return blocks

@@ -1,12 +1,11 @@
-"""Mixtures of experts made of dense models: their text is the dense model's, their routing and reads are a mixture's.
+"""Mixtures of experts made of dense models: tokens of the dense model, with the routing and reads of a mixture.
 
-The feed forward is cut along its inner width into parts, whose sum it is; for each part there are as many copies as
-experts allow. Routers are random. One copy of each part make a group, and rows of a router are equal within a group:
-its experts score alike and so are chosen together, whatever the text. Weights of chosen experts sum to one, so what
-goes up is multiplied by the number of parts; for powers of two that changes no digit. A pass is expected to choose as
-many different experts as of independent ones; but they come and go in groups.
+The feed forward is cut along its inner width into parts, which sum to it. Each part has as many copies as experts
+allow. Routers are random. One copy of each part make a group, and router rows are equal within a group, so the experts
+of a group are chosen together. Weights of chosen experts sum to one, so the up projection is multiplied by the number
+of parts; for powers of two that changes no digit.
 
-Cuts are between the blocks of quantised weights, so neither weights nor activations are rounded anew.
+Cuts are between the blocks of quantised weights, so nothing is rounded again.
 """
 
 from collections.abc import Callable
@@ -32,8 +31,6 @@ PARTS = ("ffn_gate", "ffn_up", "ffn_down")
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of every layer."""
-
     count: int = 16
     used: int = 2  # by a token
     parts: int = 1  # that the dense feed forward is cut into
@@ -67,7 +64,7 @@ def write_mixture(
     Raises:
         UsageError: `out` exists, or there is no such mixture.
         ModelError: `source` is damaged, no dense model of these kinds, or of types that cannot be scaled.
-        EdgespecError: the disk has not so much room, or cannot be written.
+        EdgespecError: the disk has too little room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
     import_gguf()
@@ -113,7 +110,7 @@ def _plan(
             raise ModelError(f"{source}: {tensor.name} is {tensor.tensor_type.name}, but must be {' or '.join(SCALES)}")
         unit = units.get(tensor.name.split(".")[1])
         if unit is None:
-            raise ModelError(f"{source}: {tensor.name} has no ffn_down beside it")
+            raise ModelError(f"{source}: {tensor.name} has no ffn_down in its layer")
         inner = int(tensor.shape[0] if part == "ffn_down" else tensor.shape[1])
         width = -(-inner // (unit * experts.parts)) * unit
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
@@ -139,7 +136,6 @@ def _turn(tensor: Any, heads: int, shape: tuple[int, ...]) -> Bytes:
 
 
 def _copies(tensor: Any, part: str, each: tuple[int, int], experts: Experts) -> Bytes:
-    """All experts of one weight: copies of the first part, then of the second; the last one is filled up with zeros."""
     import gguf
 
     data = tensor.data.view(np.uint8)
@@ -152,7 +148,6 @@ def _copies(tensor: Any, part: str, each: tuple[int, int], experts: Experts) -> 
 
 
 def _multiply(rows: Bytes, kind: str, size: int, by: int) -> None:
-    """Multiply weights, in place: the scales of their blocks."""
     if kind == "F32":
         rows.view(np.float32)[...] *= by
         return
@@ -172,7 +167,7 @@ def _heads(source: Path, values: dict[str, Any], part: str) -> int:
 
 
 def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[str, int]:
-    """What the mixture's header says anew. Raises ModelError."""
+    """Changed values of the header. Raises ModelError."""
     kind = values["general.architecture"]
     missing = [key for key in (f"{kind}.embedding_length", "tokenizer.ggml.tokens") if key not in values]
     if missing:

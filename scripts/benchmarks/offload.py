@@ -25,14 +25,12 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A control group with a memory limit, version 1 or 2."""
-
     def __init__(self, folder: Path, version: int) -> None:
         self.folder = folder
         self._version = version
 
     def limit(self, size: int) -> None:
-        """Allow so many bytes, none of them swapped; forget the peak."""
+        """Allow `size` bytes, none of them swapped; reset the peak."""
         self._write("memory.limit_in_bytes" if self._version == 1 else "memory.max", size)
         if self._version == 1:
             self._write("memory.max_usage_in_bytes", 0)
@@ -52,26 +50,24 @@ class Group:
 
 
 @contextmanager
-def memory_group() -> Iterator[Group | None]:
-    """A new control group under this process's own; None where that is not allowed."""
+def memory_group() -> Iterator[Group]:
+    """A new control group under this process's own. Raises EdgespecError where that is not allowed."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     version = 1 if "memory" in paths else 2
     base = GROUPS / "memory" / paths["memory"] if version == 1 else GROUPS / paths.get("", "")
-    folder = base / f"edgespec-{os.getpid()}"
+    group = Group(base / f"edgespec-{os.getpid()}", version)
     try:
-        folder.mkdir()
-        group = Group(folder, version)
+        group.folder.mkdir()
         group.limit(1 << 40)
-    except OSError:
-        if folder.is_dir():
-            folder.rmdir()
-        yield None
-        return
+    except OSError as error:
+        if group.folder.is_dir():
+            group.folder.rmdir()
+        raise EdgespecError("this needs a memory limit, and no control group may be made here") from error
     try:
         yield group
     finally:
-        folder.rmdir()
+        group.folder.rmdir()
 
 
 def run(task: Task, group: Group | None, limit: int, files: Sequence[str]) -> dict[str, Any]:
@@ -120,19 +116,17 @@ def text_speeds(
         room: bytes for the target's weights; what the process, its caches and the draft need is added.
         prompts: questions.
         variants: as for `side_by_side.parse_variant`.
-        budget: most guessed tokens per pass; None: as many as pay.
+        budget: most draft tokens per pass; None: as many as pay.
         max_tokens: per prompt.
         plain_tokens: per prompt without drafts, whose speed hardly depends on the length; 0: that is left out.
         sampling: fields of SamplingParams.
-        rounds: the prompts are dealt into so many parts; variants take turns part by part.
-        say: told what is being done.
+        rounds: parts of the prompts; variants alternate part by part.
+        say: called with a line about the measurement that starts.
     """
     files = [target, draft] if draft else [target]
     most = DEFAULT_BUDGET if budget is None else budget
     shared: dict[str, Any] = {"budget": most, "by_cost": budget is None, "sampling": sampling}
     with memory_group() as group:
-        if group is None:
-            raise EdgespecError("answers are compared under a memory limit, and no control group may be made here")
         needed = process_needs(Task(target, draft, budget=most))
         limit = room + needed
         plain_tasks = {
@@ -175,7 +169,6 @@ def process_needs(task: Task) -> int:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all passes of all runs of one variant, by number of nodes."""
     good = [result for result in results if "failed" not in result]
     report: dict[str, Any] = {"failed": [result["failed"] for result in results if "failed" in result]}
     report["passes"] = {
@@ -191,7 +184,6 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text_summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over all texts of one variant."""
     good = [result for result in results if "failed" not in result]
     failed = [result["failed"] for result in results if "failed" in result]
     runs = [run for result in good for run in result["runs"]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.offload import memory_group, run, summary, text_summary
 from benchmarks.offload_worker import MLX_LM, Task
-from edgespec.errors import EdgespecError, UsageError
+from edgespec.errors import UsageError
 from edgespec.loading.pair import DEFAULT_BUDGET
 from edgespec.machine.memory import disk_bandwidth, format_size
 
@@ -22,8 +22,6 @@ DRAFT_BUFFERS = 300 << 20  # bytes of a draft's caches and buffers
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A model on an engine."""
-
     engine: str
     target: str
     draft: str = ""
@@ -88,8 +86,6 @@ def folder_speeds(
     one = Task(folder.target, backend=folder.engine, context_length=CONTEXT)
     largest = max(weight_files(folder.target), key=lambda file: file.stat().st_size)
     with memory_group() as group:
-        if group is None:
-            raise EdgespecError("models are compared under a memory limit, and no control group may be made here")
 
         def interleaved(tasks: dict[str, tuple[Task, int]]) -> dict[str, list[dict[str, Any]]]:
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}

@@ -13,7 +13,6 @@ from edgespec.machine.memory import format_size
 
 
 def text_table(report: dict[str, Any]) -> str:
-    """One row per variant. "kernel" is the system's share of processor time, "hidden" drafting during target passes."""
     about = f"{Path(report['target']).name}, {format_size(report['room'])} + {format_size(report['needed'])} of memory"
     headings = (
         "variant", "tokens/s", "x mapped", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel",

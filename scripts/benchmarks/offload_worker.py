@@ -31,8 +31,6 @@ WARM_UP = "The first pass reads what loading has left out; its time is not count
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The work of one measuring process. Sent as JSON."""
-
     target: str
     draft: str = ""
     backend: str = "llamacpp"  # MLX_LM: mlx-lm itself
@@ -104,7 +102,7 @@ def _measure_texts(task: Task) -> dict[str, Any]:
         pace = new_auto_state(limits.streams, limits.experts) if task.by_cost else None
         if pace and task.pace:
             pace.recall(task.pace)
-        planner = make_planner(task.planner, backends, pace=pace, ahead=task.ahead, **task.planner_options)
+        planner = make_planner(task.planner, backends, state=pace, ahead=task.ahead, **task.planner_options)
         with Model(backends[0], planner, budget=task.budget, sampling=SamplingParams(**task.sampling)) as model:
             read, before, runs = bytes_read(), processor_seconds(), []
             for prompt in task.prompts:
@@ -151,7 +149,6 @@ def _plan_of(target: Any) -> dict[str, Any]:
 
 
 def _measure_mlx_lm(task: Task) -> dict[str, Any]:
-    """The same questions, greedily, by mlx-lm."""
     from mlx_lm import load, stream_generate
 
     model, tokenizer = load(task.target)[:2]
@@ -180,7 +177,6 @@ def bytes_read() -> int:
 
 
 def evict_model(path: str) -> float:
-    """Evict a file, or all of a folder, from the page cache; the largest share of a file that stayed."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
     return max((evict(str(file)) for file in files if file.stat().st_size), default=0.0)
 
@@ -194,7 +190,6 @@ def processor_seconds() -> tuple[float, float]:
 
 
 def evict(path: str) -> float:
-    """Evict a file from the page cache; the share that stayed (another process may have it mapped)."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with mmap(file.fileno(), 0, prot=PROT_READ) as view:

@@ -1,4 +1,4 @@
-"""How surprised a model is by a text: exp of the mean of -log p(token | the tokens before it in its piece)."""
+"""Perplexity: exp of the mean of -log p(token | the tokens before it in its piece)."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,10 +13,10 @@ PIECE = 512  # tokens; each begins with nothing before it
 def perplexity(
     backend: Backend, token_ids: Sequence[int], *, piece: int = PIECE, done: Callable[[int], None] = lambda tokens: None
 ) -> float:
-    """Perplexity of a text of at least two tokens; `done` is called with the number of tokens after every piece.
+    """Perplexity of at least two tokens; `done` is called with the number of tokens after every piece.
 
     Raises:
-        UsageError: the text is shorter.
+        UsageError: there are fewer.
     """
     total, count = 0.0, 0
     for start in range(0, len(token_ids), piece):

@@ -18,8 +18,6 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A streamed answer."""
-
     text: str
     tokens: int  # 0: the server reported none
     first: float  # seconds until the first word
@@ -27,7 +25,6 @@ class Streamed:
 
 @contextmanager
 def served(model: Model) -> Iterator[int]:
-    """The port of a server for `model`."""
     import uvicorn
 
     from edgespec.server.app import make_app
@@ -48,7 +45,6 @@ def served(model: Model) -> Iterator[int]:
 
 @contextmanager
 def closing_connection(port: int) -> Iterator[HTTPConnection]:
-    """A connection to a server on this machine."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         yield connection

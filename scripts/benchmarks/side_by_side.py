@@ -7,10 +7,10 @@ import numpy as np
 
 from edgespec.errors import UsageError
 
-# What a variant's settings mean to `make_planner`.
+# Settings of variants, for `make_planner`.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ahead": {"ahead": True},  # the draft goes on while the target works
-    "preverify": {"top_up": False},  # what it has found so is sent at once
+    "preverify": {"top_up": False},  # the target starts at once
     "forks": {"forks": 4},  # it reads the likeliest exits first
 }
 DRAWS = 4000  # of the bootstrap

@@ -29,8 +29,6 @@ KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
 
 @dataclass
 class Found:
-    """What the clients met."""
-
     answers: Counter[str] = field(default_factory=Counter)  # kind and status -> how many
     wrong: list[str] = field(default_factory=list)
     parsed: int = 0  # answers by `SCHEMA` that were not cut, and hold what it says
@@ -48,7 +46,6 @@ class Found:
 
 
 def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> int:
-    """One request of a kind; its status. 429 is an answer like any other."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of number {seed % 7}."}], "seed": seed}
     body |= {"max_tokens": max_tokens, "temperature": 0.8, "stream": kind in ("stream", "leaves", "reads slowly")}
     if kind == "schema":
@@ -84,7 +81,6 @@ def load(
     port: int, clients: int, each: int, max_tokens: int, kinds: tuple[str, ...] = KINDS,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:  # fmt: skip
-    """So many clients at once, each with so many requests of mixed kinds, coming again after a 429."""
     found = Found()
 
     def client(number: int) -> None:
@@ -109,7 +105,6 @@ def load(
 
 
 def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
-    """What is still held when nobody asks any more: texts, places in the queue, threads."""
     until = time.monotonic() + patience
     while (model.scheduler.active or model.scheduler.waiting) and time.monotonic() < until:
         time.sleep(0.05)
@@ -121,7 +116,6 @@ def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
 
 
 def is_pet(text: str) -> bool:
-    """Whether a text is JSON by `SCHEMA`."""
     try:
         pet = json.loads(text)
         right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in SCHEMA["properties"]["kind"]["enum"]
@@ -133,7 +127,6 @@ def is_pet(text: str) -> bool:
 
 
 def half_open(port: int, count: int) -> list[socket.socket]:
-    """Connections that send half a request and then nothing."""
     found = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     for sock in found:
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")

@@ -1,4 +1,4 @@
-"""What typing ahead gains: prompts are typed at a person's speed; measured is the time to the answer's first word."""
+"""The gain of typing ahead: prompts are typed at a person's speed; measured is the time to the answer's first word."""
 
 import json
 import time
@@ -15,8 +15,6 @@ WAYS = ("Enter only", "typing ahead", "typing ahead, pause")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """One prompt."""
-
     seconds: Sequence[float]  # from Enter to the first token, for each of `WAYS`
     same: bool  # all answers are equal
 

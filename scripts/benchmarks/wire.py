@@ -1,7 +1,7 @@
-"""What servers answer on the wire: the same requests to llama-server and to this one, and where they differ.
+"""Compare answers on the wire: the same requests to llama-server and to this one.
 
-Compared is the shape of answers: statuses, fields and their types, the order of events, reasons of the end. Fields that
-llama-server has and this server does not are listed in `KNOWN`, each with a reason.
+Compared are statuses, fields and their types, the order of events, and reasons of the end. Differences that are meant
+are listed in `KNOWN`, each with a reason.
 """
 
 import json
@@ -78,16 +78,12 @@ REQUESTS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A difference that is meant."""
-
     where: str  # a regular expression for "name: place", all of it
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What llama-server's answer has and ours does not, or has otherwise."""
-
     where: str  # "name: place"
     theirs: Shape
     ours: Shape
@@ -96,7 +92,6 @@ class Difference:
         return f"{self.where}: llama-server {json.dumps(self.theirs)[:90]}, here {json.dumps(self.ours)[:90]}"
 
     def known(self) -> Known | None:
-        """Why it is meant, if it is."""
         return next((known for known in KNOWN if re.fullmatch(known.where, self.where)), None)
 
 
@@ -125,12 +120,11 @@ KNOWN = (
 
 
 def record(port: int) -> dict[str, Any]:
-    """What the server answers to `REQUESTS`: name -> its status, shape, order of events, and what it wrote."""
+    """Answers to `REQUESTS`: name -> status, shape, order of events, and tokens."""
     return {name: asked(port, path, body) for name, (path, body) in REQUESTS.items()}
 
 
 def asked(port: int, path: str, body: Any) -> dict[str, Any]:
-    """One answer."""
     with closing_connection(port) as connection:
         sent = body if body is None or isinstance(body, str) else json.dumps(body)
         connection.request("GET" if body is None else "POST", path, sent, {"Content-Type": "application/json"})
@@ -155,7 +149,7 @@ def asked(port: int, path: str, body: Any) -> dict[str, Any]:
 def same_tokens(
     theirs: Sequence[tuple[str, dict[str, float]]], ours: Sequence[tuple[str, dict[str, float]]], tolerance: float
 ) -> bool:
-    """Whether two greedy texts are equal up to a tie, and their log probabilities up to rounding.
+    """True if greedy tokens are equal up to a tie, and their log probabilities up to rounding.
 
     Args:
         theirs: each token with the log probabilities of the best ones.
@@ -180,14 +174,12 @@ def events_of(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def choice_of(data: Any) -> int:
-    """Which choice an event belongs to; what belongs to none comes last."""
     if not isinstance(data, dict) or "choices" not in data:
         return 0 if isinstance(data, dict) else 1 << 30
     return data["choices"][0]["index"] if data["choices"] else 1 << 29
 
 
 def kind_of(event: tuple[str, Any]) -> str:
-    """What an event is for."""
     name, data = event
     if not isinstance(data, dict):
         return str(data)
@@ -203,7 +195,6 @@ def kind_of(event: tuple[str, Any]) -> str:
 
 
 def ends_of(data: Any) -> list[str]:
-    """Why the texts ended, by the names of all dialects."""
     if not isinstance(data, dict):
         return []
     named = [data.get("stop_reason"), data.get("status"), *(c["finish_reason"] for c in data.get("choices", ()))]
@@ -211,7 +202,6 @@ def ends_of(data: Any) -> list[str]:
 
 
 def tokens_of(data: Any) -> list[tuple[str, dict[str, float]]]:
-    """What was written in chat, if log probabilities were asked for: each token, with those of the best ones."""
     for choice in data.get("choices", ()) if isinstance(data, dict) else ():
         if "message" in choice and choice.get("logprobs"):
             return [
@@ -222,7 +212,6 @@ def tokens_of(data: Any) -> list[tuple[str, dict[str, float]]]:
 
 
 def shape(value: Any) -> Shape:
-    """Types in the place of values."""
     if isinstance(value, Mapping):
         return {str(key): shape(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -232,7 +221,6 @@ def shape(value: Any) -> Shape:
 
 
 def merged(shapes: Sequence[Shape]) -> Shape:
-    """One shape for all: where they differ, "a|b"; a field that some lack stays."""
     first = shapes[0]
     if all(isinstance(one, dict) for one in shapes):
         keys = dict.fromkeys(key for one in shapes for key in one)
@@ -249,7 +237,7 @@ def _kind(one: Shape) -> str:
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float) -> list[Difference]:
-    """What llama-server's recorded answers have and ours do not, or have otherwise.
+    """Parts of llama-server's recorded answers that ours lack or have otherwise.
 
     Args:
         theirs: from `record`.
@@ -288,7 +276,6 @@ def _missing(theirs: Shape, ours: Shape, where: str) -> Iterator[Difference]:
 
 
 def _fits(theirs: Shape, ours: Shape) -> bool:
-    """Whether a client that reads llama-server's can read ours."""
     if not isinstance(theirs, str) or not isinstance(ours, str):
         return False
     known = set(theirs.split("|"))

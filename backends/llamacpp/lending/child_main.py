@@ -10,6 +10,7 @@ from typing import Any
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import common_prefix
+from edgespec.machine.this_machine import this_machine
 
 from ..engine import load_here, plan_here
 from .child_process import Facts, flag_in
@@ -28,7 +29,7 @@ class Host:
         self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp keeps only the latter's address
 
     def load(self, path: str, options: LoadOptions) -> Facts:
-        plan = plan_here(path, options, self._borrowed)
+        plan = plan_here(path, options, this_machine(), self._borrowed)
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
         model.computing = {**model.computing, "lenders": self._lenders}  # what agrees to the bit is theirs, too
         self._model = model

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
-from edgespec.machine.memory import available_memory, format_size
-from edgespec.weights.plan import SAFETY, Tensor, layer_of, make_plan
+from edgespec.machine.memory import format_size
+from edgespec.weights.plan import Tensor, layer_of, make_plan
 
 from ..ggml.files import ggml_library, llama_cpp, parts, read_tensors
 from ..memory.gpu import ggml, layers_that_fit, overrides
@@ -122,20 +122,19 @@ def memory_of_lenders(borrowed: Any) -> int:
     return total
 
 
-def choose_lent(tensors: Sequence[Tensor], memory: int | None, needed: int, buffers: int, free: int, parts: int) -> int:
+def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int, free: int, parts: int) -> int:
     """`gpu_layers` for a model some of whose layers can be lent: so many that no other one has to be streamed.
 
-    A layer here is quicker than one over a network, and one over a network quicker than one from a disk.
+    A layer here is faster than one over a network, and that one is faster than one from a disk.
 
     Args:
         tensors: of the model.
-        memory: bytes of this machine's that the program may take; None: what is free.
+        room: bytes of this machine's memory that the program may take.
         needed: of them, by all but the model's weights.
         buffers: bytes that lent layers may need besides their weights.
         free: bytes that lenders have.
         parts: how many lenders.
     """
-    room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
     most = layers_that_fit([tensor for tensor in tensors if layer_of(tensor) >= 0], free - buffers, parts)
     count = max(map(layer_of, tensors)) + 1
     for lent in range(count + 1 if most < 0 else most):

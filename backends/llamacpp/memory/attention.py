@@ -30,13 +30,13 @@ _lock = Lock()
 
 
 def has_kernels(kv_type: str) -> bool:
-    """Whether attention has several kernels with keys and values of this type."""
+    """True if attention has several kernels with keys and values of this type."""
     keys, values = kv_types(kv_type)
     return keys == values and keys in TILED_TYPES
 
 
 def can_be_alike(kv_type: str | None) -> bool:
-    """Whether there is a choice with keys and values of this type, and a way to make it in this llama.cpp."""
+    """True if attention has a choice with keys and values of this type, and this llama.cpp lets us make it."""
     return has_kernels(kv_type or TILED_TYPES[0]) and _device() is not None
 
 

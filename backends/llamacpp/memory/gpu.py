@@ -90,6 +90,8 @@ def auto_layers(
     buffers: int,
     beside: int,
     plan: Callable[[int], Plan | None],
+    *,
+    platform: str = sys.platform,
 ) -> int:
     """`gpu_layers` for a model.
 
@@ -99,6 +101,7 @@ def auto_layers(
         buffers: bytes of its caches and of what a pass computes.
         beside: bytes that the draft takes with all it needs.
         plan: with so many of the last layers kept in memory; raises NoRoom.
+        platform: of the machine.
     """
     if not found:
         return 0
@@ -112,7 +115,7 @@ def auto_layers(
             return 0
         if least is None or not least.streamed:
             return -1 if weights + beside <= room else 0
-        return _beside_streamed(tensors, room, least, plan) if sys.platform == "darwin" else 0
+        return _beside_streamed(tensors, room, least, plan) if platform == "darwin" else 0
     room = _room(own, buffers)
     if beside <= room // 2:  # all of a small draft is worth more than a few layers: it makes many passes
         room -= beside
@@ -219,11 +222,13 @@ def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_la
     return bool(own) and with_experts and sum(tensor.size for tensor in there) > _room(own, buffers)
 
 
-def kept_off(plan: Plan | None, gpu_layers: int, no_experts: bool = False) -> dict[str, Any]:
+def kept_off(
+    plan: Plan | None, gpu_layers: int, no_experts: bool = False, *, platform: str = sys.platform
+) -> dict[str, Any]:
     """Parameters of a model that leave to the processor what a GPU with such layers must not have."""
     if gpu_layers == 0:
         return {}
-    patterns = [OUTPUT] if plan and plan.streamed and sys.platform == "darwin" else []
+    patterns = [OUTPUT] if plan and plan.streamed and platform == "darwin" else []
     patterns += [EXPERTS] if no_experts or (plan and plan.slots_of_experts >= 0) else []
     return {"tensor_buft_overrides": ctypes.addressof(overrides(*patterns))} if patterns else {}
 

@@ -18,13 +18,13 @@ from edgespec.machine.disk import USUAL, recall_reading
 from edgespec.machine.memory import (
     COMPRESSING_FILE_SYSTEMS,
     NETWORK_FILE_SYSTEMS,
-    available_memory,
     file_system,
     format_size,
-    parse_size,
+    in_bytes,
     private_memory,
 )
 from edgespec.machine.system import HUGE
+from edgespec.machine.this_machine import Machine
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
@@ -57,19 +57,31 @@ def plan_memory(
     path: str,
     size: ContextSize,
     *,
+    machine: Machine,
     memory: int | None = None,
     beside: Sequence[str] = (),
     gpu_layers: int = 0,
     lent: bool = False,
     experts_here: bool = False,
 ) -> tuple[Plan | None, ContextSize, list[str]]:
-    """What of a model stays in memory: the plan (None: everything), the context it is made for, and notes for a person.
+    """A plan of a model's weights (None: all stay in memory), the context it is made for, and notes for a person.
 
-    Arguments and errors as for `load`; `lent`: it is not a GPU but lenders who have layers; `experts_here`: what
-    `keeps_experts` says.
+    Args:
+        path: of the model.
+        size: of the context that is asked for.
+        machine: to plan for.
+        memory: bytes for the program and `beside`; None: what is free.
+        beside: files of models that will be loaded, too.
+        gpu_layers: as in `LoadOptions`.
+        lent: lenders have these layers instead of a GPU.
+        experts_here: as `keeps_experts` returns it.
+
+    Raises:
+        ModelError: the model cannot be read.
+        UsageError: the memory is too little.
     """
-    found = available_memory()
-    room = memory if memory is not None else int(found * (1 - SAFETY))
+    found = machine.free
+    room = _room(memory, machine)
     if not supported():
         note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
         return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
@@ -78,7 +90,7 @@ def plan_memory(
     layers = [] if lent and gpu_layers else find_layers(path, tensors)
     # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    gpu: dict[str, Any] = {"kept": on_gpu} if sys.platform == "darwin" and not lent else {"on_device": on_gpu}
+    gpu: dict[str, Any] = {"kept": on_gpu} if machine.platform == "darwin" and not lent else {"on_device": on_gpu}
     gpu |= {"experts_here": experts_here, "output_here": lent}
     # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
@@ -96,8 +108,8 @@ def plan_memory(
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     if plan is None:
         return None, sizes[best], notes
-    plan = replace(plan, beside=beside_it)
-    if sys.platform == "darwin" and not lent:
+    plan = replace(plan, draft_bytes=beside_it)
+    if machine.platform == "darwin" and not lent:
         check_spans(plan, tensors, gpu_layers)
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
@@ -134,15 +146,17 @@ def keeps_experts(path: str, gpu_layers: int, size: ContextSize) -> bool:
 
 
 def choose_gpu_layers(
-    path: str, size: ContextSize, *, memory: int | None, beside: Sequence[str], resident: bool,
+    path: str, size: ContextSize, *, machine: Machine, memory: int | None, beside: Sequence[str], resident: bool,
     gpu_memory: int | str | None = None, borrowed: Any = None,
 ) -> int:  # fmt: skip
-    """How many layers a GPU, or a lender, gets where nobody says it; arguments and errors as for `load`."""
+    """`gpu_layers` where the user does not say it, for GPUs or lenders; arguments and errors as for `plan_memory`."""
     if borrowed:
         tensors, needed = all_tensors(path), memory_needs(path, size, beside)
         buffers = needed - private_memory() - MARGIN
-        return choose_lent(tensors, memory, needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1)
-    most = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+        return choose_lent(
+            tensors, _room(memory, machine), needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1
+        )
+    most = in_bytes(gpu_memory)
     found = devices()
     if most is not None:  # of which another model of this program may have taken a part
         found = [replace(device, free=min(device.free, max(0, most - device.used))) for device in found]
@@ -153,7 +167,7 @@ def choose_gpu_layers(
             "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
         )
     tensors = all_tensors(path)
-    room = memory if memory is not None else int(available_memory() * (1 - SAFETY))
+    room = _room(memory, machine)
     buffers = _buffers(path, size)
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
     needed = private_memory() + MARGIN + buffers + beside_it
@@ -161,7 +175,7 @@ def choose_gpu_layers(
     def plan(kept: int) -> Plan | None:
         return None if resident else make_plan(tensors, room, needed, kept=kept)
 
-    layers = auto_layers(found, tensors, buffers, beside_it, plan)
+    layers = auto_layers(found, tensors, buffers, beside_it, plan, platform=machine.platform)
     # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
     try:
         from_disk = layers > 0 and bool(find_layers(path, tensors)) and plan(0) is not None
@@ -221,9 +235,14 @@ def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> in
     return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
 
 
-def is_plenty(path: str, memory: int | None, beside: Sequence[str]) -> bool:
-    """Whether memory is so plentiful that nothing has to be counted, and weights may be held twice."""
-    return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < available_memory()
+def is_plenty(path: str, memory: int | None, beside: Sequence[str], machine: Machine) -> bool:
+    """True if memory is so plentiful that nothing has to be counted, and weights may be in it twice."""
+    return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < machine.free
+
+
+def _room(memory: int | None, machine: Machine) -> int:
+    """Bytes that the program may take."""
+    return memory if memory is not None else int(machine.free * (1 - SAFETY))
 
 
 def _file_sizes(*paths: str) -> int:
@@ -296,7 +315,7 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
             if plan.slots_of_experts >= 0:
                 store.drop(plan.cached)
             store.look_up(plan.looked_up)
-            store.pin(plan.pinned, progress)
+            store.preload(plan.pinned, progress)
             speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
             how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
             return Streamer(plan, store, how.threads, how.size), speed, store.note

@@ -23,7 +23,7 @@ from .attention import ALIKE
 
 LEAST_LAYERS = 2
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are in no plan
-HEADROOM = 1 << 28  # bytes of the disk that are left alone
+HEADROOM = 1 << 28  # bytes of the disk that stay free
 # In `computing`: weights are kept in another order, for other kernels.
 REPACKED: dict[str, str | int | None] = {"repacked": True}
 
@@ -43,7 +43,7 @@ def kinds(tensors: list[Tensor]) -> list[int]:
 
 
 def _place(needed: int) -> str:
-    """A folder for so many bytes: the system's temporary folder, unless it is too small or in memory.
+    """A folder for `needed` bytes: the system's temporary folder, unless it is too small or in memory.
 
     Raises:
         ModelError: there is none.

@@ -1,4 +1,4 @@
-"""A text to compute an importance matrix from: prose, code and chat, from what every Python brings along."""
+"""Input for an importance matrix: prose, code and chat from the files of every Python."""
 
 import sysconfig
 from pathlib import Path

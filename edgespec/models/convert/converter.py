@@ -1,7 +1,7 @@
-"""Model folders as GGUF files, by llama.cpp's own converter: run out of process, from the sources of what is installed.
+"""Model folders as GGUF files by llama.cpp's own converter, in another process.
 
-The wheel of llama-cpp-python has no converter; the source archive of the same version has. pip fetches it, so mirrors,
-proxies and checksums are those of pip.
+The wheel of llama-cpp-python has no converter, but the source archive of the same version has. pip fetches it, with its
+mirrors, proxies and checksums.
 """
 
 import json
@@ -52,7 +52,7 @@ def find_converter(path: str | None, report: Progress) -> Path:
         with tempfile.TemporaryDirectory(dir=place) as folder:
             archive = _fetch(version(ENGINE), Path(folder))
             extract(archive, Path(folder) / "made")
-            with suppress(OSError):  # another process was quicker
+            with suppress(OSError):  # another process was first
                 os.rename(Path(folder) / "made", place / name)
     return place / name / SCRIPT
 
@@ -94,7 +94,7 @@ def extract(archive: Path, out: Path) -> None:
 
 
 def check_folder(folder: Path, trust: bool) -> int:
-    """How many weights a model folder has.
+    """Count the weights of a model folder.
 
     Raises:
         ModelError: it is none, it is damaged, or it wants to run programs of its own.
@@ -140,7 +140,7 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     for file in folder.iterdir():
         if trust or file.suffix != ".py":
             (staged / file.name).symlink_to(file.absolute())
-    total = _tensors(folder)
+    total = sum(len(read_safetensors_header(file)) for file in folder.glob("*.safetensors"))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NO_LOCAL_GGUF")}
     environment |= {"HF_HUB_OFFLINE": "1"}
     options = ["--outfile", str(out), "--outtype", OUT_TYPES[dtype], "--model-name", folder.resolve().name]
@@ -163,13 +163,3 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
         if "No module named" in last:
             raise MissingPackage(last.split("'")[1], "torch,convert", "llama.cpp's converter")
         raise ModelError(f"{folder}: llama.cpp's converter refuses it: {last or 'without a word'}")
-
-
-def _tensors(folder: Path) -> int:
-    """How many tensors a folder has, by the headers of its files."""
-    count = 0
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-            count += len(header.keys() - {"__metadata__"})
-    return count

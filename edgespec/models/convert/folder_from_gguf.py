@@ -43,8 +43,6 @@ CHUNK = 2**22  # weights dequantised at once
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written."""
-
     path: Path
     model_type: str
     bytes: int  # of weights, as they lie on disk
@@ -114,8 +112,6 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """A GGUF's header and tensors, the parts of a split one put together."""
-
     path: Path  # the first part
     metadata: dict[str, Any]
     fields: dict[str, Any]  # the same as gguf.ReaderField, with their types
@@ -191,7 +187,6 @@ def check_space(out: Path, needed: int) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Put the file's name before what is wrong with it."""
     try:
         yield
     except ModelError as error:
@@ -200,7 +195,6 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name at the end, or disappears."""
     from safetensors import SafetensorError
 
     folder = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
@@ -227,7 +221,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _values(tensor: Any, path: str) -> Float32Array:
-    """Dequantised some rows at a time: gguf needs several times the memory of what it returns."""
     from gguf import dequantize
 
     values: Float32Array = np.empty(tensor.shape[::-1].tolist(), np.float32)
@@ -315,7 +308,6 @@ def write_safetensors(
 
 
 def _write_by_mlx(folder: Path, bits: int | None) -> None:
-    """Replace a folder's weights by what mlx-lm makes of them, quantised or not; the tokenizer stays as it was."""
     try:
         from mlx_lm import convert as mlx_convert
     except ImportError as error:

@@ -1,7 +1,6 @@
 """A GGUF's vocabulary as tokenizer.json and tokenizer_config.json.
 
-Built with the package `tokenizers` to give llama.cpp's token ids, which are what edgespec's other engines see: no
-normalisation of Unicode, and digits split where llama.cpp splits them.
+The token ids are llama.cpp's: Unicode is not normalised, and digits split as in llama.cpp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 CONTROL, USER_DEFINED = 3, 4  # llama_token_type in llama.h
 SPACE = "▁"
 
-# How llama.cpp cuts text before merging (llama-vocab.cpp), by `tokenizer.ggml.pre`.
+# Split patterns of llama.cpp (llama-vocab.cpp), by `tokenizer.ggml.pre`.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -107,7 +106,6 @@ def check_tokenizer(tokenizer: "Tokenizer", vocab: Vocab, texts: Sequence[str]) 
 
 
 def tokenizer_specials(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The header's special tokens by their name in tokenizer_config.json."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {new: metadata.get(f"tokenizer.ggml.{old}_token_id") for old, new in names.items()}
@@ -115,7 +113,6 @@ def tokenizer_specials(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
-    """tokenizer_config.json. Its class takes tokenizer.json as it is, where others would build their own."""
     template = metadata.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -166,7 +163,6 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece names no merges: any two tokens that make a token may merge, the best score first."""
     found = [
         (-scores[i], i, token[:cut], token[cut:])
         for token, i in vocab.items()

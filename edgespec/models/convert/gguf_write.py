@@ -23,7 +23,7 @@ from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageErro
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import Progress, check_space
 from edgespec.models.gguf_header import own_header, part_names
-from edgespec.models.gguf_model import check_magic
+from edgespec.models.gguf_model import check_magic, is_gguf
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
 FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
@@ -37,11 +37,11 @@ PATTERNED = ("attention.sliding_window", "attention.sliding_window_pattern", "le
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make a file."""
-
     type: str = ""  # a name of llama.cpp's such as Q4_K_M; "": weights stay as they are
     types: tuple[tuple[str, str], ...] = ()  # (regular expression of tensors' names, type), the first match counts
-    imatrix: str = ""  # "": where the type demands one; none, auto, or a file: a matrix, or a text to compute one from
+    imatrix: str = (
+        ""  # none, auto, a matrix file, or a text file to compute one from; "": auto where the type demands it
+    )
     drop: tuple[int, ...] = ()  # layers that are left out
     why: str = ""
 
@@ -54,21 +54,18 @@ PURPOSES = {
     "memory": Recipe("Q4_K_M", why="the usual balance of speed and quality where all weights stay in memory"),
     "draft": Recipe(
         "Q4_0", imatrix="auto",
-        why="the quickest kernels on most processors; an importance matrix wins back what 4 plain bits lose",
+        why="the fastest kernels on most processors; an importance matrix wins back what 4 plain bits lose",
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written, or would be."""
-
     bytes: int  # of tensors, as they lie in the file
     file_bytes: int  # with the header; 0 in a rehearsal
 
 
 def merge(purpose: str | None, given: Recipe) -> Recipe:
-    """A purpose's recipe with what is given in its place."""
     base = PURPOSES[purpose] if purpose else Recipe()
     return Recipe(
         given.type or base.type, given.types + base.types, given.imatrix or base.imatrix, given.drop, base.why
@@ -130,7 +127,7 @@ def check_drop(path: Path, drop: Sequence[int]) -> None:
     """Refuse to leave out layers that are not there, or that have places of their own.
 
     Raises:
-        UsageError: there are not so many layers.
+        UsageError: there is no such layer.
         ModelError: the layers of this model are not alike.
     """
     if not drop:
@@ -160,7 +157,7 @@ def quantise(
         recipe: how.
         requantise: also where weights are quantised already.
         rehearse: only find the size.
-        progress: called with what is done, how far and of how much (bytes where it says so, else steps).
+        progress: called with the phase, the steps done and in all.
 
     Raises:
         UsageError: `out` exists, or there is no such type or layer.
@@ -195,11 +192,10 @@ def quantise(
     return Written(made, out.stat().st_size)
 
 
-def _matrix(source: Path, asked: str, beside: Path, report: Progress) -> tuple[str, str]:
-    """The file of an importance matrix, and what it is called in the header."""
-    if asked != "auto" and is_gguf(Path(asked)):
+def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[str, str]:
+    if asked != "auto" and is_gguf(asked):
         return asked, Path(asked).name
-    text, out = beside.with_name(f"{beside.name}.txt"), beside.with_name(f"{beside.name}.imatrix")
+    text, out = partial.with_name(f"{partial.name}.txt"), partial.with_name(f"{partial.name}.imatrix")
     if asked == "auto":
         text.write_text(calibration_text(str(source)), encoding="utf-8")
         origin = "computed from Python's documentation and library"
@@ -214,12 +210,6 @@ def _matrix(source: Path, asked: str, beside: Path, report: Progress) -> tuple[s
     return str(out), origin
 
 
-def is_gguf(path: Path) -> bool:
-    """By its first bytes."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
 def check_out(out: Path) -> None:
     """Raises UsageError: it exists, or its folder does not."""
     if out.exists() or out.is_symlink():
@@ -230,7 +220,6 @@ def check_out(out: Path) -> None:
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A name beside `out` that becomes `out` at the end; what lies beside under names that begin alike goes."""
     partial = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
@@ -269,7 +258,6 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
 
 @cache
 def _types() -> dict[str, list[str]]:
-    """Names of types of files and of tensors that llama.cpp knows."""
     try:
         import gguf
     except ImportError as error:

@@ -1,7 +1,7 @@
 """A model folder with every layer in a file of its own, whose tensors begin on a page of memory.
 
-So a layer is one run of bytes: engines that read it again in every pass read whole pages, in large pieces, straight to
-where its weights are used. Safetensors allows no gaps between tensors, but a header may be padded: hence the files.
+A layer is then one run of bytes: engines that stream it read whole pages, in large pieces, straight to its place.
+Safetensors allows no gaps between tensors, but a header may be padded: hence the files.
 """
 
 import json
@@ -17,13 +17,13 @@ LAYER = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.")
 
 
 def write_layer_files(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Deal a folder's model*.safetensors anew: first what belongs to no layer, then the layers, in order.
+    """Split a folder's model*.safetensors again: first weights without a layer, then the layers, in order.
 
-    Needs as much room on the disk as the weights take. The old files go when all new ones are there.
+    Needs as much room on the disk as the weights take. The old files go when all new ones are complete.
 
     Args:
         folder: changed in place.
-        progress: told the bytes copied, and those in all.
+        progress: called with bytes copied and in all.
 
     Raises:
         ModelError: a file is damaged.

@@ -28,7 +28,7 @@ import numpy as np
 
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.backend import Vocab
-from edgespec.loop.generate import Round, cut
+from edgespec.loop.generate import Step, until_stop
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
@@ -170,7 +170,7 @@ class Targets:
 
     # One text.
 
-    def _rounds(self, request: Request, stats: GenerationStats, left: Callable[[], bool]) -> Iterator[Round]:
+    def _rounds(self, request: Request, stats: GenerationStats, left: Callable[[], bool]) -> Iterator[Step]:
         prompt, limits = request.prompt_ids, self._described.capabilities
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
         stats.planner, stats.backend = "dsi", f"{len(self._places)} x {self._described.name}"
@@ -194,7 +194,7 @@ class Targets:
             known = len(self._text) - len(task.token_ids)
             if known >= len(tokens) or tokens[:known] != self._text[len(task.token_ids) :]:
                 continue  # another answer was there first
-            output, finished = cut(tokens[known:], self._stop_ids, limit - len(self._text))
+            output, finished = until_stop(tokens[known:], self._stop_ids, limit - len(self._text))
             sources = [Source.DRAFT] * (len(tokens) - known - 1) + [Source.TARGET]
             del sources[len(output) :]
             tree = chain_of([self._text[-1], *task.guesses[known:].tolist()])
@@ -207,7 +207,7 @@ class Targets:
             else:
                 stats.target_seconds += now - started  # drafting goes on beside it
             started = now
-            yield Round(output, sources, finished, tree, list(range(len(output))), [])
+            yield Step(output, sources, finished, tree, list(range(len(output))), [])
             if finished:
                 return
 

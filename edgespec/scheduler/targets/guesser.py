@@ -7,7 +7,7 @@ from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.planners.drafting import Drafter, Guess
+from edgespec.planners.drafting import ChildScores, Drafter
 
 
 class Guesser(Protocol):
@@ -59,7 +59,7 @@ class DraftGuesser:
                 logits, node = self._drafter.read(text)
             except Interrupted:  # or guesses were meant that had just ended
                 continue
-            ids, _ = Guess(context, self._tau, self._coupling).children(logits, [node], [0], 1)
+            ids, _ = ChildScores(context, self._tau, self._coupling).children(logits, [node], [0], 1)
             text.append(int(ids[0][0]))
             yield text[-1]
 

@@ -1,1 +1,1 @@
-"""What clients speak. Each dialect translates to and from the server's own form, and knows nothing of the others."""
+"""The clients' dialects. Each translates to and from the internal form, and imports no other."""

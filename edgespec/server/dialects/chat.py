@@ -10,8 +10,7 @@ from edgespec.loop.generate import LogProbs
 from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer
 from edgespec.server.conversation import Conversation, Question, Thought, Turn, text_of
-from edgespec.server.dialects.choices import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond
-from edgespec.server.dialects.openai import template_options
+from edgespec.server.dialects.openai import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
@@ -21,8 +20,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatBody(ChoicesBody):
-    """POST /v1/chat/completions."""
-
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -37,7 +34,6 @@ class ChatBody(ChoicesBody):
 
 
 async def chat(http: HttpRequest) -> Response:
-    """POST /v1/chat/completions."""
     service: Service = http.app.state.service
     body = await read_body(http, ChatBody)
     answers = await service.answers(question_of(body))
@@ -53,7 +49,7 @@ def question_of(body: ChatBody) -> Question:
     return Question(
         body.sampling, Conversation(turns_of(body), tools, options),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        stop=body.stops, choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
+        stop=body.stops(), choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
         grammar=body.grammar(body.response_format),
         prediction=text_of((body.prediction or {}).get("content"), "prediction.content"),
         foresee=body.edgespec.speculate_tools and tools is not None and body.stream,
@@ -99,8 +95,6 @@ def tools_of(body: ChatBody) -> Tools | None:
 
 
 class ChatShape(Shape):
-    """A choice with a message."""
-
     prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     first: ClassVar = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
     last: ClassVar = {"delta": {}, "logprobs": None}
@@ -126,7 +120,6 @@ class ChatShape(Shape):
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _log_probs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
-        """None: they were not asked for."""
         if not chunks or chunks[0].log_probs is None:
             return None
         content = [self._token(c.token_id, c.log_probs) for c in chunks if c.token_id is not None and c.log_probs]

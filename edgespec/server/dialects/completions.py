@@ -9,7 +9,7 @@ from starlette.responses import Response
 from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer
 from edgespec.server.conversation import Question
-from edgespec.server.dialects.choices import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond
+from edgespec.server.dialects.openai import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.wire import read_body
@@ -18,8 +18,6 @@ MOST_PROMPTS = 16
 
 
 class CompletionBody(ChoicesBody):
-    """POST /v1/completions."""
-
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = 16  # OpenAI's default
     logprobs: int | None = None
@@ -29,7 +27,6 @@ class CompletionBody(ChoicesBody):
 
 
 async def completions(http: HttpRequest) -> Response:
-    """POST /v1/completions."""
     service: Service = http.app.state.service
     body = await read_body(http, CompletionBody)
     answers = await service.answers(question_of(body))
@@ -48,14 +45,12 @@ def question_of(body: CompletionBody) -> Question:
         says = f"there are {len(prompts)} prompts, but from 1 to {MOST_PROMPTS} may be given at once"
         raise Refused(400, says, param="prompt")
     return Question(
-        body.sampling, prompts=prompts, max_tokens=body.max_tokens, stop=body.stops, choices=body.n,
+        body.sampling, prompts=prompts, max_tokens=body.max_tokens, stop=body.stops(), choices=body.n,
         log_probs=body.logprobs, plain=body.edgespec.plain, grammar=body.grammar(),
     )  # fmt: skip
 
 
 class CompletionShape(Shape):
-    """A choice with a text."""
-
     prefix, whole, part = "cmpl-", "text_completion", "text_completion"
     last: ClassVar = {"text": "", "logprobs": None}
 
@@ -67,7 +62,6 @@ class CompletionShape(Shape):
         return {"text": text, "logprobs": self._log_probs(chunks)}
 
     def _log_probs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
-        """None: they were not asked for."""
         told = [(c.token_id, c.log_probs) for c in chunks if c.token_id is not None and c.log_probs]
         if not told:
             return None

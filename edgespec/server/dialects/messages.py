@@ -22,8 +22,6 @@ BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")  # all oth
 
 
 class CountBody(SamplingFields):
-    """POST /v1/messages/count_tokens."""
-
     messages: list[dict[str, Any]]
     model: str = ""
     system: str | list[dict[str, Any]] | None = None
@@ -33,15 +31,12 @@ class CountBody(SamplingFields):
 
 
 class MessagesBody(CountBody):
-    """POST /v1/messages."""
-
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool = False
 
 
 async def messages(http: HttpRequest) -> Response:
-    """POST /v1/messages."""
     service: Service = http.app.state.service
     body = await read_body(http, MessagesBody)
     question = Question(
@@ -50,7 +45,7 @@ async def messages(http: HttpRequest) -> Response:
     answers = await service.answers(question)
     head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name}
     if body.stream:
-        return server_sent(_stream(head, answers), error_event)
+        return server_sent(_stream(head, answers), lambda refused: ("error", error_body(refused)))
 
     def whole() -> dict[str, Any]:
         (one,) = answers.all
@@ -61,7 +56,6 @@ async def messages(http: HttpRequest) -> Response:
 
 
 async def count_tokens(http: HttpRequest) -> Response:
-    """POST /v1/messages/count_tokens."""
     service: Service = http.app.state.service
     conversation = conversation_of(await read_body(http, CountBody))
     ids = await asyncio.to_thread(service.chat_format.prompt_ids, conversation)
@@ -89,7 +83,7 @@ def conversation_of(body: CountBody) -> Conversation:
 
 
 def turns_of(role: str, content: Any, where: str) -> list[Turn]:
-    """A message: results of tools are turns of their own, and calls stand beside the text. Raises Refused."""
+    """The turns of one message: each result of a tool is a turn. Raises Refused."""
     if not isinstance(content, list):
         return [Turn(role, text_of(content, where))]
     by_kind: dict[str, list[Any]] = {}
@@ -106,7 +100,7 @@ def turns_of(role: str, content: Any, where: str) -> list[Turn]:
 
 
 def tools_of(body: CountBody) -> Tools | None:
-    """The tools that the model may call; the provider's own are passed over. Raises Refused."""
+    """Tools of the client. The provider's own are ignored. Raises Refused."""
     given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
     functions = [
         {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]} for t in given
@@ -120,13 +114,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": refused.kind, "message": refused.message}}
 
 
-def error_event(refused: Refused) -> Event:
-    """The last event of a stream that an error ends."""
-    return "error", error_body(refused)
-
-
 def block(piece: Piece) -> dict[str, Any]:
-    """A block of an answer's content."""
     if isinstance(piece, Thought):
         return {"type": "thinking", "thinking": piece.text, "signature": ""}
     if isinstance(piece, str):
@@ -135,7 +123,7 @@ def block(piece: Piece) -> dict[str, Any]:
 
 
 def usage(answer: Answer) -> dict[str, int]:
-    """Anthropic's counts: what was kept of the prompt is counted apart."""
+    """Anthropic's counts: cached prompt tokens are counted apart."""
     stats = answer.stats
     return {
         "input_tokens": len(answer.request.prompt_ids) - stats.cached_tokens,
@@ -146,7 +134,6 @@ def usage(answer: Answer) -> dict[str, int]:
 
 
 def ending(answer: Answer) -> dict[str, str | None]:
-    """Why the text ends."""
     if answer.stop_found is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_found}
     if answer.calls:

@@ -22,8 +22,6 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 class ResponsesBody(OpenAIBody):
-    """POST /v1/responses."""
-
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -36,7 +34,6 @@ class ResponsesBody(OpenAIBody):
 
 
 async def responses(http: HttpRequest) -> Response:
-    """POST /v1/responses."""
     service: Service = http.app.state.service
     body = await read_body(http, ResponsesBody)
     answers = await service.answers(question_of(body))
@@ -111,7 +108,7 @@ def message_of(item: dict[str, Any], where: str) -> Turn:
 
 
 def tools_of(body: ResponsesBody) -> Tools | None:
-    """The tools that the model may call; the provider's own are passed over. Raises Refused."""
+    """Tools of the client. The provider's own are ignored. Raises Refused."""
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         for tool in body.tools or ()
@@ -123,36 +120,32 @@ def tools_of(body: ResponsesBody) -> Tools | None:
 
 
 def item(name: str, text: str, status: str) -> dict[str, Any]:
-    """A message of the answer."""
     content = [part(text)] if status != "in_progress" else []
     return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
 
 
 def call_item(call: Call, status: str = "completed") -> dict[str, Any]:
-    """A call of a tool; its arguments come later if it is in progress."""
+    """A call; without arguments while it is in progress."""
     arguments = call.arguments if status == "completed" else ""
     name = {"id": f"fc_{call.id.removeprefix('call_')}", "call_id": call.id, "name": call.name}
     return {"type": "function_call", **name, "arguments": arguments, "status": status}
 
 
 def thought_item(name: str, text: str, status: str = "completed") -> dict[str, Any]:
-    """What was thought before the answer; `name` is the message's."""
+    """A thought; `name` is the message's."""
     content = [{"type": "reasoning_text", "text": text}] if status == "completed" else []
     return {"type": "reasoning", "id": thought_id(name), "summary": [], "content": content, "status": status}
 
 
 def thought_id(name: str) -> str:
-    """Of the thought before a message."""
     return f"rs_{name.removeprefix('msg_')}"
 
 
 def part(text: str) -> dict[str, Any]:
-    """A piece of a message's content."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def whole(head: dict[str, Any], name: str, answers: Answers) -> dict[str, Any]:
-    """A response that is done."""
     (one,) = answers.all
     cut = one.stats.finish_reason == "length"
     status = "incomplete" if cut else "completed"

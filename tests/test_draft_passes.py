@@ -42,26 +42,27 @@ def planned(kind=SpecExecPlanner, draft=None, **options):
         planner.begin(text)
     draft.passes.clear()
     sampling = SamplingParams(temperature=0.7, seed=3)
-    contexts = [Context(text, len(text), sampling, Noise(3, SIZE), 30, 16, texts=len(TEXTS)) for text in TEXTS]
+    contexts = [Context(text, len(text), sampling, Noise(3, SIZE), 30, 16, sequences=len(TEXTS)) for text in TEXTS]
     return draft, made, contexts
 
 
-def same(tree, other):
+def same(proposal, expected):
+    tree, other = proposal.tree, expected.tree
     return tree.token_ids.tolist() == other.token_ids.tolist() and tree.parents.tolist() == other.parents.tolist()
 
 
 @pytest.mark.parametrize("kind", [SpecExecPlanner, ChainPlanner])
 def test_trees_are_those_of_texts_alone_in_fewer_passes(kind):
     draft, made, contexts = planned(kind)
-    trees = run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    trees = run_shared([planner.propose(context, 10) for planner, context in zip(made, contexts, strict=True)])
     shared = draft.passes.copy()
     draft, made, contexts = planned(kind)
-    each = [planner.plan(context, 10) for planner, context in zip(made, contexts, strict=True)]
+    each = [run_one(planner.propose(context, 10)) for planner, context in zip(made, contexts, strict=True)]
     assert all(map(same, trees, each))
-    assert all(len(tree) > 5 for tree in trees)
+    assert all(len(tree.tree) > 5 for tree in trees)
     assert all(len(works) == 1 for works in draft.passes)
     assert sorted(rows for works in shared for rows in works) == sorted(rows for [rows] in draft.passes)
-    assert len(shared) <= max(planner.model_passes for planner in made) < len(draft.passes)
+    assert len(shared) <= max(planner.stats.draft_passes for planner in made) < len(draft.passes)
 
 
 def test_seconds_of_a_pass_are_divided_by_nodes_and_learned_whole():
@@ -69,9 +70,9 @@ def test_seconds_of_a_pass_are_divided_by_nodes_and_learned_whole():
     draft, made, contexts = planned()
     for planner, cost in zip(made, costs, strict=True):
         planner._drafter.pass_cost = cost
-    run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    run_shared([planner.propose(context, 10) for planner, context in zip(made, contexts, strict=True)])
     learned = sum(seconds for _, seconds in passes_of(costs))
-    spent = sum(planner.model_seconds for planner in made)
+    spent = sum(planner.stats.draft_seconds for planner in made)
     assert 0 < spent < learned
     assert {nodes for nodes, _ in passes_of(costs)} <= {sum(works) for works in draft.passes}
 
@@ -82,8 +83,8 @@ def passes_of(costs):
 
 def test_no_more_share_a_pass_than_it_has_room_for():
     draft, made, contexts = planned(draft=Counting(max_nodes=7), beam=4)
-    trees = run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
-    assert all(len(tree) > 5 for tree in trees)
+    trees = run_shared([planner.propose(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    assert all(len(tree.tree) > 5 for tree in trees)
     assert max(len(works) for works in draft.passes) > 1
     assert max(sum(works) for works in draft.passes) <= 7
 
@@ -92,7 +93,7 @@ def test_where_shapes_matter_each_text_has_passes_of_its_own():
     draft = Counting()
     draft.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 41)))
     draft, made, contexts = planned(draft=draft, beam=4)
-    run_shared([planner.planning(context, 10) for planner, context in zip(made, contexts, strict=True)])
+    run_shared([planner.propose(context, 10) for planner, context in zip(made, contexts, strict=True)])
     assert all(len(works) == 1 for works in draft.passes)
 
 
@@ -102,7 +103,7 @@ def test_texts_with_drafts_of_their_own_share_nothing():
     for planner in made:
         planner.begin(TEXTS[1])
     context = Context(TEXTS[1], 3, SamplingParams(), Noise(0, SIZE), 30, 16)
-    one, other = run_shared([planner.planning(context, 8) for planner in made])
+    one, other = run_shared([planner.propose(context, 8) for planner in made])
     assert same(one, other)
     assert all(len(works) == 1 for draft in drafts for works in draft.passes)
 
@@ -117,19 +118,19 @@ def test_a_failing_pass_fails_those_it_was_for_and_nobody_else():
     other = ReferenceBackend(DRAFT, context_length=200)
     whole = SpecExecPlanner(other, depth=4)
     whole.begin(TEXTS[0])
-    steps = [made[1].planning(contexts[1], 8), whole.planning(contexts[0], 8), made[2].planning(contexts[2], 8)]
+    steps = [made[1].propose(contexts[1], 8), whole.propose(contexts[0], 8), made[2].propose(contexts[2], 8)]
     first, tree, last = run_shared(steps)
     assert isinstance(first, ModelError)
     assert isinstance(last, ModelError)
-    assert len(tree) > 4
+    assert len(tree.tree) > 4
     with pytest.raises(ModelError, match="no memory"):
-        run_one(made[0].planning(contexts[0], 8))
+        run_one(made[0].propose(contexts[0], 8))
 
 
 class Broken(SpecExecPlanner):
     """Fails between two passes."""
 
-    def planning(self, context, budget):
+    def propose(self, context, budget):
         yield from self._drafter.reading(context.token_ids)
         raise ModelError("this planner is broken")
 
@@ -138,9 +139,9 @@ def test_one_who_fails_between_passes_does_not_disturb_the_others():
     draft, made, contexts = planned(draft=Counting(sessions=len(TEXTS) + 1))
     broken = Broken(draft)
     broken.begin(TEXTS[3])
-    found, tree = run_shared([broken.planning(contexts[3], 8), made[0].planning(contexts[0], 8)])
+    found, tree = run_shared([broken.propose(contexts[3], 8), made[0].propose(contexts[0], 8)])
     assert str(found) == "this planner is broken"
-    assert same(tree, planned()[1][0].plan(contexts[0], 8))
+    assert same(tree, run_one(planned()[1][0].propose(contexts[0], 8)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -154,7 +155,7 @@ def test_texts_of_a_scheduler_are_those_written_plainly(temperature):
 
             def emit(event, number=number):
                 if isinstance(event, Wrote):
-                    texts[number] += event.round.tokens
+                    texts[number] += event.step.tokens
                 if isinstance(event, Ended):
                     ended.append(event.error)
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 import hypothesis
 import numpy as np
 import pytest
+from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation, generate_tokens
 from edgespec.loop.pass_times import FLAT, STEEP, PassTimes
 from edgespec.loop.sampling import SamplingParams
@@ -22,7 +24,6 @@ from edgespec.planners.auto import (
     PLAIN,
     PLAIN_STREAMED,
     RETRIED,
-    AutoPlanner,
     AutoState,
     Share,
     new_auto_state,
@@ -67,6 +68,10 @@ def drafting(pace, model=MODEL, kind=SpecExecPlanner):
     return kind(ReferenceBackend(model), cost=pace.draft)
 
 
+def next_tree(generation, most=None, sequences=1):
+    return generation.cut(run_one(generation.propose(most, sequences))).tree
+
+
 def write(planner, sampling=GREEDY, prompt=PROMPT, max_tokens=40, **options):
     target, stats, output = ReferenceBackend(MODEL), GenerationStats(), []
     for round_ in generate_tokens(
@@ -84,7 +89,7 @@ def test_costs_decide_how_much_is_guessed_and_never_the_text(temperature, kind):
     found = []
     for target in [(1e9, 0.0), (0.0, 1e9)]:
         pace = given(target, (1e-6, 0.0))
-        text, stats = write(AutoPlanner("auto", pace, draft=drafting(pace, kind=kind)), sampling)
+        text, stats = write(auto_planner("auto", pace, draft=drafting(pace, kind=kind)), sampling)
         assert text == plain
         found.append((stats.drafted, stats.acceptance_length))
     assert found[0][0] > 24
@@ -94,7 +99,7 @@ def test_costs_decide_how_much_is_guessed_and_never_the_text(temperature, kind):
 
 def test_where_nodes_cost_nothing_the_whole_budget_is_used():
     pace = given((1e9, 0.0), (1e-9, 0.0))
-    paced = write(AutoPlanner("specexec", pace, draft=drafting(pace)))[1]
+    paced = write(auto_planner("specexec", pace, draft=drafting(pace)))[1]
     full = write(SpecExecPlanner(ReferenceBackend(MODEL)))[1]
     assert paced.passes == full.passes
 
@@ -108,7 +113,7 @@ def passes_of_the_draft(pace, model):
         return forward(batch)
 
     draft._drafter.draft.forward = counting
-    stats = write(AutoPlanner("specexec", pace, draft=draft))[1]
+    stats = write(auto_planner("specexec", pace, draft=draft))[1]
     return count[0] / stats.passes
 
 
@@ -121,22 +126,22 @@ def test_a_draft_that_is_never_right_is_soon_left_alone():
     other = random_model(9, vocab_size=48, sharpness=3.0)
     pace = given((1.0, 0.1), (0.2, 0.0))
     draft = drafting(pace, other)
-    _, first = write(AutoPlanner("specexec", pace, draft=draft), max_tokens=100, stop_ids=frozenset())
+    _, first = write(auto_planner("specexec", pace, draft=draft), max_tokens=100, stop_ids=frozenset())
     assert first.tokens == 100
     assert 0 < pace.agreement.hoped < 12
     assert first.drafted < 30
-    _, second = write(AutoPlanner("specexec", pace, draft=drafting(pace, other)), max_tokens=100, stop_ids=frozenset())
+    _, second = write(auto_planner("specexec", pace, draft=drafting(pace, other)), max_tokens=100, stop_ids=frozenset())
     assert second.drafted < first.drafted  # what one text has shown, the next one need not find out
 
 
 def test_copies_are_used_where_the_text_repeats_itself_and_the_draft_is_not_asked_for_them():
     pace = given((1.0, 0.2), (0.5, 0.0))
-    planner = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace))
+    planner = auto_planner("auto", pace, SssdPlanner(), drafting(pace))
     text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
     target, stats = ReferenceBackend(MODEL), GenerationStats()
     generation = Generation(target, target.open(), planner, text, GREEDY, max_tokens=20, budget=24, stats=stats)
     generation.read_prompt()
-    tree = generation.plan()
+    tree = next_tree(generation)
     assert len(tree) > 3
     assert set(tree.source[1:].tolist()) == {Source.INPUT}
 
@@ -146,17 +151,17 @@ def test_a_long_run_that_came_true_makes_other_copies_no_surer():
     pace.agreement = Share(0.998, came=54, hoped=60)
     for came in (4, 60):
         pace.copies = Share(0.99, came=came, hoped=4)
-        planner, target = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
+        planner, target = auto_planner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
         generation = Generation(
             target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
         )
         generation.read_prompt()
-        assert Source.DRAFT in generation.plan().source
+        assert Source.DRAFT in next_tree(generation).source
 
 
 def test_copies_that_are_wrong_lose_trust():
     pace = given((1.0, 0.2), (1.0, 0.0))
-    planner = AutoPlanner("sssd", pace, SssdPlanner())
+    planner = auto_planner("sssd", pace, SssdPlanner())
     _, stats = write(planner, SamplingParams(temperature=3.0, seed=1), [5, 6, 7, 8] * 8, 60)
     assert pace.copies.value(1.0) < 0.8
     assert pace.copies.hoped > 0
@@ -168,13 +173,13 @@ def test_the_first_passes_of_all_are_plain(streams, plain):
     """Processors differ in what nodes cost them while weights are streamed, by more than could be foretold."""
     pace, sizes = new_auto_state(streams), []
     for _ in range(plain + 1):
-        planner = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace))
+        planner = auto_planner("auto", pace, SssdPlanner(), drafting(pace))
         target, stats = ReferenceBackend(MODEL), GenerationStats()
         generation = Generation(
             target, target.open(), planner, [1, 2, 3, 4, 5], GREEDY, max_tokens=20, budget=24, stats=stats
         )
         generation.read_prompt()
-        sizes.append(len(generation.plan()))
+        sizes.append(len(next_tree(generation)))
         pace.target.add(1, 1.0)
     assert sizes[:-1] == [1] * plain
     assert (sizes[-1] > 8) == streams
@@ -184,12 +189,12 @@ def test_trees_grow_by_degrees_until_large_passes_were_seen():
     pace, sizes = new_auto_state(True), []
     for nodes in (1, FURTHER, 100):
         pace.target.add(nodes, 1.0)
-        planner, target = AutoPlanner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
+        planner, target = auto_planner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
         generation = Generation(
             target, target.open(), planner, PROMPT, GREEDY, max_tokens=60, budget=60, stats=GenerationStats()
         )
         generation.read_prompt()
-        sizes.append(len(generation.plan()))
+        sizes.append(len(next_tree(generation)))
     assert sizes == [FURTHER + 1, 61, 61]
 
 
@@ -200,7 +205,7 @@ def test_one_slow_pass_does_not_make_guesses_look_cheap():
     add = pace.target.add
     pace.target.add = lambda nodes, seconds, length=0: add(nodes, next(times) if nodes == 1 else 0.3 * nodes, length)
     _, stats = write(
-        AutoPlanner("auto", pace, SssdPlanner(), drafting(pace, perturbed(MODEL, 0.2, 1))), max_tokens=PLAIN
+        auto_planner("auto", pace, SssdPlanner(), drafting(pace, perturbed(MODEL, 0.2, 1))), max_tokens=PLAIN
     )
     assert (stats.passes, stats.drafted) == (PLAIN, 0)
     assert pace.target.at(0).plain == 0.1
@@ -210,9 +215,9 @@ def test_a_draft_of_which_nothing_is_known_is_tried_when_that_costs_little_of_wh
     """Neither does it read the prompt before; but for a copy of the target that takes no time to ask it soon pays."""
     pace, patience = AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0)), 20
     draft = drafting(pace)
-    planner = AutoPlanner("auto", pace, draft=draft, patience=patience)
+    planner = auto_planner("auto", pace, draft=draft, patience=patience)
     first = write(planner, max_tokens=patience + len(PROMPT), stop_ids=frozenset())[1]
-    assert (first.drafted, draft.model_passes) == (0, 0)
+    assert (first.drafted, draft.stats.draft_passes) == (0, 0)
     then = write(planner, max_tokens=4, stop_ids=frozenset())[1]  # the next text, or run, goes on from there
     assert then.drafted > 0
     assert pace.written == first.tokens + then.tokens
@@ -234,12 +239,12 @@ def test_passes_that_texts_share_tell_what_they_cost():
             pace.target.add(1, 0.9)
         for _ in range({"remembered": 0, "after one alone": PLAIN}.get(passes, passes)):
             pace.target.add(2, 1.0)
-        planner, target = AutoPlanner("auto", pace, SssdPlanner()), ReferenceBackend(MODEL)
+        planner, target = auto_planner("auto", pace, SssdPlanner()), ReferenceBackend(MODEL)
         text = [5, 6, 7, 8, 9, 10, 11, 12] * 4
         options = {"max_tokens": 20, "budget": 24, "stats": GenerationStats()}
         generation = Generation(target, target.open(), planner, text, GREEDY, **options)
         generation.read_prompt()
-        found.append(len(generation.plan(24, 2)) > 1)
+        found.append(len(next_tree(generation, 24, 2)) > 1)
     assert found == [False] * PLAIN + [True, True, True]
 
 
@@ -254,32 +259,33 @@ def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(s
         (1, 1, flat, True), (8, 1, flat, False), (8, 8, flat, True), (1, 1, steep, True), (8, 8, steep, False)
     ):  # fmt: skip
         pace = given((1.0, 1e-3), draft_cost)
-        planner = AutoPlanner("auto", pace, draft=drafting(pace, perturbed(MODEL, 0.2, 1)))
-        planner._draft._drafter.company = company
+        draft = drafting(pace, perturbed(MODEL, 0.2, 1))
+        planner = auto_planner("auto", pace, draft=draft)
+        draft._drafter.mean_batch = company
         target = ReferenceBackend(MODEL)
         target.capabilities = replace(target.capabilities, streams=streams)
         generation = Generation(
             target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
         )
         generation.read_prompt()
-        assert (len(generation.plan(24, texts)) > 1) == asked
+        assert (len(next_tree(generation, 24, texts)) > 1) == asked
 
 
 def test_how_much_faster_than_plain_is_told_only_where_a_plain_pass_was_measured():
     pace = given((1000.0, 0.0), (1e-9, 0.0))
-    stats = write(AutoPlanner("specexec", pace, draft=drafting(pace)))[1]
+    stats = write(auto_planner("specexec", pace, draft=drafting(pace)))[1]
     assert stats.passes < stats.tokens
     assert stats.plain_seconds == pytest.approx(1000 * stats.tokens, rel=0.1)
     wide = AutoState(PassTimes(FLAT), PassTimes())
     wide.target.add(20, 1.0)
-    assert write(AutoPlanner("specexec", wide, draft=drafting(wide)), max_tokens=2)[1].plain_seconds == 0.0
+    assert write(auto_planner("specexec", wide, draft=drafting(wide)), max_tokens=2)[1].plain_seconds == 0.0
     assert write(NonePlanner())[1].times_plain == 0.0
 
 
 def test_a_round_that_guessed_nothing_was_plain_decoding():
     """Whatever a plain pass was thought to take."""
     pace = given((1e9, 1e9), (1e9, 0.0))
-    stats = write(AutoPlanner("specexec", pace, draft=drafting(pace)))[1]
+    stats = write(auto_planner("specexec", pace, draft=drafting(pace)))[1]
     assert stats.drafted == 0
     assert 0 < stats.plain_seconds <= stats.seconds
 
@@ -287,15 +293,15 @@ def test_a_round_that_guessed_nothing_was_plain_decoding():
 def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():
     """Its agreement falls; that drafted rounds keep what they promise is another question."""
     pace = AutoState(GivenCost(1.0, 0.01), GivenCost(0.01, 0.0))
-    planner, target = AutoPlanner("auto", pace, draft=drafting(pace)), ReferenceBackend(MODEL)
+    planner, target = auto_planner("auto", pace, draft=drafting(pace)), ReferenceBackend(MODEL)
     generation = Generation(
         target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
     )
     generation.read_prompt()
-    tree = generation.plan()
+    tree = next_tree(generation)
     assert len(tree) > 4
     other = next(token for token in range(48) if token not in tree.token_ids)
-    planner.accept([other], 1.0 + 0.01 * len(tree))
+    planner.observe([other], 1.0 + 0.01 * len(tree))
     assert (pace.agreement.came, pace.agreement.hoped) == (0, 1)
     assert 1 < pace.worth.hoped < 2.5  # as is foretold of so poor a draft; 3.4 were when it was asked
 
@@ -305,11 +311,13 @@ def test_agreement_is_counted_along_the_text():
     #       1 (7)   2 (8)
     #       3 (9)
     tree = make_tree([0, 7, 8, 9], [-1, 0, 0, 1], np.log([1.0, 0.6, 0.3, 0.5]))
-    assert agreed(tree, [7, 9, 5]) == (2, 2)  # below node 3 nothing was asked
-    assert agreed(tree, [8, 1]) == (0, 1)
-    assert agreed(tree, [4]) == (0, 1)
-    assert agreed(tree, [7, 1]) == (1, 2)
-    assert agreed(make_tree([0], [-1], [0.0]), [4]) == (0, 0)
+    nodes = np.arange(1, 4)
+    assert agreed(tree, nodes, [7, 9, 5]) == (2, 2)  # below node 3 nothing was asked
+    assert agreed(tree, nodes, [8, 1]) == (0, 1)
+    assert agreed(tree, nodes, [4]) == (0, 1)
+    assert agreed(tree, nodes, [7, 1]) == (1, 2)
+    assert agreed(tree, nodes[:2], [7, 1]) == (1, 1)  # node 3 would not have been sent
+    assert agreed(make_tree([0], [-1], [0.0]), np.arange(0), [4]) == (0, 0)
 
 
 def test_a_share_begins_with_a_belief_and_forgets():
@@ -345,9 +353,9 @@ def test_a_pace_is_remembered():
 def test_who_asks_for_a_draft_gets_it_and_so_does_who_waits_for_a_disk(name, streams, patience):
     target, pace = ReferenceBackend(MODEL), new_auto_state(streams)
     target.capabilities = replace(target.capabilities, streams=streams)
-    planner = make_planner(name, [target, ReferenceBackend(MODEL)], pace=pace)
+    planner = make_planner(name, [target, ReferenceBackend(MODEL)], state=pace)
     write(planner, prompt=[3, 1, 2], max_tokens=PATIENCE, stop_ids=frozenset())
-    assert (planner.model_passes == 0) == (patience > 0)
+    assert (planner.stats.draft_passes == 0) == (patience > 0)
 
 
 def test_every_so_many_runs_the_draft_gets_a_new_chance():
@@ -376,4 +384,4 @@ def test_any_cost_writes_the_plain_text(name, temperature, seed, costs):
     copies = SssdPlanner() if name in ("auto", "sssd") else None
     kind = ChainPlanner if name == "chain" else SpecExecPlanner
     draft = drafting(pace, perturbed(MODEL, 0.2, 1), kind) if name != "sssd" else None
-    assert write(AutoPlanner(name, pace, copies, draft), sampling)[0] == write(NonePlanner(), sampling)[0]
+    assert write(auto_planner(name, pace, copies, draft), sampling)[0] == write(NonePlanner(), sampling)[0]

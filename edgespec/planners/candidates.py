@@ -1,0 +1,165 @@
+"""The two kinds of candidates that `auto` can ask, and what it learns of each.
+
+    Lookup    asking costs next to nothing; `auto` learns how far its probabilities can be trusted.
+    Drafting  asking takes draft passes; `auto` learns the share a of tokens in which draft and target agree. A chain of
+              k tokens is predicted to gain 1 + a + … + a^k.
+
+A draft that was asked little gets the benefit of the doubt, which fades as it is asked. Where it does not pay, it is
+tried a few times and then not again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.pass_times import Curve
+from edgespec.loop.planner import Context, Planner
+from edgespec.loop.tree import DraftTree, Proposal, ranked
+from edgespec.planners.auto import AutoState, Candidate, Offer, Share
+from edgespec.planners.cost import chain_goodput
+from edgespec.planners.drafting import agreed
+from edgespec.planners.path_cost import best_part
+
+AGREEMENT = 0.7  # what is believed of a draft before it was asked
+DOUBT = 0.2  # benefit of the doubt, over the root of the tokens a draft was asked for
+EARLIER = 4  # this many tokens of earlier sequences dispel as much doubt as one of this sequence
+MOST_EARLIER = 64  # tokens of earlier sequences that count, at most
+GAIN = 1.1  # a draft must be predicted to beat the best without it by this: trying costs, too
+LEAST_TRUST = 0.05
+
+
+class Lookup(Candidate):
+    """A planner without a draft model, which is always asked."""
+
+    def __init__(self, planner: Planner, state: AutoState) -> None:
+        super().__init__(planner)
+        self._state = state
+
+    def estimate(self, context: Context, budget: int) -> float:
+        return inf
+
+    def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
+        # A long run that was accepted is one event: the next draft tokens are not the more probable for it.
+        trust = min(1.0, max(LEAST_TRUST, self._state.copies.value(1.0)))
+        times = context.pass_times or self._state.proportions(context.sequences)
+        likely = replace(context, least=min(0.5, times.least / trust))
+        tree = (yield from self.planner.propose(likely, budget)).tree
+        nodes, rate = best_part(
+            tree, 0.0, times, budget=budget, max_leaves=context.max_leaves, head=context.head, trust=trust
+        )
+        expected = float(np.exp(tree.log_probs[nodes]).sum())
+        return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, expected))
+
+    def _learn(self, expected: float, tokens: Sequence[int], seconds: float) -> None:
+        if expected and seconds:
+            self._state.copies.add(len(tokens) - 1, expected)
+
+
+class Drafting(Candidate):
+    """A planner with a draft model, whose passes are counted in `AutoState.draft`."""
+
+    def __init__(self, planner: Planner, state: AutoState, *, patience: int = 0, goes_ahead: bool = False) -> None:
+        """
+        Args:
+            planner: proposes with a draft model.
+            state: what is known; learned on.
+            patience: tokens to be generated before the draft is first asked, besides those it has to read.
+            goes_ahead: as in `Candidate`.
+        """
+        super().__init__(planner)
+        self.goes_ahead = goes_ahead
+        self._state = state
+        self._patience, self._first_asked = patience, 0
+        self._agreement_here = Share(0.98)  # as `AutoState.agreement`, of this sequence alone
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """The draft reads the prompt if it is likely to be asked."""
+        self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
+        if self._patience:
+            self._first_asked = self._patience + length
+        likely = self._may_try
+        if times := self._state.target.at(length):
+            likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
+        self.planner.begin(prompt_ids, read=likely)
+
+    def estimate(self, context: Context, budget: int) -> float:
+        if (depth := self._depth(context, budget)) <= 0:
+            return 0.0
+        if context.pass_times is None:
+            return inf if self._state.streams else 0.0
+        length = len(context.token_ids)
+        return self._predict(context.pass_times, length, self._unread(length), depth, context.head) / GAIN
+
+    def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
+        times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
+        draft_times = self._draft_times(length, context.sequences)
+        hindsight = None
+        if times and draft_times:
+            hindsight = partial(
+                chain_goodput, behind=self._unread(length), deepest=self._depth(context, budget), cost=times,
+                draft_cost=draft_times, head=context.head,
+            )  # fmt: skip
+        tree = (yield from self.planner.propose(context, budget)).tree
+        seconds = self.planner.stats.draft_seconds - before
+        leaves = context.max_leaves
+        found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
+        rate = 0.0
+        if times:
+            nodes, rate = best_part(tree, seconds, times, budget=budget, max_leaves=leaves, head=context.head)
+        expected = float(np.exp(tree.log_probs[nodes]).sum())
+        return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, tree, found, seconds, hindsight))
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        super().observe(tokens, seconds)
+        if tokens:
+            self._agreement_here.fade(1)
+
+    def _learn(
+        self,
+        tree: DraftTree,
+        found: NDArray[np.intp],
+        drafting: float,
+        hindsight: Callable[[float], float] | None,
+        tokens: Sequence[int],
+        seconds: float,
+    ) -> None:
+        hits, asked = agreed(tree, found, tokens)
+        self._state.agreement.add(hits, asked)
+        self._agreement_here.add(hits, asked)
+        if hindsight and seconds:  # with what is known now: that the draft agreed less than believed is counted once
+            self._state.worth.add(len(tokens), hindsight(self._agreement) * (seconds + drafting))
+
+    @property
+    def _agreement(self) -> float:
+        return self._agreement_here.value(self._state.agreement.value(AGREEMENT))
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether a draft of which nothing is known may be asked: its prefill takes time, too."""
+        return self._state.written >= self._first_asked
+
+    def _depth(self, context: Context, budget: int) -> int:
+        return min(self.planner.depth, context.max_depth, budget)
+
+    def _unread(self, length: int) -> int:
+        session = self.planner.draft_session
+        return length - len(session.token_ids) if session else 0
+
+    def _draft_times(self, length: int, sequences: float) -> Curve | None:
+        """The draft's pass times, as far as sequences that propose at once share passes; None: none was made yet."""
+        times = self._state.draft.at(length)
+        return times.shared(min(self.planner.stats.mean_batch, sequences)) if times else None
+
+    def _predict(self, times: Curve, length: int, unread: int, depth: int, head: int | None = None) -> float:
+        """Tokens per second that asking the draft may bring, in favour of the doubt."""
+        draft_times = self._draft_times(length, times.sequences)
+        if draft_times is None:
+            return inf if self._may_try else 0.0
+        asked = self._agreement_here.hoped + min(self._state.agreement.hoped, MOST_EARLIER) / EARLIER
+        agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
+        return chain_goodput(agreement, unread, depth, times, draft_times, head) * self._state.worth.value(1.0)

@@ -1,0 +1,23 @@
+"""`auto` with planners that a test has made."""
+
+from edgespec.loop.planner import Planner
+from edgespec.planners.auto import AutoPlanner, AutoState, Candidate
+from edgespec.planners.candidates import Drafting, Lookup
+
+
+def auto_planner(
+    name: str,
+    state: AutoState,
+    lookup: Planner | None = None,
+    draft: Planner | None = None,
+    *,
+    patience: int = 0,
+    goes_ahead: bool = False,
+) -> AutoPlanner:
+    """The planner that asks these two, either of which may be missing; arguments as for `AutoPlanner`, `Drafting`."""
+    candidates = list[Candidate]()
+    if lookup:
+        candidates.append(Lookup(lookup, state))
+    if draft:
+        candidates.append(Drafting(draft, state, patience=patience, goes_ahead=goes_ahead))
+    return AutoPlanner(name, state, candidates)

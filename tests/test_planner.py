@@ -1,0 +1,154 @@
+"""A method is one file: a planner made here joins the table, and generates what plain decoding generates."""
+
+import numpy as np
+import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
+from edgespec.loop.planner import Planner
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.tree import Proposal, Source, make_tree, root_only
+from edgespec.model import Model
+from edgespec.planners.auto import AutoPlanner, new_auto_state
+from edgespec.planners.choice import PLANNERS, Method, check_planner, make_planner
+from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
+
+MODEL = random_model(1, vocab_size=48, sharpness=3.0)
+PROMPTS = [[5], [7, 8, 9], [4, 4, 7, 1, 20, 3]]
+
+
+class Bigrams(Planner):
+    """Proposes what the target found most probable after a token, the last time: two children of each node."""
+
+    name = "bigrams"
+
+    def __init__(self, depth=3):
+        self.depth = depth
+        self.after, self.steps, self.begun, self.closed = {}, [], 0, False
+
+    def begin(self, prompt_ids, *, read=True):
+        self.begun += 1
+
+    def propose(self, context, budget):
+        yield from ()
+        tokens, parents, values, level = [context.token_ids[-1]], [-1], [0.0], [0]
+        for _ in range(min(self.depth, context.max_depth)):
+            below = []
+            for node in level:
+                for token in self.after.get(tokens[node], ()):
+                    below.append(len(tokens))
+                    tokens.append(token)
+                    parents.append(node)
+                    values.append(values[node] - 0.7)
+            level = below
+        sources = [int(Source.TARGET), *[int(Source.DRAFT)] * (len(tokens) - 1)]
+        return Proposal(make_tree(tokens, parents, values, sources))  # may be larger than the budget: the loop cuts
+
+    def saw(self, tree, path, logits):
+        for node in path:
+            self.after[int(tree.token_ids[node])] = np.argsort(-logits.row(node))[:2].tolist()
+        self.steps.append([tree.token_ids[path].tolist()])
+
+    def observe(self, tokens, seconds):
+        if tokens:
+            self.steps[-1].append(list(tokens))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """One line of the table."""
+    monkeypatch.setitem(PLANNERS, "bigrams", Method(lambda parts: Bigrams(**parts.options), ("depth",)))
+
+
+def target(sessions=1):
+    engine = ReferenceBackend(MODEL, context_length=200, sessions=sessions, max_nodes=40, max_leaves=6)
+    engine.vocab.eog_ids = frozenset()
+    return engine
+
+
+def generated(planners, temperature, budget=9):
+    """Outputs of all prompts, by a scheduler with these planners; and the trees that were verified."""
+    outputs, trees, ended = [[] for _ in PROMPTS], [], []
+    scheduler = Scheduler(target(len(planners)), planners, budget=budget)
+    for number, prompt in enumerate(PROMPTS):
+
+        def emit(event, number=number):
+            if isinstance(event, Wrote):
+                outputs[number] += event.step.tokens
+                trees.append(event.step.tree)
+            elif isinstance(event, Ended):
+                ended.append(event.error)
+
+        scheduler.submit(Request(prompt, SamplingParams(temperature, seed=number), max_tokens=40), emit)
+    while len(ended) < len(PROMPTS):
+        scheduler.step()
+    scheduler.close()
+    assert ended == [None] * len(PROMPTS)
+    return outputs, trees
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("depth", [2, 5])
+def test_a_new_planner_generates_the_same_tokens(table, temperature, sequences, depth):
+    plain, _ = generated([make_planner("none", [target()])], temperature)
+    made = [make_planner("bigrams", [target()], depth=depth) for _ in range(sequences)]
+    outputs, trees = generated(made, temperature)
+    assert outputs == plain
+    assert len(trees) < sum(map(len, plain))  # draft tokens were accepted
+    assert max(map(len, trees)) <= 10
+    assert all(planner.closed for planner in made)
+    assert sum(planner.begun for planner in made) == len(PROMPTS)
+
+
+def test_a_planner_sees_every_step_once_and_in_order(table):
+    planner = make_planner("bigrams", [target()])
+    outputs, _ = generated([planner], 0.7)
+    root = [prompt[-1] for prompt in PROMPTS]
+    assert len(planner.steps) == sum(len(step) == 2 for step in planner.steps)
+    tokens = [token for _, output in planner.steps for token in output]
+    assert tokens == [token for output in outputs for token in output]
+    for path, output in planner.steps:
+        assert path[1:] == output[: len(path) - 1]
+        root.append(output[-1])
+        assert path[0] in root
+
+
+def test_a_new_planner_in_a_model_and_under_auto(table):
+    check_planner("bigrams", False, False, {"depth": 3})
+    with Model(target(), make_planner("none", [target()])) as model:
+        plain = [model.generate("abc", max_tokens=30, temperature=0.7, seed=seed).token_ids for seed in range(3)]
+    state = new_auto_state(streams=True)
+    paced = make_planner("bigrams", [target()], state=state)
+    assert isinstance(paced, AutoPlanner)
+    for planner in (make_planner("bigrams", [target()]), paced):
+        with Model(target(), planner, budget=9) as model:
+            results = [model.generate("abc", max_tokens=30, temperature=0.7, seed=seed) for seed in range(3)]
+        assert [result.token_ids for result in results] == plain
+        assert sum(result.stats.drafted for result in results) > 0
+        assert {result.stats.planner for result in results} == {"bigrams"}
+    assert state.target.least_seen() >= 1
+
+
+class Silent(Planner):
+    """Has only what a planner must have."""
+
+    def propose(self, context, budget):
+        yield from ()
+        return Proposal(root_only(context.token_ids[-1]))
+
+
+def test_all_hooks_have_defaults():
+    plain, _ = generated([make_planner("none", [target()])], 0.7)
+    outputs, trees = generated([Silent()], 0.7)
+    assert outputs == plain
+    assert {len(tree) for tree in trees} == {1}
+    planner = Silent()
+    assert planner.draft_session is None
+    assert planner.stats.draft_passes == 0
+    assert planner.foresee(None, 3, 1.0) == []
+    with planner.while_target_runs(1):
+        pass
