@@ -158,9 +158,9 @@ class LlamaBackend:
         rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
-            start, owed = len(rows.tokens), session.unread_committed
+            start, unread = len(rows.tokens), session.unread_committed
             rows.add(*session.add(placement, self.cells.end + start))
-            index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
+            index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
             logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
         self.cells.end += len(rows.tokens)

@@ -67,8 +67,8 @@ class Pass:
         visible = np.ones((len(new), self.end), np.bool_)
         visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]
         if window is not None:
-            held = np.concatenate([np.arange(self._length), self._positions])
-            visible &= new[:, None] < held + window
+            cells = np.concatenate([np.arange(self._length), self._positions])
+            visible &= new[:, None] < cells + window
         return visible
 
 
