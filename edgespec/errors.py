@@ -1,7 +1,4 @@
-"""What can go wrong, as types. Messages are whole sentences a user can act on.
-
-Nothing here prints: `cli/` (and the server) turn these into one line and an exit code.
-"""
+"""Typed errors; each message is a sentence that a user can act on."""
 
 
 class EdgespecError(Exception):
@@ -29,7 +26,7 @@ class VocabMismatch(EdgespecError):
 
 
 class ContextFull(EdgespecError):
-    """The text does not fit into the context."""
+    """The sequence does not fit into the context."""
 
 
 class DatastoreError(EdgespecError):
@@ -41,7 +38,7 @@ class SessionFileError(EdgespecError):
 
 
 class Interrupted(EdgespecError):
-    """A pass was ended before its time: see `Backend.interrupt`."""
+    """A pass was interrupted: see `Backend.interrupt`."""
 
 
 class Closed(EdgespecError):
@@ -56,7 +53,7 @@ class RegistryError(EdgespecError):
 
 
 class MissingPackage(EdgespecError):
-    """A package is not installed; the message carries the pip command: for an extra, or "" for the package alone."""
+    """A package is not installed; the message has the pip command, for an extra or, with "", for the package."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         what = f"edgespec[{extra}]" if extra else package

@@ -36,8 +36,8 @@ from edgespec.scheduler.requests import Chunk, Ended, Event, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
-MOST_PARALLEL = 32  # texts at once
-CHARACTERS = 16  # of a token, at most, where many stand in a row: by this a prediction is cut before it is split
+MOST_PARALLEL = 32
+CHARACTERS = 16  # of a token, at most, in a run of equal ones: a prediction is cut by this before it is split
 
 Prompt = str | Sequence[Message]
 
@@ -51,7 +51,7 @@ class GenerationResult:
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     def add(self, chunk: Chunk) -> None:
-        """More is written."""
+        """Append a chunk."""
         self.text += chunk.text
         if chunk.token_id is not None:
             self.token_ids.append(chunk.token_id)
@@ -63,10 +63,9 @@ class GenerationResult:
 
 
 class Model:
-    """A loaded target with its planners. Keeps the last texts' caches, so a longer prompt costs only its new part.
+    """A loaded target with its planners. Keeps the last sequences' caches, so a longer prompt costs only its new part.
 
-    After `close` every other method raises `Closed`.
-    Safe to call from several threads and asyncio tasks: `scheduler.py` has their texts share passes.
+    After `close` every other method raises `Closed`. Safe for threads and asyncio tasks: their requests share passes.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class Model:
     ) -> None:
         """
         Args:
-            target: the model whose text is wanted; loaded for as many sessions as there are planners.
-            planner: where guesses come from, holding a session of the draft; several: so many texts at once.
-            budget: most guessed tokens per pass of a text.
-            sampling: what `generate` and `chat` use where the call does not say otherwise; default: greedy.
-            pace: what the planners know of passes' costs, by which texts share a pass.
-            targets: several targets, which write instead of the one and the planners.
+            target: the model that generates; loaded for as many sessions as there are planners.
+            planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are batched.
+            budget: most draft tokens of a request per pass.
+            sampling: default of `generate` and `chat`; None: greedy.
+            pace: pass times that the planners know, by which requests share a pass.
+            targets: several targets, used instead of `target` and the planners.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -94,7 +93,7 @@ class Model:
         self.planners = [planner] if isinstance(planner, Planner) else list(planner)
         self.budget = budget
         self.sampling = sampling or SamplingParams()
-        self.system: str | None = None  # the system message models.yaml proposes
+        self.system: str | None = None
         cost = pace.target if pace else None
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
         self._owned: list[Backend] = []
@@ -104,13 +103,13 @@ class Model:
         self._notes: list[str] = []
 
     def _check_open(self) -> None:
-        """Raises Closed. What an engine has freed may not be asked: that would end the process."""
+        """Raises Closed: to call an engine that was freed would end the process."""
         if self._closed:
             raise Closed
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a user should know about how the target was loaded, a line each."""
+        """Notes for a user on how the target was loaded, a line each."""
         return [*self.target.notes, *self._notes]
 
     def stream(
@@ -130,12 +129,12 @@ class Model:
         Args:
             prompt: raw text, or messages for the model's chat template.
             max_tokens: most tokens to generate.
-            stop: strings that end the text; not part of it.
-            grammar: what the text must look like: of `edgespec.json_schema`, `regex` or `lark`.
-            prediction: what the text may be in large parts, such as a file that is to be edited: the planners auto and
-                sssd guess from it. It changes no text. What is longer than the context is cut off.
+            stop: strings that end the output; not part of it.
+            grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
+            prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
+                from. It changes no output. It is cut to the context's length.
             stats: filled in while it runs.
-            progress: called with (prompt tokens read, prompt tokens in all).
+            progress: called with (prompt tokens prefilled, prompt tokens in all).
             sampling: fields of `SamplingParams` to change for this call.
 
         Raises:
@@ -146,7 +145,7 @@ class Model:
         request = self.request(
             prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
         )
-        TextStream(self.target.vocab, stop)  # refuse bad stop strings now
+        TextStream(self.target.vocab, stop)  # raises UsageError for bad stop strings
         return self._stream(request, stats, progress)
 
     def _stream(
@@ -168,10 +167,10 @@ class Model:
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
     ) -> AsyncIterator[Chunk]:
-        """As `stream`, for asyncio: other tasks go on meanwhile, and their texts share passes with this one.
+        """As `stream`, for asyncio: other tasks run meanwhile, and their requests share passes with this one.
 
-        A task that is cancelled, or leaves the loop, ends its text after the pass that is being made. To leave early:
-        `async with contextlib.aclosing(model.astream(…)) as chunks`.
+        A task that is cancelled, or leaves the loop, ends its request after the pass under way. To leave early, wrap
+        the iterator in `contextlib.aclosing`.
         """
         request = self.request(
             prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
@@ -202,7 +201,7 @@ class Model:
         prediction: str = "",
         **sampling: Any,
     ) -> Request:
-        """What `stream` asks the scheduler for; arguments and errors as there."""
+        """The request that `stream` submits; arguments and errors as there."""
         self._check_open()
         params = replace(self.sampling, **_known(sampling))
         if max_tokens < 1:
@@ -220,19 +219,19 @@ class Model:
         )
 
     def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
-        """Texts from which the sequences of one prompt may copy draft tokens; None: there are none."""
+        """Texts from which the sequences of one prompt copy draft tokens; None: there are none."""
         self._check_open()
         if not prediction and sequences == 1:
             return None
-        most = self.target.capabilities.context_length  # no text is longer: the rest would foretell nothing
+        most = self.target.capabilities.context_length
         prediction = prediction[: most * CHARACTERS]
         return HintTexts(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False)[:most])
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """A grammar made ready for this model; the first takes half a second.
+        """Compile a grammar for this model; the first takes half a second.
 
         Raises:
-            UsageError: it is wrong, or asks for what cannot be done.
+            UsageError: it is wrong, or not supported.
             MissingPackage: llguidance is not installed.
         """
         self._check_open()
@@ -248,15 +247,15 @@ class Model:
         return result
 
     def branch(self, prompt: Prompt, k: int, **options: Any) -> list[GenerationResult]:
-        """Continue a prompt in k ways at once: text i has seed + i, and is what `generate` writes with that seed.
+        """Continue a prompt in `k` sequences: sequence i is what `generate` returns with seed + i.
 
-        The prompt is read once and its cells are shared; each pass serves all texts that have a place (`parallel` of
-        `load`), the others take turns; and what one has written, its siblings guess from. To go on from some of them,
-        call it again with their texts behind the prompt: what is in the cache is not read again.
+        The prompt is prefilled once and its cells are shared. Each pass serves all sequences that have a session
+        (`parallel` of `load`); siblings draft from each other's output. To continue some of them, call it again with
+        their text appended: cached tokens are not prefilled again.
 
         Args:
             prompt: as for `stream`.
-            k: how many; at least 1.
+            k: number of sequences; at least 1.
             options: as for `stream`, but for `stats` and `progress`.
 
         Raises:
@@ -301,7 +300,7 @@ class Model:
         return token_ids
 
     def close(self) -> None:
-        """Free sessions and models, and remember what passes cost. Safe to call twice."""
+        """Free sessions and models, and remember the pass times. Safe to call twice."""
         self._closed = True
         self._at_close()
         self._at_close = lambda: None
@@ -346,48 +345,47 @@ def load(
 ) -> Model:
     """Load a target and its helpers.
 
-    Where a call says nothing on sampling, models.yaml's word holds, then the model's own, then greedy.
+    Sampling defaults to the call's, then models.yaml's, then the model's own, then greedy.
 
     Args:
-        target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or
-            a source such as hf:owner/repository/file.gguf.
-        draft: the same for the draft model; default: what models.yaml says.
-        planner: one of `PLANNERS`; default: what models.yaml says, else auto: in every round what writes fastest.
-        budget: most guessed tokens per pass; default: as many as pay on this machine, by what passes turn out to cost,
-            and at most the model's budget or 64. With a number it is always that many, and trees do not depend on time
-            at all; auto is then specexec with a draft, sssd with a datastore or if weights are streamed, else none.
+        target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
+            source such as hf:owner/repository/file.gguf.
+        draft: the same for the draft model; default: that of models.yaml.
+        planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
+        budget: most draft tokens per pass; default: by measured pass times, and at most the model's budget or 64. A
+            number is fixed, and trees do not depend on time. Planner auto then means specexec with a draft, sssd with a
+            datastore or if weights are streamed, else none.
         datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
-        context_length: most tokens of text; 0 = what the model was trained for.
+        context_length: most tokens of a sequence; 0 = the length that the model was trained for.
         backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
-            files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or which of them is there.
+            files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
         gpu_layers: llamacpp, torch: layers of the target to keep on the GPU; -1 = all. Default: what fits `gpu_memory`.
-        memory: what the program may take of this machine's memory, in bytes or as "12G"; weights that do not fit are
-            streamed from disk. Default: what is free, for mlx on a Mac at most what its GPU can hold.
-        kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Text is
-            then what plain decoding writes with the same type. Default: f16; for float32 weights f32.
+        memory: memory that the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk.
+            Default: free memory, for mlx on a Mac at most what its GPU can hold.
+        kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Output
+            then equals plain decoding's with that type. Default: f16; for float32 weights f32.
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         gpu_memory: llamacpp, torch: what to use of the GPU's memory, in bytes or as "10G", the draft included. Layers
             that do not fit are computed by the processor with llamacpp, streamed from host memory with torch. Default:
             what is free.
-        exact: passes are kept in shapes that agree to the bit: "narrow" (few guesses), "wide" (many; short passes are
-            padded), "off". Default, where the engine has such shapes: wide where reading weights takes as long, else
-            narrow.
-        parallel: how many texts may be written at once. Each has room for a whole context in the cache; llamacpp, where
-            memory is counted: for a quarter, and what others leave.
-        ahead: the draft goes on guessing while the target works, for one text at a time, as long as it gains by that;
-            with a budget always. Default: where it has a processor of its own, and no budget is given (see
+        exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
+            "off". Default, where the engine has row classes: wide where reading weights takes as long, else narrow.
+        parallel: most requests in a batch. Each has room for a whole context in the cache; llamacpp, where memory is
+            counted: for a quarter, and what others leave.
+        ahead: the draft goes on while the target runs, for one request, as long as that gains time; with a budget
+            always. Default: where it has a processor of its own, and no budget is given (see
             docs/reference/planners.md).
-        targets: verify in this number of processes, each with a copy of the target
-            (docs/guides/several-machines.md). They import the program again: scripts need `if __name__ == "__main__":`.
+        targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
+            They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         models_file: a models.yaml to use besides the built-in one.
-        remember: what passes cost, and which agree, is kept from run to run, in the user's cache folder.
-        progress: llamacpp, mlx: while a model is made ready to be streamed, called with (bytes read, bytes in all) of
-            the weights that stay in memory.
-        say: told, as a line, what takes some seconds.
+        remember: keep pass times and row classes from run to run, in the user's cache folder.
+        progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
+            weights that stay in memory.
+        say: receives a line for each thing that takes some seconds.
         planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
 
     Raises:
@@ -402,7 +400,7 @@ def load(
     draft = (draft or entry.draft) if planner in USE_DRAFT else draft
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
-    # A fixed budget makes passes wide, but for `auto` with nothing to draft from, which is plain decoding then.
+    # A fixed budget makes passes wide, but `auto` without drafts is then plain decoding.
     drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
@@ -446,7 +444,6 @@ def load(
 
 
 def _as_entry_says(model: Model, entry: Entry) -> Model:
-    """The model, with the sampling and the system message of its entry."""
     model.sampling, model._notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
     model.system = entry.defaults.system
     return model

@@ -1,8 +1,4 @@
-"""A draft that takes the memory in which its target would have fitted: is it worth that?
-
-With the draft weights are read from disk in every pass, without it none. Both are tried once, and the result is
-remembered. A draft that leaves enough memory can only gain: `planners/auto.py` does not ask it where it does not pay.
-"""
+"""A draft may force its target out of memory: both ways are tried once, and the result is remembered."""
 
 from collections.abc import Callable
 from itertools import accumulate, repeat
@@ -16,9 +12,9 @@ from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.models.registry import Entry, find_model, local_path
 
-RIGHT = 0.75  # share of draft tokens that are accepted: rather too many, so that a draft is seldom left out
+RIGHT = 0.75  # share of draft tokens that are accepted: high, so that a draft is seldom left out
 DEEPEST = 16
-GRAIN = 1 << 27  # bytes: streamed weights that differ by less are one case
+GRAIN = 1 << 27  # bytes: smaller differences of streamed weights are one case
 
 
 def open_pair(
@@ -34,7 +30,8 @@ def open_pair(
 ) -> list[Backend]:
     """As `open_backends`, but without a draft that forces its target out of memory and makes it slower.
 
-    With `leave_out` the draft may be left out; else nothing is tried.
+    Args:
+        leave_out: allow that; else nothing is tried.
     """
 
     def opened(draft: str | None) -> list[Backend]:
@@ -79,7 +76,6 @@ def open_pair(
 
 
 def predicted_speed(target: Backend, draft: Backend) -> float:
-    """Tokens per second with the draft, at best."""
     seconds, step = (time_pass(backend, 1).seconds for backend in (target, draft))
-    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))  # accepted in a pass, by draft tokens
+    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))
     return max(count / (seconds + depth * step) for depth, count in enumerate(tokens))

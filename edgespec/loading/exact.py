@@ -1,12 +1,7 @@
-"""Which row class a model computes in.
+"""The row class that a model computes in: "narrow" (as plain decoding), "wide" (short passes are padded) or any.
 
-    narrow      few rows, as plain decoding has them, or one more
-    wide        many: short passes are padded. If every pass waits long for weights, that costs little
-    any         the same kernels for few and many
-
-Prompts are prefilled in the class of the largest passes; a prompt that is shorter than that takes in a class of fewer
-rows. Generated tokens are part of the prompt in the next turn of a chat. If the classes differ they are prefilled again
-then, since a fresh session would do so.
+Prompts are prefilled in the class of the largest passes, a shorter prompt in a smaller class. If that class differs
+from decode's, generated tokens are prefilled again in the next turn of a chat, as a fresh session would do.
 """
 
 from collections.abc import Callable
@@ -19,19 +14,19 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 
 CHOICES = ("narrow", "wide", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
-BLOCK = 512  # tokens of a prompt that are prefilled together where rows depend on each other
-FASTER = 1.1  # times as fast for one row: then kernels are worth passes of a few rows less
-SAME = 1.1  # of a narrow pass's time: a wide pass within it makes wide the default in memory, too.
+BLOCK = 512
+FASTER = 1.1  # speed-up of single rows that is worth passes of fewer rows
+SAME = 1.1  # slow-down of a narrow pass up to which wide is the default, also in memory
 COLD = 2.0  # slow-down of a streamed layer against the probe model, whose weights stay in the processor's cache
 
 
 def choose_way(
     engine: str, plan: LoadPlan, *, keep: bool = True, say: Callable[[str], None] = lambda text: None
 ) -> Computing:
-    """One of the ways in which an engine could compute a model that it is about to load.
+    """Choose how the engine computes a model that it is about to load.
 
-    The last way is the usual one. Another is taken if it has the row class that is asked for and is clearly faster; if
-    only the usual way has a class for many rows, that one is kept. If loading fills the memory, classes are found now.
+    Another way than the usual last one is taken if it has the asked row class and is clearly faster, but not if only
+    the usual way has a class for many rows. If loading fills the memory, classes are found now.
 
     Args:
         engine: its name.
@@ -95,7 +90,6 @@ def apply_row_class(
 
 
 def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[str]:
-    """A note for a person if padding makes a pass over one node much slower."""
     if exact is None or exact.trees.least == 1 or streams or not is_timed(found):
         return []
     times = next(group.seconds for group in found if group.least == exact.trees.least) / found[0].seconds
@@ -108,7 +102,7 @@ def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[st
 
 
 def check_choice(asked: str | None) -> None:
-    """Refuse what is none of `CHOICES`, before a model is loaded. Raises UsageError."""
+    """Raises UsageError unless `asked` is None or one of `CHOICES`."""
     if asked not in (None, *CHOICES):
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
 
@@ -151,9 +145,9 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
 
 
 def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
-    """True if a pass that is padded to the wide class takes about as long as one over a narrow one's fewest rows.
+    """True if a wide pass takes about as long as a narrow one of the fewest rows.
 
-    With a draft wide passes would pay sooner. But then text with and without a draft would be of two classes.
+    A draft does not count: wide passes would pay sooner with it, but plain decoding would be of another class.
     """
     if not is_timed([wide, narrow]):
         return limits.streams
@@ -168,13 +162,11 @@ def usable(found: Found) -> list[Group]:
 
 
 def _shape(group: Group, most: int) -> RowClass:
-    """The class of a group. Passes larger than all that were tried are taken to be as the largest."""
     most = most if is_open_ended(group) else min(group.most, most)
     return RowClass(group.least, most - most % group.step, group.step)
 
 
 def reason(found: Found, paths: bool) -> str:
-    """Why no class was found; `paths`: see `Capabilities`."""
     if paths:
         return "some layers are recurrent, and which passes agree to the bit is not looked for in such models"
     if not any(group.trees for group in found if group.most >= FEW):
@@ -183,7 +175,6 @@ def reason(found: Found, paths: bool) -> str:
 
 
 def line(found: Found, exact: BatchInvariance | None, paths: bool = False) -> str:
-    """The classes found, for a person; `paths`: see `Capabilities`."""
     sizes = ", ".join(map(_name, usable(found)))
     if not sizes:
         return reason(found, paths)

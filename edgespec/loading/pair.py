@@ -1,5 +1,3 @@
-"""Loading a target and its draft together, each with the engine, the memory and the options that suit it."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,7 +22,7 @@ from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
-WIDE = 16  # draft tokens, from which on kernels for many rows are the faster ones
+WIDE = 16  # draft tokens from which on kernels for many rows are faster
 DEFAULT_CONTEXT = 4096
 
 
@@ -54,9 +52,7 @@ def open_backends(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Backend]:
-    """Load a target and, if given, its draft: [target] or [target, draft], checked to share one vocabulary.
-
-    The draft stays in memory; the target gets what the draft leaves.
+    """Load [target] or [target, draft] with one vocabulary; the target gets the memory that the draft leaves.
 
     Args:
         entry: the target.
@@ -83,10 +79,10 @@ def open_backends(
     try:
         if together:
             for_target = replace(options, draft_files=tuple(paths[1:]))
-            for_draft = replace(for_draft, gpu_memory=options.gpu_memory)  # of which it has what the target leaves
+            for_draft = replace(for_draft, gpu_memory=options.gpu_memory)
         elif draft:
             backends.append(load_draft(engines[1], paths[1], for_draft))
-            if names[0] != names[1] and options.gpu_memory:  # an engine knows its own draft's part
+            if names[0] != names[1] and options.gpu_memory:
                 left = engines[1].left_of_gpu(backends[0], options.gpu_memory)
                 for_target = replace(options, gpu_memory=left)
         plan = engines[0].plan(paths[0], for_target, this_machine())
@@ -114,7 +110,6 @@ def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
 
 
 def bytes_forced_out(target: Backend) -> int:
-    """Bytes of the target that are read in every pass, if without its draft none would be; else 0."""
     plan = target.plan if isinstance(target, TellsPlan) else None
     return plan.streamed_bytes if plan is not None and plan.fits_without_draft else 0
 
@@ -134,7 +129,6 @@ def close_all(backends: Sequence[Backend]) -> None:
 def recall_auto_state(
     pace: AutoState, sources: Sequence[str], target: Backend, options: LoadOptions
 ) -> Callable[[], None]:
-    """Fill in what earlier runs have learned of the same models, loaded alike; returns what keeps it for later ones."""
     given = {name: getattr(options, name) for name in ("backend", *ENGINE_OPTIONS)}
     about = {
         "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
@@ -147,7 +141,7 @@ def recall_auto_state(
     try:
         if known := recall(about):
             pace.recall(known)
-    except (KeyError, TypeError, ValueError):  # another version's form
+    except (KeyError, TypeError, ValueError):
         pass
 
     def keep_it() -> None:

@@ -1,14 +1,11 @@
-"""Row classes: sizes of passes whose rows are bit-identical, found by trying.
+"""Find row classes: sizes of passes whose rows are bit-identical ("batch invariance").
 
-An engine has kernels for few rows and others for many, and they round differently. Between two such switches results
-do not depend on the size of a pass. The switches differ by engine, processor, model and cache. So the same tokens are
-tried in passes of many sizes, after a short and a long prompt. They are a chain, a tree, and copies of one token.
-(In a mixture of experts the tokens decide how many rows an expert gets.)
+An engine has kernels for few rows and others for many, which round differently. The switch between them depends on the
+engine, processor, model and cache, and in a mixture of experts on the tokens. So the same tokens are tried in passes of
+many sizes, as a chain and as a tree.
 
-Some kernels take four rows at a time, and another kernel the rest, row by row: llama.cpp's for repacked weights, the
-fastest for one row. Large passes agree there if their numbers of rows are multiples of four.
-
-Related: batch-invariant kernels; here the engine's own suffice. `exact.py` chooses among the classes.
+Some kernels take four rows together and leave the rest to another, such as llama.cpp's for repacked weights. Large
+passes agree there at multiples of four.
 """
 
 import json
@@ -29,30 +26,37 @@ from edgespec.machine.measurements import identity, machine, recall, remember
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
-SMALL = 3  # nodes of the tree that shows gaps matter: fewer than any kernel takes together
-TOGETHER = 4  # rows that a kernel may take at a time; another kernel takes the rest
+SMALL = 3  # nodes of a tree with gaps: fewer than any kernel takes together
+TOGETHER = 4
 MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
-MANY = 32  # rows: a class from few to this many is good for everything
-REPEATED = 5  # times that a pass is timed
+MANY = 32  # rows: a class from few to this many serves every pass
+REPEATED = 5
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
-LOADED = 0.5  # of the processors wanted by programs now: what could not be timed before cannot be timed now
-BUSY = 0.75  # of its threads' time: a program that gets less shares the processors, and its passes' times tell nothing
+LOADED = 0.5  # load per processor above which passes cannot be timed
+BUSY = 0.75  # share of processor time below which other programs disturb the timing
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring sizes of passes that agree."""
+    """Neighbouring sizes of passes that agree.
+
+    Attributes:
+        trees: gaps between a node's ancestors change no bit.
+        row_independent: the other rows change no bit.
+        seconds: of a layer, in a pass over `least` rows after a long prompt; 0: not known.
+        step: only sizes that are multiples of this.
+    """
 
     least: int
     most: int
-    trees: bool  # gaps between a node's ancestors change no bit
-    row_independent: bool  # the other rows change no bit
-    seconds: float = 0.0  # of a layer, in a pass over `least` rows after a long prompt; 0: not known
-    step: int = 1  # only sizes that are multiples of this
+    trees: bool
+    row_independent: bool
+    seconds: float = 0.0
+    step: int = 1
 
 
 Found = Sequence[Group]
-_known: dict[str, list[Group]] = {}  # in this process, also where nothing is remembered
+_known: dict[str, list[Group]] = {}
 
 
 def find(
@@ -65,7 +69,7 @@ def find(
     say: Callable[[str], None],
     loaded: Backend | None = None,
 ) -> list[Group]:
-    """The row classes of a model, as found before, or by trying; [] if there is nothing to try.
+    """The row classes of a model, remembered or found by trying; [] if there is nothing to try.
 
     Args:
         engine: its name.
@@ -86,7 +90,7 @@ def find(
     try:
         with tried as backend:
             found = probe(backend)
-    except ModelError:  # no probe model can be made of its file
+    except ModelError:
         if loaded is None:
             return []
         found = probe(loaded)
@@ -104,7 +108,7 @@ def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> di
 def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
     key = json.dumps(about, sort_keys=True)
     if key not in _known and kept and (rows := recall(about)) is not None:
-        with suppress(TypeError):  # another version's form
+        with suppress(TypeError):
             found = [Group(**row) for row in rows]
             if is_timed(found) or machine_is_busy():
                 _known[key] = found
@@ -112,24 +116,21 @@ def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
 
 
 def is_timed(found: Found) -> bool:
-    """False if other programs took the processors when passes were timed."""
     return all(group.seconds for group in found)
 
 
 def machine_is_busy() -> bool:
-    """True if other programs compute now; False where a system does not tell."""
-    tell = getattr(os, "getloadavg", None)  # Windows has none
+    tell = getattr(os, "getloadavg", None)
     return tell is not None and tell()[0] > LOADED * (os.cpu_count() or 1)
 
 
 def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
     _known[json.dumps(about, sort_keys=True)] = found
-    if keep and (not found or is_open_ended(found[-1])):  # else others may ask for more than was tried
+    if keep and (not found or is_open_ended(found[-1])):
         remember(about, [asdict(group) for group in found])
 
 
 def probe(backend: Backend) -> list[Group]:
-    """Try passes of all `SIZES` that the backend takes; returns the groups that agree, small to large."""
     limits = backend.capabilities
     most = min(limits.max_nodes, limits.max_wanted, limits.max_leaves, limits.context_length // 2)
     sizes = [size for size in SIZES if size <= most]
@@ -142,13 +143,13 @@ def probe(backend: Backend) -> list[Group]:
         if not _gaps_change_nothing(backend, session, chain, _rows(backend, session, chain[: min(SMALL, sizes[-1])])):
             return []
         groups = _agreeing(backend, session, chains, sizes)
-        if groups[-1].least == groups[-1].most and sizes[-1] == SIZES[-1]:  # large passes differ from their neighbours
+        if groups[-1].least == groups[-1].most and sizes[-1] == SIZES[-1]:
             together = _agreeing(backend, session, chains, MULTIPLES)
             if together[-1].least < together[-1].most:
                 few = [group for group in groups if group.most < TOGETHER]
                 groups = [*few, *(replace(group, step=TOGETHER) for group in together)]
         seconds = _seconds(backend, session, chains[-1][1], [group.least for group in groups])
-        for prompt, chain in reversed(chains):  # the last is still there
+        for prompt, chain in reversed(chains):
             prefill(backend, session, prompt)
             groups = [_after(group, backend, session, chain) for group in groups]
         if not all(_goes_on(group, backend, session, chain) for group in groups if group.most >= MANY):
@@ -161,8 +162,7 @@ def probe(backend: Backend) -> list[Group]:
 def _agreeing(
     backend: Backend, session: Session, chains: Sequence[tuple[list[int], list[int]]], sizes: Sequence[int]
 ) -> list[Group]:
-    """The sizes that agree on `chains`, each a prompt and the tokens behind it."""
-    agree = np.ones(len(sizes) - 1, np.bool_)  # each size with the next
+    agree = np.ones(len(sizes) - 1, np.bool_)
     for prompt, chain in chains:
         prefill(backend, session, prompt)
         before = _rows(backend, session, chain[: sizes[0]])
@@ -176,7 +176,6 @@ def _agreeing(
 
 
 def _after(group: Group, backend: Backend, session: Session, chain: list[int]) -> Group:
-    """The group, with what trees and other rows change after this prompt."""
     trees, row_independent = group.trees, group.row_independent
     for size in {group.least, group.most}:
         rows = _rows(backend, session, chain[:size])
@@ -187,7 +186,7 @@ def _after(group: Group, backend: Backend, session: Session, chain: list[int]) -
 
 
 def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int]) -> bool:
-    """True if a prompt has the same rows at once and in two passes: some engines mask otherwise."""
+    """True if a prompt has the same rows in one pass and in two: some engines mask otherwise."""
     first, size = group.least, 2 * group.least
     if size > min(group.most, len(chain)):
         return True
@@ -198,7 +197,7 @@ def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int])
 
 
 def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Sequence[int]) -> list[float]:
-    """Of a pass of each size, the best of several, interleaved; 0: other programs took the processors meanwhile."""
+    """The best time of a pass of each size, interleaved; 0: other programs took the processors meanwhile."""
     started, used = perf_counter(), process_time()
     took = [[_one(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
     threads = backend.computing.get("threads") if backend.computing.get("gpu_layers") == 0 else None
@@ -218,7 +217,6 @@ def _one(backend: Backend, session: Session, chain: Sequence[int]) -> float:
 
 
 def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int], rows: Any) -> bool:
-    """True if a tree of as many nodes, with the chain as a path, has the chain's `rows` there."""
     nodes, parents, path = comb(chain, len(rows))
     return np.array_equal(_rows(backend, session, nodes, parents)[path], rows[: len(path)])
 
@@ -232,7 +230,7 @@ def comb(chain: Sequence[int], size: int) -> tuple[list[int], list[int], list[in
     nodes, parents, path = list[int](), list[int](), list[int]()
     for node in range(size):
         above = path[-1] if path else -1
-        if node % 3 == 1:  # a sibling of what comes next, or a child of the one before
+        if node % 3 == 1:
             nodes.append(chain[-1 - node % len(chain)])
         else:
             nodes.append(chain[len(path)])
@@ -242,7 +240,7 @@ def comb(chain: Sequence[int], size: int) -> tuple[list[int], list[int], list[in
 
 
 def tokens(backend: Backend, count: int, seed: int) -> list[int]:
-    """Random token ids, without the vocabulary's last ones, which may have no row in the model."""
+    """Random token ids without the vocabulary's last ones, which may have no row in the model."""
     ids = np.random.default_rng(seed).integers(3, max(4, backend.vocab.size * 9 // 10), count)
     return [int(token) for token in ids]
 
@@ -258,5 +256,4 @@ def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Seq
 
 
 def is_open_ended(group: Group) -> bool:
-    """True if larger passes than were tried are taken to be of this group."""
     return group.most == SIZES[-1]

@@ -1,5 +1,3 @@
-"""Loading several copies of a target, and its draft."""
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack
@@ -21,17 +19,15 @@ from edgespec.scheduler.targets.verifier import Described, describe
 from edgespec.weights.plan import SAFETY
 
 MOST_TARGETS = 64
-PLANNERS = ("auto", "chain")  # planners that draft chains
+PLANNERS = ("auto", "chain")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A copy of a model, whose files a worker finds by its name or path."""
-
     model: str
     models_file: str | None
     options: LoadOptions
-    remember: bool  # as for `open_backends`
+    remember: bool
 
     def open(self) -> Backend:
         entry = find_model(self.model, self.models_file)
@@ -40,8 +36,6 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """The part of a `Backend` that `edgespec.model.Model` needs of a target in another process."""
-
     vocab: Vocab
     described: Described
     notes: Sequence[str]
@@ -50,18 +44,13 @@ class Remote:
     def capabilities(self) -> Any:
         return self.described.capabilities
 
-    def close(self) -> None:
-        """Does nothing: `Targets` closes the copies."""
+    def close(self) -> None: ...
 
 
 def check_targets(
     count: int | None, cluster: str | None, draft: str | None, planner: str, parallel: int, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what does not go with several targets.
-
-    Raises:
-        UsageError: says what would be right.
-    """
+    """Raises UsageError for what does not go with several targets."""
     if count is not None and cluster is not None:
         raise UsageError("give --targets or --cluster, not both: a cluster has as many targets as workers")
     if count is not None and not 1 <= count <= MOST_TARGETS:
@@ -148,7 +137,6 @@ def open_targets(
 
 
 def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
-    """The options of each of `count` processes on this machine: memory is divided, and so are processors."""
     machine = this_machine()
     options = replace(options, threads=options.threads or max(1, machine.processors // count))
     if folder:
@@ -158,7 +146,6 @@ def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
 
 
 def _describe(spec: ModelSpec, places: Sequence[Place]) -> list[Described]:
-    """Have all places load their copies: first one, whose measurements the others then find."""
     try:
         first = places[0].executor.submit(describe, spec).result()
         return [first, *(one.result() for one in [place.executor.submit(describe, spec) for place in places[1:]])]

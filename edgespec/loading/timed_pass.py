@@ -1,5 +1,3 @@
-"""Seconds of single passes, measured on random tokens."""
-
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -15,26 +13,33 @@ TEXT_OF_MIXTURES = 24  # tokens before the passes
 
 @dataclass(frozen=True, slots=True)
 class Pass:
+    """Times of a pass.
+
+    Attributes:
+        waited: seconds of that for the disk.
+        experts: different ones used per layer, if they are streamed.
+        hits: share of them that was in memory.
+        read: bytes of the others.
+    """
+
     nodes: int
     seconds: float
-    waited: float  # of that, for the disk
-    experts: float = 0.0  # different ones that it used of a layer, if they are read as they are chosen
-    hits: float = 0.0  # the share of them that was in memory
-    read: int = 0  # bytes of the others
+    waited: float
+    experts: float = 0.0
+    hits: float = 0.0
+    read: int = 0
 
     @property
     def limit(self) -> str:
-        """The bottleneck: disk, memory or compute."""
         if self.waited > 0.25 * self.seconds:
             return "disk"
         return "memory" if self.nodes == 1 else "compute"
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
-    """The faster of two passes over a chain of `nodes` random tokens, after one that is not counted."""
     session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
     mixture = backend.mixture if isinstance(backend, ReadsExperts) else None
-    start = TEXT_OF_MIXTURES if mixture else 0  # behind nothing all tokens choose much the same experts
+    start = TEXT_OF_MIXTURES if mixture else 0  # after an empty prompt most tokens choose the same experts
     prefill(backend, session, tokens(backend, start, seed=9))
     found = []
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""The fastest way to read a disk: parallel reads and their size. Found once, and remembered for that disk."""
+"""Find the fastest way to read a disk (reads in flight and their size), and remember it."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -10,11 +10,11 @@ from edgespec.machine.memory import disk_bandwidth, disk_name
 from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS
 
 THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
-SECONDS = 10.0  # to find out
+SECONDS = 10.0
 FINALISTS, ROUNDS = 3, 3
-BETTER = 1.05  # another way must be faster than the usual by this
-MEASURE = 0.3  # seconds to measure a disk before streaming from it
-MOST_THREADS, LARGEST = max(THREADS), max(SIZES)  # a remembered way beyond these is not used
+BETTER = 1.05  # speed-up that another way than the usual needs
+MEASURE = 0.3  # seconds
+MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ USUAL = Reading()
 def find_reading(path: str, seconds: float = SECONDS) -> list[Reading]:
     """Ways to read a file past the page cache, the fastest first.
 
-    Each is tried once; then the fastest and the usual one several times, interleaved, since a disk's speed varies.
+    The fastest and the usual one are measured several times, interleaved, since a disk's speed varies.
 
     Args:
         path: of the file; the larger the better.
@@ -61,30 +61,29 @@ def find_reading(path: str, seconds: float = SECONDS) -> list[Reading]:
 
 
 def recall_reading(path: str) -> Reading:
-    """The remembered way to read the disk of a file, else the usual one."""
     try:
         found = Reading(**remembered.recall(_about(path)) or {})
         whole = type(found.threads) is type(found.size) is int
         believed = 1 <= found.threads <= MOST_THREADS and BLOCK <= found.size <= LARGEST and found.size % BLOCK == 0
-    except (OSError, TypeError):  # another version's form
+    except (OSError, TypeError):
         return USUAL
     return found if whole and believed and found.speed > 0 else USUAL
 
 
 def remember_reading(path: str, reading: Reading) -> bool:
-    """Read the disk of a file so from now on; False: that could not be remembered. Raises OSError."""
+    """Remember how to read a file's disk; False if that fails; raises OSError."""
     return reading.speed > 0 and remembered.remember(_about(path), asdict(reading))
 
 
 def disk_speed(path: str) -> float:
-    """Bytes per second of direct reads of a file, as remembered, else measured. Errors as `find_reading`."""
+    """Bytes per second of direct reads, remembered or measured now; errors as `find_reading`."""
     return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
 
 
 def _about(path: str) -> dict[str, str]:
     size = 0
-    if hasattr(os, "statvfs"):  # removable disks may share a name
+    if hasattr(os, "statvfs"):
         found = os.statvfs(path)
         size = found.f_blocks * found.f_frsize
-    # Two digits: if file systems share a disk, the size of each depends on the others.
+    # Two digits: where file systems share a disk, their sizes vary.
     return {"kind": "disk", "machine": remembered.machine(), "disk": disk_name(path), "size": f"{size:.1e}"}

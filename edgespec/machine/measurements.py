@@ -1,8 +1,7 @@
-"""Measurements are remembered from run to run, as small JSON files in the user's cache folder.
+"""Remember measurements from run to run, as small JSON files in the user's cache folder.
 
-Each measurement has a file. Its name is a hash of all that the measurement depends on, such as model files, engine and
-machine. So nothing has to be locked: a file is replaced in one step, and the last writer wins. Measurements only steer
-speed, so a file that cannot be read or written counts as missing.
+A file's name is a hash of all that the measurement depends on, and a file is replaced in one step, so nothing is
+locked. Measurements only steer speed: a file that cannot be read or written counts as missing.
 """
 
 import hashlib
@@ -15,20 +14,18 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-VERSION = 1  # of the files' form; others are not read
-MOST_FILES = 256  # beyond it the oldest go
+VERSION = 1
+MOST_FILES = 256
 OFF = "EDGESPEC_NO_MEMORY_OF_COSTS"  # set to anything: nothing is read or written
 
 About = Mapping[str, str | int | float | bool | None]
 
 
 def folder() -> Path | None:
-    """The folder of measurements; None: they are switched off."""
     return None if os.environ.get(OFF) else cache_folder() / "measured"
 
 
 def cache_folder() -> Path:
-    """The folder of all that this program can make again."""
     if sys.platform == "darwin":
         base = Path("~/Library/Caches").expanduser()
     elif sys.platform == "win32":
@@ -50,7 +47,6 @@ def recall(about: About) -> Any:
 
 
 def can_remember() -> bool:
-    """True if measurements are not switched off, and the folder can be written."""
     place = folder()
     if place is None:
         return False
@@ -63,7 +59,7 @@ def can_remember() -> bool:
 
 
 def remember(about: About, value: Any) -> bool:
-    """Remember a value that JSON can hold instead of an earlier one; False if that fails."""
+    """Remember a JSON value; False if that fails."""
     path = _path(about)
     if path is None:
         return False
@@ -74,12 +70,12 @@ def remember(about: About, value: Any) -> bool:
         for old in sorted(path.parent.glob("*.json"), key=_age)[MOST_FILES:]:
             old.unlink(missing_ok=True)
         return True
-    except OSError:  # a full or read-only disk: the next run measures again
+    except OSError:
         return False
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step: no reader finds half of it, and nothing is left if it fails. Raises OSError."""
+    """Write a file in one step, so that no reader finds half of it; raises OSError."""
     with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
         new = Path(file.name)
         try:
@@ -91,14 +87,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def everything() -> list[dict[str, Any]]:
-    """All measurements, newest first: dicts of `about` and `value`."""
     place = folder()
     files = sorted(place.glob("*.json"), key=_age) if place and place.is_dir() else []
     return [found for found in map(_read, files) if found]
 
 
 def forget() -> int:
-    """Remove all measurements; returns the number of files."""
     place = folder()
     files = list(place.glob("*.json")) if place and place.is_dir() else []
     for file in files:
@@ -107,7 +101,6 @@ def forget() -> int:
 
 
 def machine() -> str:
-    """The processor's name, as far as the system has it, and the number of cores."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -142,5 +135,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _age(path: Path) -> float:
     try:
         return -path.stat().st_mtime
-    except OSError:  # another process has just removed it
+    except OSError:
         return 0.0

@@ -1,8 +1,6 @@
-"""Free memory, file systems, and the speed of a disk."""
-
 import ctypes
 import math
-import mmap  # whose flags are not there on Windows
+import mmap
 import os
 import re
 import sys
@@ -53,7 +51,7 @@ def in_bytes(size: int | str) -> int: ...
 @overload
 def in_bytes(size: int | str | None) -> int | None: ...
 def in_bytes(size: int | str | None) -> int | None:
-    """An option's size as a number. Raises UsageError as `parse_size` does."""
+    """An option's size in bytes; raises UsageError as `parse_size`."""
     return parse_size(size) if isinstance(size, str) else size
 
 
@@ -72,17 +70,16 @@ def left_of(name: str, memory: int | str, taken: int) -> int:
 
 
 def format_size(size: float, *, up: bool = False) -> str:
-    """For people: "1.04 GiB", "312 MiB"; with `up` never less than the size."""
+    """A size such as "1.04 GiB" or "312 MiB"; with `up` never less than it is."""
     unit, digits, name = (1 << 30, 2, "GiB") if abs(size) >= 1 << 30 else (1 << 20, 0, "MiB")
     number = math.ceil(size / unit * 10**digits) / 10**digits if up else size / unit
     return f"{number:.{digits}f} {name}"
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes this process may still take without anything being swapped or killed, control groups included.
+    """Bytes that this process may take before anything is swapped or killed, control groups included.
 
-    The page cache counts as free: the system gives it back on demand. If the system does not say what is free, it is
-    all memory, and if that is unknown, too, sys.maxsize.
+    The page cache counts as free. Unknown: all memory, else sys.maxsize.
 
     Args:
         root: the folder of /proc and /sys; for tests.
@@ -100,14 +97,14 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _group_room(root: Path) -> list[int]:
-    """Limit - use + page cache, for each limit of a control group of this process, versions 1 and 2.
+    """Limit - use + page cache, for each limit of this process' control groups, versions 1 and 2.
 
-    Beyond memory.high no process is killed, but the kernel makes it wait. So it limits like memory.max.
+    Beyond memory.high the kernel makes a process wait, so it counts like memory.max.
     """
     rooms = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # a kernel without control groups
+    except OSError:
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -119,7 +116,7 @@ def _group_room(root: Path) -> list[int]:
             cache = ("active_file", "inactive_file")
         else:
             continue
-        # In a container the path may name a group outside what is mounted: then only the mounted root is seen.
+        # In a container the path may name a group that is not mounted: then only the mounted root counts.
         groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
         for group, limit in product(groups, limits):
             try:
@@ -164,15 +161,15 @@ def _available_windows() -> int:
 
 
 def all_memory() -> int:
-    """Bytes that this machine has; sys.maxsize where the system does not tell."""
+    """Bytes of memory in all; sys.maxsize: unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+    except (AttributeError, ValueError, OSError):
         return sys.maxsize
 
 
 def private_memory() -> int:
-    """Bytes of this process without a file behind them; 0: the system does not say."""
+    """Bytes of this process without a file behind them; 0: unknown."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -185,18 +182,17 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def file_system(path: str, mounts: Path = MOUNTS) -> str:
-    """The type of a file's file system, for example "ext4"; "": the system does not say."""
+    """The type of a file's file system, such as "ext4"; "": unknown."""
     return _mount(path, mounts)[1]
 
 
 def disk_name(path: str, mounts: Path = MOUNTS) -> str:
-    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device. Raises OSError."""
+    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device; raises OSError."""
     point, kind, source = _mount(path, mounts)
     return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
 
 
 def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
-    """Mount point, type and device of the file system of a file."""
     found = ("", "", "")
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
@@ -215,14 +211,14 @@ def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
 def disk_bandwidth(
     path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
 ) -> float:
-    """Bytes per second of direct reads of a file, as `ring.py` reads it; at the end it begins again.
+    """Bytes per second of direct reads of a file, which wraps at its end.
 
-    If direct reads do not work, the page cache is dropped first, as far as the system does that.
+    If direct reads do not work, the page cache is dropped first where the system allows that.
 
     Args:
         path: of the file.
         seconds: to read for.
-        threads: reads at once.
+        threads: reads in flight.
         size: bytes of a read.
         at: share of the file before the first read.
 

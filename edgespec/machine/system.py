@@ -1,7 +1,5 @@
-"""The C library, memory, and reading files: what stores and measurements of all systems need."""
-
 import ctypes
-import mmap  # whose flags are not there on Windows
+import mmap
 import os
 import sys
 import threading
@@ -9,23 +7,23 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-READ_THREADS = 4  # direct reads in flight; a disk that is not queued up idles between requests
-READ_SIZE = 4 << 20  # bytes of one read: large enough to reach a disk's full speed
+READ_THREADS = 4  # direct reads in flight; with fewer a disk idles between requests
+READ_SIZE = 4 << 20  # bytes of a read: large enough for a disk's full speed
 BLOCK = 4096  # bytes; direct reads begin and end at multiples of a disk's block, which is no larger
-SECTOR = 512  # bytes; most disks can read to memory at multiples of this
-HUGE = 2 << 20  # a huge page; one moves in a single step if it lies alike, modulo this, where it comes from and goes to
+SECTOR = 512  # bytes; alignment in memory that most disks need
+HUGE = 2 << 20  # a huge page moves in one step if source and destination are equally aligned to this
 MAP_FAILED = (1 << 64) - 1
 
-_own = threading.local()  # each thread's buffer
+_own = threading.local()
 
 
 def open_direct(path: str) -> tuple[int, bool]:
-    """Open a file for reading past the page cache: (descriptor, whether that works here)."""
+    """Open a file for reads past the page cache: (descriptor, True if that works here)."""
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:
             return os.open(path, os.O_RDONLY | direct), True
-        except OSError:  # tmpfs and some network file systems refuse
+        except OSError:
             pass
     descriptor = os.open(path, os.O_RDONLY)
     if sys.platform == "darwin":
@@ -37,10 +35,10 @@ def open_direct(path: str) -> tuple[int, bool]:
 
 
 def read_buffer(size: int = READ_SIZE) -> memoryview:
-    """`size` bytes of memory to read into, in huge pages if there are any: small pages halve the speed of a read."""
+    """`size` bytes to read into, in huge pages if there are any: small pages halve the speed of a read."""
     whole = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):
             whole.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE
     return memoryview(whole)[start : start + size]
@@ -68,10 +66,7 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
 
 
 def memory_step(descriptor: int) -> int:
-    """The alignment in memory that direct reads of a file need: for most disks a sector.
-
-    Raises OSError: not even whole blocks can be read.
-    """
+    """The alignment in memory that direct reads of a file need; raises OSError if it is more than a block."""
     buffer = own_buffer()
     try:
         os.preadv(descriptor, [buffer[SECTOR : SECTOR + BLOCK]], 0)
@@ -82,10 +77,10 @@ def memory_step(descriptor: int) -> int:
 
 
 def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: int = BLOCK) -> None:
-    """As `read_fully`, of any bytes, for a file open for direct reads.
+    """As `read_fully`, for any range of a file that is open for direct reads.
 
-    Whole blocks are read. Unwanted bytes of the first and the last block go to a buffer. If blocks would not lie at
-    multiples of `step` in memory, all bytes go to the buffer, READ_SIZE at a time, and are copied.
+    Unwanted bytes of the first and last block go to a buffer. If blocks would not lie at multiples of `step` in memory,
+    all bytes are copied through the buffer, READ_SIZE at a time.
     """
     buffer = own_buffer()
     while start < stop:
@@ -104,12 +99,12 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: i
         for at, first, last in copies:
             if first < last:
                 found = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at + first % BLOCK
-                ctypes.memmove(address + first - start, found, last - first)  # while other threads run Python
+                ctypes.memmove(address + first - start, found, last - first)
         start, address = low + done, address + low + done - start
 
 
 def touch(descriptor: int, start: int, stop: int) -> None:
-    """Read bytes `start` to `stop` of a file into the page cache. Errors as for `read_fully`."""
+    """Read bytes `start` to `stop` of a file into the page cache; errors as for `read_fully`."""
     buffer = own_buffer()
     while start < stop:
         done = os.preadv(descriptor, [buffer[: stop - start]], start)
@@ -123,14 +118,13 @@ def file_sizes(descriptors: Iterable[int]) -> list[int]:
 
 
 def check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequence[int]) -> None:
-    """Raises OSError if a file is smaller than it was."""
+    """Raises OSError if a file has become smaller."""
     for path, now, then in zip(paths, file_sizes(descriptors), sizes, strict=True):
         if now < then:
             raise OSError(f"{path} has shrunk from {then} to {now} bytes")
 
 
 def libc() -> Any:
-    """The C library, with the argument types of what is used here."""
     library = ctypes.CDLL(None, use_errno=True)
     pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
     for name, result, arguments in [
@@ -148,14 +142,14 @@ def libc() -> Any:
 
 
 def check_result(result: int | None, what: str) -> None:
-    """Raises OSError if a call of the C library, named `what`, has failed."""
+    """Raises OSError if the call `what` of the C library failed."""
     if result not in (0, None) and (result == -1 or result == MAP_FAILED):
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def new_memory(library: Any, size: int) -> int:
-    """The address of `size` new bytes that this process can write. Raises OSError."""
+    """The address of `size` writable bytes; raises OSError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     check_result(address, "mmap")

@@ -1,5 +1,3 @@
-"""A computer as a value, so that a plan for any computer can be made on any other."""
-
 import os
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One pass put together: the draft trees of several sequences, and a chunk of a prompt."""
+"""Compose one pass: the draft trees of several sequences, and a chunk of a prompt."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,16 +14,19 @@ from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
 from edgespec.scheduler.session_pool import Lane
 
-TIMES_FAIR = 2  # a sequence may draft this multiple of its share of a pass: predictable ones use what others leave
+TIMES_FAIR = 2
 
 Batch = list[tuple[Lane, Pass]]
-Failed = list[tuple[Lane, Exception]]  # sequences whose trees could not be planned
+Failed = list[tuple[Lane, Exception]]
 
 
 def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
-    """Sequences to decode in the next pass, and one whose prompt is read.
+    """Sequences to decode in the next pass, and one to prefill; they alternate if they cannot share a pass.
 
-    If prompts and trees cannot share a pass, they alternate. `read_last`: the last pass read a prompt.
+    Args:
+        lanes: sessions with work.
+        limits: of the target.
+        read_last: the last pass had a chunk of a prompt.
     """
     lanes = sorted(lanes, key=lambda lane: lane.used)
     reading, writing = [lane for lane in lanes if lane.unread], [lane for lane in lanes if not lane.unread]
@@ -41,11 +44,10 @@ def plan(
     times: PassTimes | None,
     chunks: PromptChunks,
 ) -> tuple[Batch, Failed]:
-    """Parts of one forward pass.
-
+    """
     Args:
         writing: sequences to decode, as many as fit.
-        reader: a sequence whose prompt is read; its chunk is the last part.
+        reader: a sequence to prefill; its chunk is the last part.
         lanes: all, for which see `plan_trees`.
         limits: of the target.
         times: of its passes; None: trees take all the room of a pass.
@@ -75,7 +77,13 @@ def plan_trees(
 ) -> tuple[Batch, Failed]:
     """Trees of the sequences that have waited longest, as many as `room` rows hold, cut to their best nodes.
 
-    Of `lanes`, all others lose their trees, which take cells of the draft. `single`: the pass has no prompt.
+    Args:
+        writing: sequences to decode.
+        lanes: all others of these drop their trees, which take cells of the draft.
+        limits: of the target.
+        room: rows of the pass.
+        times: as for `plan`.
+        single: the pass has no prompt.
     """
     group = in_turn(writing, room)
     room -= sum(1 + lane.session.unread_committed for lane in group)
@@ -96,7 +104,6 @@ def plan_trees(
 
 
 def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
-    """The sequences that have waited longest, as many as have room for their roots."""
     group = list[Lane]()
     for lane in sorted(writing, key=lambda lane: lane.passed):
         room -= 1 + lane.session.unread_committed
@@ -109,10 +116,7 @@ def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
 def best_sizes(
     found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
 ) -> list[int]:
-    """Draft nodes of each tree with which the pass is expected to gain most tokens per second.
-
-    `seconds` were spent on drafting.
-    """
+    """Draft nodes of each tree, for most expected tokens per second; `seconds` were spent on drafting."""
     length = fmean(len(lane.session.token_ids) for lane, _ in found)
     curve = times.at(round(length)) if times else None
     added = roots = None
@@ -124,18 +128,16 @@ def best_sizes(
 
 
 def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes | None, chunks: PromptChunks) -> None:
-    """Add the time of a pass to what is known of passes."""
     works = [one.work for _, one in batch]
     nodes, trees = sum(len(work.token_ids) for work in works), [work for work in works if not work.prompt]
     has_prompt = len(trees) < len(batch)
     chunks.learn(nodes, seconds, prompt=has_prompt)
-    # The planner learns of a pass over one tree. Rows predict no time if trees are evaluated path by path.
+    # Rows predict no time if trees are evaluated path by path. Passes over one tree are the planner's.
     if times and len(batch) > 1 and not (has_prompt or limits.paths):
         times.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 
 
 def while_target_runs(batch: Batch) -> AbstractContextManager[None]:
-    """Within it the target makes this pass. The draft of a sequence that has the pass to itself may go on."""
     lane, pass_ = batch[0]
     if lane.generation and len(batch) == 1 and pass_.tree:
         return lane.generation.while_target_runs(pass_)

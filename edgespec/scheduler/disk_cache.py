@@ -1,7 +1,6 @@
-"""A folder of saved sessions, so that long prompts need not be read again.
+"""A folder of saved sessions, found by their leading tokens.
 
-A file is found by its tokens: a prompt that begins with the same ones starts from there. Files of other models, or of
-the same model loaded otherwise, are left alone.
+Files of other models, or of the same model loaded otherwise, are left alone.
 """
 
 import hashlib
@@ -17,13 +16,13 @@ from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.session_files import beside, difference, load_beside, look
 
-WORTH_SAVING = 256  # tokens that no file has
-ABANDONED = 3600.0  # seconds after which an unfinished file belongs to a program that was killed
-PART = 8  # a growing sequence is saved again only when 1 / PART of it is new
+WORTH_SAVING = 256  # new tokens that are worth a file
+ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
+PART = 8
 
 
 class DiskCache:
-    """One model's saved sessions. Raises only when it is made: later failures are reported, and the cache not used."""
+    """One model's saved sessions; a failure after `__init__` is reported, and the cache is not used."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class DiskCache:
         """
         self.least = least
         self._folder, self._backend, self._most_bytes, self._say = Path(folder), backend, most_bytes, say
-        self._saved: dict[Path, list[int]] = {}  # file -> its tokens
+        self._saved: dict[Path, list[int]] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(".*.kept*-*.new"):
@@ -62,7 +61,6 @@ class DiskCache:
             raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
 
     def best(self, token_ids: Sequence[int]) -> tuple[Path | None, int]:
-        """The file that shares most leading tokens, and their number."""
         shared = {path: common_prefix(saved, token_ids) for path, saved in self._saved.items()}
         path = max(shared, key=lambda path: shared[path], default=None)
         return path, shared[path] if path else 0
@@ -72,7 +70,7 @@ class DiskCache:
 
         Args:
             session: of the target.
-            draft: of the draft for the same sequence; it may have read fewer tokens.
+            draft: of the draft for the same sequence; it may have fewer tokens.
 
         Returns:
             False if nothing was saved.
@@ -84,7 +82,7 @@ class DiskCache:
             about = json.dumps([dict(self._backend.identity), tokens], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
             session.save(path)
-        except EdgespecError as error:  # such as the model's process being gone
+        except EdgespecError as error:
             self._say(str(error))
             return False
         if draft and common_prefix(draft.token_ids, tokens) >= self.least:
@@ -100,11 +98,11 @@ class DiskCache:
         return True
 
     def load(self, path: Path, session: Session, draft: Session | None = None) -> bool:
-        """Load a file into a session, which may be empty if that fails. False: there is no room now."""
+        """Load a file into a session, which may be empty if that fails; False: there is no room now."""
         try:
             session.load(path)
             load_beside(path, draft)
-            os.utime(path)  # used most recently
+            os.utime(path)
         except SessionFileError as error:
             self._say(f"{error}; it is left out")
             self._drop(path)
@@ -112,7 +110,7 @@ class DiskCache:
             return False
         except EdgespecError as error:
             self._say(str(error))
-        except OSError:  # its time could not be set
+        except OSError:
             pass
         return True
 

@@ -1,7 +1,4 @@
-"""Submit requests and iterate over their events.
-
-A single caller makes the passes with its own thread; as soon as two threads want passes, a worker thread makes them.
-"""
+"""Submit requests and iterate over their events. A single caller drives the scheduler; with two, a worker does."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -14,7 +11,7 @@ from edgespec.scheduler.scheduler import Scheduler
 
 
 def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
-    """The events of one request, to its end. Arguments and errors as for `Scheduler.submit`."""
+    """The events of one request; arguments and errors as for `Scheduler.submit`."""
     with closing(events_of(scheduler, [request], [stats] if stats is not None else ())) as found:
         for _, event in found:
             yield event
@@ -23,7 +20,7 @@ def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None
 def events_of(
     scheduler: Scheduler, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
 ) -> Generator[tuple[int, Event]]:
-    """As `events`, for several requests at once: (number of the request, event)."""
+    """As `events`, for several requests: (number of the request, event)."""
     found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
     handles, left = list[Handle](), set(range(len(requests)))
     try:
@@ -36,7 +33,7 @@ def events_of(
         while left:
             while found.empty() and scheduler.thread is None:
                 if not scheduler.turn.acquire(blocking=False):
-                    scheduler.start()  # another thread makes a pass: from now on the worker thread does
+                    scheduler.start()
                     break
                 try:
                     scheduler.step()
@@ -50,7 +47,7 @@ def events_of(
         for handle in handles:
             handle.cancel()
         if handles and scheduler.thread is None:
-            scheduler.end_cancelled()  # nobody may ever make another step
+            scheduler.end_cancelled()  # this thread may have been the only driver
 
 
 def chunks_in(event: Event, progress: Callable[[int, int], None] | None = None) -> Sequence[Chunk]:

@@ -1,4 +1,4 @@
-"""Size of the part of a prompt that one pass reads, so that sequences that are decoded do not wait long."""
+"""Sizes of prompt chunks, so that sequences that are decoded do not wait long."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Pass
 from edgespec.loop.shapes import TILE, whole_tiles
 
-FIRST_CHUNK = 2 * TILE  # tokens, while other sequences are decoded and no pass with a prompt was measured
-LONGEST_WAIT = 0.25  # seconds; or as long as two passes without a prompt, if they take longer
+FIRST_CHUNK = 2 * TILE  # tokens, while no pass with a prompt was measured
+LONGEST_WAIT = 0.25  # seconds; or two passes without a prompt, if they take longer
 
 
 def can_share_passes(limits: Capabilities) -> bool:
@@ -18,12 +18,10 @@ def can_share_passes(limits: Capabilities) -> bool:
 
 
 class PromptChunks:
-    """Learns the times of passes, and cuts prompts by them."""
-
     def __init__(self) -> None:
         self._times = PassTimes(slope=1.0)
-        self.tree_seconds = 0.0  # of the last pass without a prompt
-        self.read_last = False  # the last pass had a chunk of a prompt
+        self.tree_seconds = 0.0
+        self.read_last = False
 
     def learn(self, nodes: int, seconds: float, *, prompt: bool) -> None:
         self.read_last = prompt
@@ -33,12 +31,10 @@ class PromptChunks:
             self.tree_seconds = seconds
 
     def rows(self, reading: Generation, room: int) -> int:
-        """Rows of a pass that trees leave to the prompt."""
         return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
 
     def next(self, reading: Generation, limits: Capabilities, taken: int, *, single: bool) -> Pass:
-        """The next chunk of a prompt.
-
+        """
         Args:
             reading: its sequence.
             limits: of the target.
@@ -58,7 +54,7 @@ class PromptChunks:
         return reading.prompt_pass(end - start)
 
     def fast(self, taken: int, most: int) -> int:
-        """Tokens of a prompt, up to about `most`, that a pass with `taken` other rows reads within the longest wait."""
+        """Tokens of a prompt, about `most` at most, that a pass with `taken` other rows prefills in time."""
         curve = self._times.at(0)
         if curve is None:
             return FIRST_CHUNK

@@ -12,20 +12,18 @@ Order: TypeAlias = Callable[[Handle], float]
 
 
 def first_come(handle: Handle) -> float:
-    """An `Order`: requests as they came."""
     return 0.0
 
 
 def shortest_first(handle: Handle) -> float:
-    """An `Order`: the highest response ratio next (Brinch Hansen, 1971).
-
-    Short requests come first, by their `max_tokens`, but each one rises while it waits, so none waits for ever.
+    """The highest response ratio next (Brinch Hansen, 1971): requests with a small `max_tokens` first, but each one
+    rises.
     """
     return -(perf_counter() - handle.since) / handle.request.max_tokens
 
 
 class Queue:
-    """Requests that wait for a session, safe for any thread. Idle work comes after all others."""
+    """Requests that wait for a session, safe for any thread; idle work comes after all others."""
 
     def __init__(self, order: Order = first_come) -> None:
         self.changed = Condition()
@@ -34,7 +32,7 @@ class Queue:
         self._handles = list[Handle]()
 
     def put(self, handle: Handle) -> None:
-        """Add a request. Raises Closed."""
+        """Raises Closed."""
         with self.changed:
             if self.closed:
                 raise Closed
@@ -42,7 +40,7 @@ class Queue:
             self.changed.notify()
 
     def put_back(self, handle: Handle) -> None:
-        """Restart a request that had a session: it is the first of its priority."""
+        """Restart a request that had a session: the first of its priority."""
         with self.changed:
             if handle not in self._handles:
                 self._handles.insert(0, handle)
@@ -59,7 +57,6 @@ class Queue:
         return sorted(waiting, key=lambda handle: (handle.is_idle_work, self._order(handle)))
 
     def to_end(self) -> list[Handle]:
-        """Requests that have left: cancelled while they waited, or ended by a step that was interrupted."""
         with self.changed:
             return [one for one in self._handles if one.cancelled or one.status is Status.DONE]
 

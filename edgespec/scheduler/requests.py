@@ -1,5 +1,3 @@
-"""Requests, the events that their readers get, and the status of a request on its way."""
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,27 +18,35 @@ from edgespec.loop.tree import Source
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how to continue it."""
+    """A prompt, and how to continue it.
+
+    Attributes:
+        stop: strings that end the output.
+        log_probs: report log-probabilities, and this number of the likeliest tokens.
+        plain: decode without draft tokens.
+        grammar: what the output must match.
+        hint_texts: texts to copy draft tokens from.
+        foresee: report the tokens that the draft expects to follow.
+        shown: control tokens whose names are part of the output.
+    """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     max_tokens: int
-    stop: Sequence[str] = ()  # strings that end the output
-    log_probs: int | None = None  # report log-probabilities, and this number of the likeliest tokens
-    plain: bool = False  # plain decoding: no draft tokens
-    grammar: Compiled | None = None  # what the output must match
-    hint_texts: HintTexts | None = None  # texts to copy draft tokens from
-    foresee: bool = False  # report what the draft expects to follow
-    shown: frozenset[int] = frozenset()  # control tokens whose names are part of the output
+    stop: Sequence[str] = ()
+    log_probs: int | None = None
+    plain: bool = False
+    grammar: Compiled | None = None
+    hint_texts: HintTexts | None = None
+    foresee: bool = False
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One token, and the characters that it completes."""
-
-    text: str  # empty for half a character, and for what may become a stop string
-    token_id: int | None  # None: text held back from earlier tokens, where the request ended for lack of room
-    source: Source  # what proposed the token
+    text: str  # empty for half a character, and for the beginning of a stop string
+    token_id: int | None  # None: text held back when the request ended for lack of room
+    source: Source
     log_probs: LogProbs | None = None
 
 
@@ -54,24 +60,18 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """New tokens of one pass."""
-
     chunks: list[Chunk]
     step: Step
 
 
 @dataclass(frozen=True, slots=True)
 class Foresaw:
-    """Tokens that the draft expects to follow. None of them is certain."""
-
     token_ids: list[int]
-    shown: frozenset[int] = frozenset()  # as of the request
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a request."""
-
     error: Exception | None = None
     rest: str = ""  # text that no chunk has: see `Handle.cut_short`
 
@@ -80,21 +80,21 @@ Event = Reading | Wrote | Foresaw | Ended
 
 
 class Cancelled(EdgespecError):
-    """The request was cancelled."""
+    pass
 
 
 class Status(Enum):
     """Stations of a request, in this order; a restart leads back to WAITING."""
 
-    WAITING = "waiting"  # for a session
-    PREFETCHING = "prefetching"  # has a session, but is computed only while nothing else is to do
-    READING = "reading"  # its prompt
+    WAITING = "waiting"
+    PREFETCHING = "prefetching"  # has a session, but is computed only while there is no other work
+    READING = "reading"
     WRITING = "writing"
     DONE = "done"
 
 
 class Handle:
-    """A request on its way. `cancel` may be called from any thread, all else by the scheduler."""
+    """A request on its way. Any thread may call `cancel`, only the scheduler all else."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Handle:
         vocab: Vocab,
         idle_limit: int | None = None,
     ) -> None:
-        """As for `Scheduler.submit`. Raises UsageError for an empty stop string."""
+        """Raises UsageError for an empty stop string."""
         self.request = request
         self.stats = stats
         self.status = Status.WAITING
@@ -115,8 +115,8 @@ class Handle:
         self.ended: Ended | None = None
         self._emit = emit
         self._vocab = vocab
-        self._told = list[int]()  # tokens that the reader knows
-        self._repeated = 0  # of them, those that were decoded since the last restart
+        self._told = list[int]()  # tokens that the reader has
+        self._repeated = 0  # of them, those decoded since the last restart
         self._rest = ""
         self.text = self._new_text()
 
@@ -125,7 +125,6 @@ class Handle:
 
     @property
     def is_idle_work(self) -> bool:
-        """Nobody waits for it: it is prefetched while nothing else is to do."""
         return self.idle_limit is not None
 
     @property
@@ -139,7 +138,8 @@ class Handle:
     def cancel(self, *, useful: bool = False) -> None:
         """Stop after the pass under way, or within it if no other request is in it. Safe to call twice.
 
-        `useful`: a request that comes now needs what the pass computes, so the pass goes on.
+        Args:
+            useful: a request that comes now needs what the pass computes, so it goes on.
         """
         if not self.cancelled:
             self.cancelled = True
@@ -155,13 +155,13 @@ class Handle:
         self.status = Status.PREFETCHING if self.is_idle_work else Status.READING
 
     def restart(self) -> None:
-        """Wait again, from the beginning. Tokens belong to positions, so the same ones follow: see `write`."""
+        """Wait again. Gumbel noise belongs to positions, so the same tokens follow: see `write`."""
         self.text, self._repeated = self._new_text(), 0
         self.stats.reset()
         self.status = Status.WAITING
 
     def write(self, step: Step) -> list[Chunk]:
-        """Report the tokens of one pass, but for those that the reader knows.
+        """Report the new tokens of one pass, but for those that the reader has.
 
         Raises:
             EdgespecError: after a restart other tokens came. Without a row class, rounding may do so.
@@ -179,32 +179,29 @@ class Handle:
         return new
 
     def cut_short(self) -> None:
-        """End between two passes, as if no more tokens were wanted."""
         self._rest = self.text.finish()
         self.stats.finish_reason = "stop" if self.text.stopped else "length"
 
     def end(self, error: Exception | None) -> None:
-        """Report the end. After an interruption it may be reported twice, but never lost."""
+        """Report the end; after an interruption perhaps twice, but always."""
         self.ended = self.ended or Ended(error, self._rest)
         self.status = Status.DONE
         self.tell(self.ended)
 
     def tell(self, event: Event, tokens: Sequence[int] = ()) -> None:
-        """Pass an event to the reader; a reader that fails is gone. `tokens`: those that the event reports."""
+        """Pass an event, which reports `tokens`, to the reader; a reader that fails is gone."""
         try:
             self._emit(event)
             self._told.extend(tokens)
             self._repeated += len(tokens)
         except Exception:
             self.cancel()
-        except BaseException:  # the reader may know the event or not
+        except BaseException:  # the reader may have the event or not
             self.cancelled = True
             raise
 
 
 class CurrentPass:
-    """The requests in the pass under way, which is interrupted when all of them are cancelled."""
-
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._closed = False
         self._interrupt = interrupt
@@ -213,10 +210,9 @@ class CurrentPass:
 
     @contextmanager
     def of(self, handles: list[Handle]) -> Iterator[None]:
-        """Within, a pass is made for these requests."""
         with self._lock:
             self._handles = handles
-        self.check()  # one may have been cancelled between two passes
+        self.check()
         try:
             yield
         finally:
@@ -228,7 +224,7 @@ class CurrentPass:
         self.check()
 
     def check(self) -> None:
-        """Interrupt the pass under way if no request needs it. From any thread."""
+        """Interrupt the pass under way if no request needs it, from any thread."""
         with self._lock:
             if self._handles and (self._closed or all(handle.cancelled for handle in self._handles)):
                 self._interrupt()
@@ -236,13 +232,11 @@ class CurrentPass:
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since the model was loaded."""
-
     passes: int = 0
     pass_seconds: float = 0.0
     works: int = 0
-    nodes: int = 0  # draft tokens evaluated
-    requests: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+    nodes: int = 0
+    requests: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=lambda: {source.name.lower(): 0 for source in Source})
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -258,7 +252,6 @@ class Counts:
             self.tokens[chunk.source.name.lower()] += 1
 
     def add_end(self, handle: Handle) -> None:
-        """Count a request by how it ended. Idle work is not counted."""
         if handle.is_idle_work or handle.ended is None:
             return
         error = handle.ended.error
@@ -267,7 +260,6 @@ class Counts:
 
 
 def chunks_of(step: Step, text: TextStream, stats: GenerationStats) -> list[Chunk]:
-    """A step's tokens as text, up to a stop string."""
     chunks = list[Chunk]()
     for i, (token, source) in enumerate(zip(step.tokens, step.sources, strict=True)):
         piece = text.push(token)

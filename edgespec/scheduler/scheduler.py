@@ -1,13 +1,10 @@
 """Many requests, one model: each pass of the target serves as many sequences as fit.
 
-Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes are kept in row
-classes (`loading/exact.py`), or are equal but for rounding.
+Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes keep to a row
+class (`loading/exact.py`).
 
-The caller that wants text makes the passes, so a program with one thread needs no other. As soon as two threads want
-passes at once, or after `start`, a worker thread makes them.
-
-A step may be interrupted anywhere, also by Ctrl-C in the thread of a caller. Each session has a `Phase` that says what
-may be undone in it, and the next step begins with `SessionPool.recover`.
+A step may be interrupted anywhere, also by Ctrl-C in a caller's thread. Each session has a `Phase` that says what may
+be undone, and the next step begins with `SessionPool.recover`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +27,7 @@ from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, H
 from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
 from edgespec.scheduler.worker import Worker
 
-AHEAD = 0.5  # part of a pass's time that is spent on looking ahead, where a request wants it
+AHEAD = 0.5  # part of a pass's time that may be spent on `foresee`
 MOST_AHEAD = 128  # tokens
 
 
@@ -56,7 +53,7 @@ class Scheduler:
         self.target = target
         self.counts = Counts()
         self.pool = SessionPool(target, planners)
-        self.turn = Lock()  # held by the thread that calls `step`
+        self.turn = Lock()
         self._budget = budget
         self._times = cost
         self._chunks = PromptChunks()
@@ -94,7 +91,7 @@ class Scheduler:
         return handle
 
     def promote(self, handle: Handle) -> bool:
-        """Make idle work a real request. False: it was ended to make room for another."""
+        """Make idle work a real request; False: it was ended to make room for another."""
         with self._queue.changed:
             if not handle.cancelled:
                 handle.promote()
@@ -107,7 +104,7 @@ class Scheduler:
             self._queue.changed.notify()
 
     def start(self) -> None:
-        """Have a worker thread make the passes from now on. Raises RuntimeError if there is no thread to be had."""
+        """Start the worker thread; raises RuntimeError if the system refuses one."""
         self._worker.start(self.close)
 
     def close(self) -> None:
@@ -121,7 +118,7 @@ class Scheduler:
 
     @contextmanager
     def _between_steps(self) -> Iterator[SessionPool]:
-        """Within, no pass is made and the sessions stay open. Raises Closed."""
+        """Hold `turn` with open sessions; raises Closed."""
         with self.turn:
             if self._queue.closed:
                 raise Closed
@@ -137,23 +134,20 @@ class Scheduler:
             return pool.load(path)
 
     def forget(self) -> None:
-        """Empty idle sessions, so that the next prompts are read from their beginning. Raises Closed."""
+        """Empty idle sessions, so that the next prompts are prefilled in full; raises Closed."""
         with self._between_steps() as pool:
             pool.forget_all()
 
     @property
     def thread(self) -> Thread | None:
-        """Makes the passes; None: callers do (`drive.py`)."""
         return self._worker.thread
 
     @property
     def waiting(self) -> int:
-        """Requests that have no session yet. Idle work and cancelled requests do not count."""
         return self._queue.waiting
 
     @property
     def active(self) -> int:
-        """Requests whose prompts are read or whose tokens are decoded. Idle work does not count."""
         return self.pool.active
 
     @property
@@ -163,7 +157,6 @@ class Scheduler:
     # For the thread that holds `turn`.
 
     def step(self) -> None:
-        """Make one pass, if there is anything to do."""
         self.pool.recover(self._queue.put_back)
         self._end_cancelled()
         while self.pool.is_overfull:
@@ -178,7 +171,6 @@ class Scheduler:
         self.pool.mark(Phase.SETTLED)
 
     def end_cancelled(self) -> None:
-        """End cancelled requests now, unless a step is being made, which does so."""
         if self.turn.acquire(blocking=False):
             try:
                 self.pool.recover(self._queue.put_back)
@@ -191,7 +183,7 @@ class Scheduler:
             self._finish(handle, Cancelled("cancelled"))
             self._queue.remove(handle)
         for lane in self.pool.busy:
-            if lane.is_complete:  # and the step that ended it was interrupted
+            if lane.is_complete:
                 self._end(lane, None)
             elif lane.handle and lane.handle.cancelled:
                 self._end(lane, Cancelled("cancelled"))
@@ -209,11 +201,10 @@ class Scheduler:
             if max((common_prefix(other, prompt) for other in reading), default=0) <= self.pool.known(prompt):
                 self._begin(handle)
                 return
-            # else another request is reading what this one begins with: it starts from there, a little later
+            # else another request is prefilling a shared prefix: this one starts from there, a little later
 
     def _end_idle_work(self) -> bool:
-        """End one prefetched request, to make room; False: there is none."""
-        with self._queue.changed:  # it may not be promoted meanwhile
+        with self._queue.changed:
             lane = next((one for one in self.pool.busy if one.handle and one.handle.is_idle_work), None)
             if lane and lane.handle:
                 lane.handle.cancel()
@@ -228,7 +219,7 @@ class Scheduler:
         self._queue.remove(handle)
         try:
             self.pool.begin(lane, self._budget)
-        except Exception as error:  # of this request
+        except Exception as error:
             self._end(lane, error)
             return
         self.counts.prompt_tokens += len(handle.request.prompt_ids)
@@ -236,7 +227,6 @@ class Scheduler:
         lane.report_read()
 
     def _pass(self, writing: list[Lane], reader: Lane | None) -> None:
-        """One forward pass, for as many sequences as it has room for, and for a chunk of a prompt."""
         if not (writing or reader):
             return
         limits = self.target.capabilities
@@ -254,7 +244,7 @@ class Scheduler:
             self._accept(lane, pass_, found, single=len(batch) == 1)
 
     def _forward(self, batch: Batch) -> list[Logits]:
-        """One pass; empty if it could not be made, and another is to be tried."""
+        """The logits of one pass; [] if it could not be made, and another is to be tried."""
         try:
             with self._pass_now.of([lane.handle for lane, _ in batch if lane.handle]), while_target_runs(batch):
                 return self.target.forward([pass_.work for _, pass_ in batch])
@@ -262,7 +252,7 @@ class Scheduler:
             self._make_room(batch, error)
         except Interrupted:
             pass
-        except Exception as error:  # the state of these sessions is unknown
+        except Exception as error:
             for lane, _ in batch:
                 self._fail(lane, error)
         for lane, _ in batch:
@@ -270,7 +260,6 @@ class Scheduler:
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
-        """The cache is full, or has to be put in order."""
         *_, (lane, pass_) = batch
         prompt = lane.handle.request.prompt_ids if lane.handle and pass_.work.prompt else []
         if prompt and lane.retries.allow(self.target.capabilities, lane.session, prompt):
@@ -299,7 +288,7 @@ class Scheduler:
             return
         try:
             self.counts.add_tokens(lane.accept(pass_, logits, single=single))
-        except Exception as error:  # of this request
+        except Exception as error:
             self._fail(lane, error)
             return
         if lane.is_complete:
@@ -308,19 +297,16 @@ class Scheduler:
     def _foresee(self, lane: Lane) -> None:
         try:
             lane.foresee(AHEAD * self._chunks.tree_seconds, MOST_AHEAD)
-        except Exception as error:  # of this request
+        except Exception as error:
             self._fail(lane, error)
 
-    # Ends.
-
     def _end(self, lane: Lane, error: Exception | None) -> None:
-        """End a request. The session keeps its tokens."""
         if lane.handle:
             self._finish(lane.handle, error)
         self.pool.release(lane)
 
     def _fail(self, lane: Lane, error: Exception) -> None:
-        """End a request; the state of its session is unknown."""
+        """End a request whose session is in an unknown state."""
         self._end(lane, error)
         self.pool.renew(lane)
 
@@ -334,13 +320,13 @@ class Scheduler:
             self._finish(handle, error)
 
     def _finish(self, handle: Handle, error: Exception | None) -> None:
-        if handle.ended:  # by a step that was interrupted
+        if handle.ended:
             handle.end(None)
             return
         if error is not None:
             with self._queue.changed:
                 if handle.is_idle_work:
-                    handle.cancel()  # it may not be promoted now
+                    handle.cancel()
             handle.stats.finish_reason = "interrupted"
         handle.end(error)
         self.counts.add_end(handle)

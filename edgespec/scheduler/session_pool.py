@@ -1,7 +1,7 @@
-"""Sessions of the target with their planners: which one a request gets, and what leaves when there is no room.
+"""Sessions of the target with their planners: assignment, sharing, and eviction.
 
-An idle session keeps its tokens, and a prompt that begins with the same ones starts from there. If all sessions take
-cells from one pool, new requests empty the least recently used idle ones. A `DiskCache` saves those first.
+An idle session keeps its tokens, and a prompt that begins with them starts from there. If all sessions take cells from
+one pool, new requests empty the least recently used idle ones. A `DiskCache` saves those first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,35 +21,33 @@ from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
 
-WORTH_SHARING = 8  # tokens by which another session must be the better start: a chat's fixed first words are 24
-WORTH_KEEPING = 64  # tokens that an idle session would lose; from then on another one is taken
-RESERVED = 1024  # tokens of an answer that have room when it begins; longer ones take what is left
+WORTH_SHARING = 8  # tokens by which another session must be better: templates alone share 24
+WORTH_KEEPING = 64  # tokens of an idle session worth keeping: a request that would drop them gets another one
+RESERVED = 1024  # tokens of an answer that `has_room` reserves
 PROMPT_RETRIES = 3
 
 
 class Phase(Enum):
     """The part of a session and its planner that an exception in a step may leave undone."""
 
-    SETTLED = "settled"  # nothing
+    SETTLED = "settled"
     PASSING = "passing"  # nodes and drafts of a pass; the tokens are right
-    CHANGING = "changing"  # anything
+    CHANGING = "changing"
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A session of the target, its planner, and the request that they serve, if any."""
-
     session: Session
     planner: Planner
     handle: Handle | None = None
     generation: Generation | None = None
     phase: Phase = Phase.SETTLED
-    used: int = 0  # number of the request that it was last given to
-    passed: int = 0  # grows with each pass that it takes part in
+    used: int = 0
+    passed: int = 0
     retries: PromptRetries = field(default_factory=PromptRetries)
-    source: "Lane | None" = None  # the session was forked from this one, and shares cells with it
-    forked: int = 0  # tokens that it shares
-    looked_at: bool = False  # since it is idle, it was considered for the disk cache
+    source: "Lane | None" = None  # shares this session's first `forked` cells
+    forked: int = 0
+    looked_at: bool = False
 
     @property
     def draft(self) -> Session | None:
@@ -70,7 +68,7 @@ class Lane:
 
     @property
     def taken(self) -> int:
-        """Cells that its tokens take, but for those that it shares."""
+        """Cells of its tokens, without shared ones."""
         tokens = self.session.token_ids
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
         return len(tokens) - whole_tiles(shared)
@@ -88,13 +86,12 @@ class Lane:
 
     @property
     def is_complete(self) -> bool:
-        """All tokens of its request are reported."""
         handle, generation = self.handle, self.generation
         stopped = generation is not None and generation.finished
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
     def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
-        """Commit and report the tokens that a pass gained; the new chunks."""
+        """Commit and report the accepted tokens of a pass; the new chunks."""
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
@@ -103,18 +100,17 @@ class Lane:
         return chunks
 
     def give_up(self) -> None:
-        """The planned tree is not evaluated."""
         if self.generation:
             self.generation.give_up()
 
     def foresee(self, seconds: float, most: int) -> None:
-        """Look ahead if the request wants it, for `seconds` and at most `most` tokens, and report them."""
+        """Report up to `most` tokens that the draft expects, if the request wants them, within `seconds`."""
         handle, generation = self.handle, self.generation
         if handle and generation and handle.request.foresee and generation.foresee(seconds, most):
             handle.tell(Foresaw(generation.foreseen.copy(), handle.request.shown))
 
     def drop_pass(self) -> None:
-        """Forget nodes and drafts of a pass that did not end. Raises what the planner raises."""
+        """Forget nodes and drafts of an interrupted pass; raises what the planner raises."""
         self.session.rewind(len(self.session.token_ids))
         if self.handle and self.generation:
             prompt = self.handle.request.prompt_ids
@@ -125,14 +121,13 @@ class Lane:
 
 
 class SessionPool:
-    """All sessions of the target. One thread at a time may call its methods."""
+    """All sessions of the target, for one thread at a time."""
 
     def __init__(self, target: Backend, planners: Sequence[Planner]) -> None:
-        """As for `Scheduler`."""
         self.disk_cache: DiskCache | None = None
         self.lanes = [Lane(target.open(), planner) for planner in planners]
         self._target = target
-        self._requests = self._passes = 0  # counts, by which sessions are put in order
+        self._requests = self._passes = 0
 
     @property
     def limits(self) -> Capabilities:
@@ -152,7 +147,6 @@ class SessionPool:
 
     @property
     def with_work(self) -> list[Lane]:
-        """Sessions for the next passes: active ones, else those of idle work that is to do."""
         active = [lane for lane in self.lanes if lane.is_active]
         return active or [lane for lane in self.lanes if lane.has_work]
 
@@ -160,15 +154,11 @@ class SessionPool:
     def tokens(self) -> int:
         return sum(len(lane.session.token_ids) for lane in self.lanes)
 
-    # Requests come and go.
-
     def known(self, prompt: Sequence[int]) -> int:
-        """Leading tokens of a prompt that a session or the disk cache has."""
         on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
         return max(self._in_memory(prompt), on_disk)
 
     def has_room(self, request: Request) -> bool:
-        """The cells suffice for this request besides those that are active."""
         active = [self._reserved(lane) for lane in self.busy]
         if self.limits.cells is None or not active:
             return True
@@ -209,10 +199,6 @@ class SessionPool:
         lane.phase = Phase.SETTLED
 
     def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
-        """Have the session start from the best there is: its own tokens, another session's, or the disk cache's.
-
-        Tokens that it loses by that are saved first.
-        """
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt[:-1])
         forks = source is not lane
@@ -232,20 +218,16 @@ class SessionPool:
                 pass
 
     def count_pass(self, lanes: Sequence[Lane]) -> None:
-        """These took part in a pass, so that others come first in the next."""
         for lane in lanes:
             self._passes += 1
             lane.passed = self._passes
 
     def release(self, lane: Lane) -> None:
-        """The request has left. The session keeps its tokens."""
-        with suppress(Exception):  # the planner may be what has failed
+        with suppress(Exception):  # the planner may be what failed
             lane.give_up()
         lane.handle = lane.generation = None
         if lane.phase is Phase.PASSING:
             lane.phase = Phase.SETTLED
-
-    # After an exception.
 
     def mark(self, phase: Phase) -> None:
         for lane in self.busy:
@@ -256,37 +238,32 @@ class SessionPool:
         for lane in self.lanes:
             handle = lane.handle
             if lane.phase is Phase.PASSING and handle and not handle.ended:
-                with suppress(Exception):  # what its planner raises, it will raise again after a restart
+                with suppress(Exception):  # the planner raises it again after a restart
                     lane.drop_pass()
             if lane.phase is Phase.SETTLED:
                 continue
             if handle and handle.ended:
-                handle.end(None)  # its reader may not know
+                handle.end(None)
             elif handle:
                 restart(handle)
             self.renew(lane)
 
     def renew(self, lane: Lane) -> None:
-        """Replace the session by an empty one, and reset its planner. The request, if any, is forgotten."""
         lane.phase = Phase.CHANGING
         lane.handle = lane.generation = None
         self._pass_on(lane, 0)
         lane.source, lane.forked = None, 0
-        with suppress(Exception):  # what fails here is tried again later, and then ends one request
+        with suppress(Exception):  # tried again later; then it ends one request
             lane.session.close()
             lane.session = self._target.open()
             lane.planner.begin([0])
             lane.phase = Phase.SETTLED
 
-    # When there is no room.
-
     @property
     def is_overfull(self) -> bool:
-        """There are more tokens than cells, those aside that a pass needs."""
         return self.limits.cells is not None and sum(lane.taken for lane in self.lanes) > self.limits.cells
 
     def empty(self, lane: Lane) -> None:
-        """Drop the session's tokens."""
         phase, lane.phase = lane.phase, Phase.CHANGING
         self._pass_on(lane, 0)
         lane.source, lane.forked = None, 0
@@ -294,7 +271,6 @@ class SessionPool:
         lane.phase = phase
 
     def forget(self, lane: Lane) -> None:
-        """Save an idle session to the disk cache, and empty it."""
         if self.disk_cache:
             self.disk_cache.put(lane.session, lane.draft)
         self.empty(lane)
@@ -307,13 +283,11 @@ class SessionPool:
         return oldest is not None
 
     def forget_all(self) -> None:
-        """Empty all idle sessions and their drafts; nothing is saved."""
         for lane in self.idle:
             self.empty(lane)
             lane.planner.begin([0])
 
     def save_one(self) -> bool:
-        """Save an idle session to the disk cache; False: all were considered."""
         for lane in self.idle if self.disk_cache else ():
             if lane.session.token_ids and lane.phase is Phase.SETTLED and not lane.looked_at:
                 lane.looked_at = True
@@ -322,10 +296,8 @@ class SessionPool:
                 return True
         return False
 
-    # Files that a user names.
-
     def save_latest(self, path: str | Path, note: Any) -> None:
-        """Save the session that was used last, and a note, unless the file has both. Raises SessionFileError."""
+        """Save the session that was used last, and a note, unless the file has both; raises SessionFileError."""
         last = max(self.lanes, key=lambda lane: lane.used)
         if not has(path, last.session.token_ids, note):
             last.session.save(path, note)
@@ -349,15 +321,12 @@ class SessionPool:
         return note
 
     def close(self) -> None:
-        """Save idle sessions to the disk cache, and free all sessions and planners."""
         while self.save_one():
             pass
         for lane in self.lanes:
             lane.planner.close()
             lane.session.close()
         self.lanes.clear()
-
-    # The best start of a prompt.
 
     def _in_memory(self, prompt: Sequence[int]) -> int:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
@@ -381,7 +350,7 @@ class SessionPool:
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
         """The session that spares most tokens of a prompt, and their number; of equal ones the cheapest to fork.
 
-        Equal tokens spare nothing if their cells were computed in another row class.
+        Tokens whose cells were computed in another row class do not count.
         """
 
         def worth(lane: Lane) -> tuple[int, bool, int]:
@@ -390,8 +359,6 @@ class SessionPool:
         starts = {lane: start_of(self.limits, lane.session, prompt) for lane in self.lanes}
         best = max(self.lanes, key=worth)
         return best, starts[best]
-
-    # Cells.
 
     def _pass_on(self, lane: Lane, kept: int) -> None:
         """Call before truncating to `kept` tokens: the fork that shares most counts the shared cells from now on."""

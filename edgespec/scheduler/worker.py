@@ -1,5 +1,3 @@
-"""The thread that makes the passes when callers do not."""
-
 import atexit
 from collections.abc import Callable
 from threading import Lock, Thread
@@ -19,16 +17,15 @@ class Worker:
         self._queue, self._pool, self._turn, self._step, self._fail = queue, pool, turn, step, fail
 
     def start(self, at_exit: Callable[[], None]) -> None:
-        """Start the thread, once. Raises RuntimeError if the system refuses one."""
+        """Start the thread, once; raises RuntimeError if the system refuses one."""
         with self._queue.changed:
             if self.thread is None and not self._queue.closed:
                 thread = Thread(target=self._run, name="edgespec passes", daemon=True)
                 thread.start()
                 self.thread = thread
-                atexit.register(at_exit)  # no thread may be in an engine while the program ends
+                atexit.register(at_exit)  # no thread may be in an engine at exit
 
     def join(self, at_exit: Callable[[], None]) -> None:
-        """Wait until the thread has ended, after the queue was closed."""
         if self.thread:
             self.thread.join()
             atexit.unregister(at_exit)
@@ -43,7 +40,7 @@ class Worker:
                         return
                 with self._turn:
                     self._step()
-            except Exception as error:  # of no single request
+            except Exception as error:
                 with self._turn:
                     self._fail(error)
 

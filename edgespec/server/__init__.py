@@ -1,1 +1,1 @@
-"""One loaded model for every program on the machine, over HTTP: the dialects of OpenAI and Anthropic, and a page."""
+"""An HTTP server for one loaded model, with OpenAI's and Anthropic's dialects and a page."""

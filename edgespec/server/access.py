@@ -1,7 +1,9 @@
-"""Access: a local server is open to every page that a browser shows, unless it checks the sender.
+"""Access: any page in a browser can reach a local server, so requests are checked in four ways.
 
-1. The Host must be one that no attacker's name server can answer for. 2. An Origin must be this server's or an allowed
-one. 3. Bodies must be JSON: no page can send that to another origin unasked. 4. The key.
+1. The Host must be one that no attacker's name server can answer for.
+2. An Origin must be this server's or an allowed one.
+3. Bodies must be JSON, which no page can send to another origin unasked.
+4. The key.
 """
 
 import asyncio
@@ -18,7 +20,6 @@ from edgespec.server.errors import Refused
 
 PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
 PUBLIC_FOLDER = "/static/"
-# For the page: nothing may come from, or go to, anywhere else.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -29,11 +30,11 @@ SAFETY = [
     (b"referrer-policy", b"no-referrer"),
 ]
 LOCAL_NAMES = ("localhost", "host.docker.internal")
-SLOW_READER = 60.0  # seconds after which a client that does not read is left
+SLOW_READER = 60.0  # seconds
 
 
 class Guard:
-    """The outermost layer. It also leaves clients that do not read."""
+    """The outermost layer, which also leaves clients that do not read."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Guard:
             return False
         try:
             ip_address(name)
-            return True  # no name server was asked
+            return True
         except ValueError:
             return name in LOCAL_NAMES or name.endswith(".localhost") or name in self._hosts
 

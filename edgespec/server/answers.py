@@ -1,5 +1,3 @@
-"""The growing answers to one HTTP request."""
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,20 +11,18 @@ from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.tool_calls import Call
 
 Listener = Callable[[Event], None]
-Submit = Callable[[Request, Listener], Handle]  # the listener is called in the server's loop
+Submit = Callable[[Request, Listener], Handle]
 
 
 @dataclass
 class Answer:
-    """One answer as it grows."""
-
     request: Request
     parser: Parser = field(default_factory=OutputParser)
     stats: GenerationStats = field(default_factory=GenerationStats)
-    pieces: list[Piece] = field(default_factory=list)  # thoughts, content and calls so far
-    new: list[Piece] = field(default_factory=list)  # those of the last event
+    pieces: list[Piece] = field(default_factory=list)
+    new: list[Piece] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    stop_found: str | None = None  # the stop string at its end
+    stop_found: str | None = None
     thought_tokens: int = 0
 
     def read(self, chunks: Sequence[Chunk]) -> None:
@@ -39,7 +35,6 @@ class Answer:
         self._take(new)
 
     def end(self, rest: str) -> None:
-        """Nothing follows but `rest`, which was held back."""
         self._take([*self.parser.push(rest), *self.parser.finish()])
 
     def _take(self, pieces: Sequence[Piece]) -> None:
@@ -73,8 +68,6 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class Answers:
-    """The answers to one request. Iterate over `events` once."""
-
     def __init__(self, answers: Sequence[Answer], submit: Submit, ping_seconds: float) -> None:
         """
         Args:
@@ -87,10 +80,8 @@ class Answers:
         self._ping_seconds = ping_seconds
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
-        """(number of the answer, event) until all have ended; None after some seconds of silence.
-
-        Raises:
-            Exception: an answer ended too early.
+        """(number of the answer, event) until all have ended; None after `ping_seconds` of silence; an early end
+        raises.
         """
         queue, handles = asyncio.Queue[tuple[int, Event]](), list[Handle]()
 
@@ -128,7 +119,7 @@ class Answers:
 
     @property
     def usage(self) -> "Usage":
-        """Tokens of all answers. A prompt with several answers counts once, with the cached tokens of the first."""
+        """Tokens of all answers; a prompt counts once, with the cached tokens of its first answer."""
         first = {tuple(answer.request.prompt_ids): answer for answer in reversed(self.all)}.values()
         return Usage(
             sum(len(answer.request.prompt_ids) for answer in first),
@@ -148,7 +139,6 @@ class Answers:
 
     @property
     def account(self) -> dict[str, Any]:
-        """The seed of the first answer, and the statistics of each."""
         stats = [answer.stats.as_dict() for answer in self.all]
         return {"seed": self.all[0].request.sampling.seed, "stats": stats}
 
@@ -156,6 +146,6 @@ class Answers:
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt: int
-    cached: int  # of the prompt
+    cached: int
     written: int
-    thought: int  # of those written
+    thought: int

@@ -1,5 +1,3 @@
-"""The application: paths and their handlers."""
-
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -68,7 +66,7 @@ def make_app(
 
 
 class Counting:
-    """Counts answers by path and status. Unknown paths count as one."""
+    """Counts answers by path and status; unknown paths count as one."""
 
     def __init__(self, app: Starlette, service: Service) -> None:
         self._app = app
@@ -94,7 +92,6 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def error_body(refused: Refused, path: str) -> dict[str, Any]:
-    """An error in the dialect of the path asked for."""
     is_anthropic = path.startswith("/v1/messages")
     return anthropic.error_body(refused) if is_anthropic else openai.error_body(refused)
 
@@ -127,19 +124,16 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 async def list_models(http: HttpRequest) -> Response:
-    """GET /v1/models: the model, with the keys of both dialects."""
     card = _card(http.app.state.service)
     ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
     return JSONResponse({"object": "list", "data": [card], **ends})
 
 
 async def show_model(http: HttpRequest) -> Response:
-    """GET /v1/models/NAME: the loaded model, under any name."""
     return JSONResponse(_card(http.app.state.service))
 
 
 async def health(http: HttpRequest) -> Response:
-    """GET /health."""
     service: Service = http.app.state.service
     target, scheduler = service.model.target, service.model.scheduler
     exact = target.capabilities.exact

@@ -1,7 +1,4 @@
-"""Formats in which models write calls of tools: markers, and a call between them.
-
-A model's format is seen in its chat template. A new one is a line in `FORMATS`, and a function if it is none of these.
-"""
+"""Formats of tool calls, found by a model's chat template; a new one is an entry of `FORMATS`."""
 
 import json
 import re
@@ -15,15 +12,25 @@ from edgespec.server.tool_calls import Call, Parameters
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The format of a call. `parse` reads the calls between two markers; it raises ValueError if they are none."""
+    """The format of a call between two markers.
 
-    seen: tuple[str, ...]  # in the chat template, all of them
-    open: tuple[str, ...]  # one that begins with { is part of what is parsed, and counts only where an answer begins
-    close: str  # "": the end of the text
+    Attributes:
+        parse: reads the calls between two markers; raises ValueError if they are none.
+        seen: all of these are in the chat template.
+        open: first markers; one that begins with { is parsed, too, and counts only where an answer begins.
+        close: second marker; "": the end of the answer.
+        call: a call as this model writes it: see `FORMATS`.
+        pair: a parameter in it.
+        inner: more markers, between the two.
+    """
+
+    seen: tuple[str, ...]
+    open: tuple[str, ...]
+    close: str
     parse: Callable[[str, Parameters], list[Call]]
-    call: str  # one, as this model writes it: see `FORMATS`
-    pair: str = ""  # in it, one parameter
-    inner: tuple[str, ...] = ()  # more markers, between the two
+    call: str
+    pair: str = ""
+    inner: tuple[str, ...] = ()
 
     @property
     def markers(self) -> list[str]:
@@ -34,14 +41,13 @@ UNKNOWN = Schema.anything()
 
 
 def made(name: Any, arguments: Any) -> Call:
-    """A call of a function by its name and an object. Raises ValueError."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a call")
     return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def as_object(text: str, parameters: Parameters) -> list[Call]:
-    """{"name": "f", "arguments": {…}}, or a list of such; Llama says "parameters"."""
+    """{"name": "f", "arguments": {}}, or a list of such; Llama says "parameters"."""
     found = json.loads(text)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) for call in calls):
@@ -50,7 +56,7 @@ def as_object(text: str, parameters: Parameters) -> list[Call]:
 
 
 def as_mistral(text: str, parameters: Parameters) -> list[Call]:
-    """[{"name": …}], or f[ARGS]{…}, each behind a marker."""
+    """[{"name": "f"}], or f[ARGS]{}, each after a marker."""
     if text.lstrip().startswith(("[{", "{")):
         return as_object(text, parameters)
     parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
@@ -58,7 +64,7 @@ def as_mistral(text: str, parameters: Parameters) -> list[Call]:
 
 
 def as_pairs(pair: str, function: str) -> Callable[[str, Parameters], list[Call]]:
-    """Markup by two regular expressions: of a function with a name and its body, and of a key with its value."""
+    """Markup by two regular expressions: of a function with name and body, and of a key with its value."""
 
     def parse(text: str, parameters: Parameters) -> list[Call]:
         found = re.findall(function, text, re.DOTALL)
@@ -78,8 +84,6 @@ def as_pairs(pair: str, function: str) -> Callable[[str, Parameters], list[Call]
 
 
 def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
-    """Calls between control tokens, by a regular expression of a name and JSON."""
-
     def parse(text: str, parameters: Parameters) -> list[Call]:
         found = re.findall(call, text, re.DOTALL)
         if not found:
@@ -90,7 +94,7 @@ def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
 
 
 def as_braces(text: str, parameters: Parameters) -> list[Call]:
-    """call:f{key:value,…}, where strings stand between tokens <|"|>, as Gemma 4 writes it."""
+    """call:f{key:value} with strings between tokens <|"|>, as Gemma 4 writes it."""
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
     value, end = _braced(brace + rest, 0)
     if (brace + rest)[end:].strip():
@@ -99,7 +103,7 @@ def as_braces(text: str, parameters: Parameters) -> list[Call]:
 
 
 def _braced(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins there, and where it ends. Raises ValueError."""
+    """The value at a position, and its end; raises ValueError."""
     at += len(text[at:]) - len(text[at:].lstrip())
     if text.startswith(QUOTE, at):
         end = text.index(QUOTE, at + len(QUOTE))
@@ -161,9 +165,9 @@ QWEN = CallFormat(
 LLAMA = CallFormat(
     ("<|python_tag|>",), ("<|python_tag|>", '{"name":'), "", as_object, '{"name": {quoted}, "parameters": {arguments}}'
 )
-# The first whose marks are all in the template. In `call`: {name} and {quoted}, the function's; {arguments}, JSON;
-# {braces}, the same in Gemma's notation; {pairs}, each by `pair` with its {key} and {value};
-# {number} and {id}, any; {line}, which may be left out.
+# The first with all its marks in the template is taken. Fields of `call`: {name} and {quoted}, the function's;
+# {arguments}, JSON; {braces}, the same in Gemma's notation; {pairs}, each by `pair` with its {key} and {value};
+# {number} and {id}, any; {line}, optional.
 FORMATS = (
     CallFormat(
         ("<minimax:tool_call>",), ("<minimax:tool_call>",), "</minimax:tool_call>",
@@ -212,5 +216,5 @@ FORMATS = (
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     ),
 )  # fmt: skip
-# Of formats that look like one of them and are not.
+# Marks of formats that only look like one of them.
 OTHERS = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")

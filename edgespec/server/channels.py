@@ -1,9 +1,8 @@
 """Answers of gpt-oss, which come in channels (OpenAI's harmony format).
 
-    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
-    … <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+    <|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant<|channel|>final<|message|>CONTENT<|return|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>ARGUMENTS<|call|>
 
-Analysis is thought. A message to a function is a call. All other messages are content.
 The prompt ends with <|start|>assistant, so an answer begins with a header.
 """
 
@@ -16,11 +15,11 @@ from edgespec.server.conversation import Piece, Thought
 from edgespec.server.tool_calls import Call
 
 MESSAGE = "<|message|>"
-ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around a thought
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 FINAL = "<|channel|>final<|message|>"
 ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-BEGINNINGS = ("<|channel|>", "<|start|>", "to=")  # of headers
+BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
 MARKERS = ("<|channel|>", MESSAGE, "<|constrain|>", *ENDS)
 
 
@@ -30,9 +29,12 @@ def comes_in_channels(template: str) -> bool:
 
 class ChannelParser:
     def __init__(self, calls: CallFormat | None = None) -> None:
-        """`calls`: None: nothing may be called, and what is sent to a function is content."""
+        """
+        Args:
+            calls: None: nothing may be called, and messages to functions are content.
+        """
         self._calls = calls is not None
-        self._header: str | None = None  # of the message that is open
+        self._header: str | None = None
         self._held = ""
         self._free = False  # the model has left the format: all is content
 
@@ -49,13 +51,13 @@ class ChannelParser:
 
     def finish(self) -> list[Piece]:
         found = list[Piece]()
-        if self._header is not None or self._free:  # half a header is nothing
+        if self._header is not None or self._free:
             self._say(found, self._held, whole=True)
         self._held, self._header = "", None
         return [piece for piece in found if piece not in ("", Thought(""))]
 
     def whole(self) -> list[Call]:
-        return []  # the end of a call is seen only when it comes
+        return []
 
     def _step(self, found: list[Piece]) -> bool:
         if self._free:

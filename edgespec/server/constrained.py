@@ -1,7 +1,7 @@
-"""Grammars of answers: a call in the model's format by the tool's schema, or what follows a thought.
+"""Grammars of answers: a call in the model's format by the tool's schema, or an answer after a thought.
 
-Arguments that are JSON follow the schema wholly. In markup each value does. But a string is free text up to the next
-marker: its pattern and its length do not count.
+JSON arguments follow the schema wholly. In markup strings are free up to the next marker: pattern and length do not
+count.
 """
 
 import json
@@ -15,18 +15,18 @@ from edgespec.server.call_formats import QUOTE, CallFormat
 from edgespec.server.schema import Schema, spelled
 from edgespec.server.tool_calls import Tool
 
-MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # what may be the name of a control token, which has no bytes
+MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 PLACE = re.compile(r"\{(line|name|quoted|number|id|arguments|braces|pairs|key|value)\}")
-# With a space behind commas and colons, as templates show it.
+# Spaces after commas and colons, as templates show them.
 SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 ANYWHERE = {"number": "/[0-9]{1,3}/", "id": "/[a-zA-Z0-9]{9}/", "line": '"\\n"?'}
-ANY_TEXT = r"/(.|\n)*/"  # without control tokens
+ANY_TEXT = r"/(.|\n)*/"
 KEY = r"/[^:,{}\[\]<>\s]+/"
 PLAIN = '%json {"type": ["number", "boolean", "null"]}'
 SIMPLE = ("integer", "number", "boolean", "null")
 ANYTHING = Schema.anything()
-ANSWER, THOUGHT, FREE = "edgespec_answer", "edgespec_thought", "edgespec_free"  # rules that no user's grammar has
-# In a Lark grammar: a string, a comment or a regular expression; or, as group 1, the rule `start`.
+ANSWER, THOUGHT, FREE = "edgespec_answer", "edgespec_thought", "edgespec_free"
+# A string, comment or regular expression of a Lark grammar; or, as group 1, the rule `start`.
 LARK_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|\b(start)\b')
 
 
@@ -68,7 +68,7 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
         if value.values:
             term = f"({' | '.join(string(spelled(one)) for one in value.values)})"
         elif value.is_text:
-            marker = PLACE.split(after)[0].strip("\n")  # the string ends here, also without the line breaks
+            marker = PLACE.split(after)[0].strip("\n")
             term, behind = rules.text_until(marker), after[after.index(marker) + len(marker) :]
         else:
             term = rules.json(value)
@@ -78,12 +78,10 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
 
 
 class Rules:
-    """A growing Lark grammar. Each sub-schema is one rule, however many references it has."""
-
     def __init__(self, vocab: Vocab) -> None:
         self.lines: list[str] = []
         self._vocab = vocab
-        self._values: dict[Schema, str] = {}  # in Gemma's braces
+        self._values: dict[Schema, str] = {}
 
     def add(self, terms: str, about: str = "") -> str:
         self.lines.append(f"r{len(self.lines)}{about}: {terms}")
@@ -97,23 +95,18 @@ class Rules:
         return " ".join(places[piece] if i % 2 else self.spelled(piece) for i, piece in enumerate(pieces) if piece)
 
     def spelled(self, text: str) -> str:
-        """A literal in which markers may be control tokens."""
         control = control_tokens(self._vocab, text)
         return " ".join(f"<[{control[part]}]>" if part in control else string(part) for part in parts_of(text))
 
     def text_until(self, marker: str) -> str:
-        """Free text, and the marker that ends it."""
-        if control_tokens(self._vocab, marker):  # which no text has
+        if control_tokens(self._vocab, marker):
             return f"{self.add(ANY_TEXT)} {self.spelled(marker)}"
         return self.add(f"/(.|\\n)*{escaped(marker)}/", "[lazy]")
 
     def value(self, schema: Schema) -> str:
-        """The rule of a value as Gemma 4 writes it: without quotation marks, but with tokens <|"|> around strings.
-
-        Of the schema types, properties, items and enum count.
-        """
+        """The rule of a value in Gemma 4's braces, by the schema's types, properties, items and enum."""
         if schema not in self._values:
-            self._values[schema] = name = self.add("")  # first, since a schema may refer to itself
+            self._values[schema] = name = self.add("")
             self.lines[int(name[1:])] = f"{name}: {self._terms(schema)}"
         return self._values[schema]
 
@@ -143,15 +136,15 @@ class Rules:
         return f'"[" ({item} ("," {item})*)? "]"'
 
     def members(self, schema: Schema) -> str:
-        """An object in braces. Keys that are required come first, each group in the schema's order."""
+        """The rule of an object in braces: required keys first, each group in the schema's order."""
         one = {key: f"{string(key + ':')} {self.value(value)}" for key, value in schema.properties.items()}
         others = [key for key in one if key not in schema.required]
-        behind = [""]  # those that may follow others[i - 1], from the last on
+        behind = [""]
         for key in reversed(others):
             behind.insert(0, self.add(f'("," {one[key]})? {behind[0]}'))
         if len(others) < len(one):
             members = ' "," '.join(one[key] for key in one if key in schema.required) + f" {behind[0]}"
-        else:  # any may be the first, or none
+        else:
             starts = [f"{one[key]} {behind[i + 1]}" for i, key in enumerate(others)]
             members = f"({' | '.join(starts)})?" if starts else ""
         return f'"{{" {members} "}}"'
@@ -166,8 +159,6 @@ def escaped(text: str) -> str:
 
 
 class ThoughtFirst:
-    """Grammars of a free thought and the answer after it."""
-
     def __init__(self, vocab: Vocab, thinking: tuple[str, str], opening: str = "") -> None:
         """
         Args:
@@ -176,7 +167,7 @@ class ThoughtFirst:
             opening: what stands before the answer itself.
         """
         rules = Rules(vocab)
-        if control_tokens(vocab, thinking[1]):  # which no text has
+        if control_tokens(vocab, thinking[1]):
             free = f"{FREE}: {ANY_TEXT}\n{THOUGHT}: {FREE} {rules.spelled(thinking[1])} /\\s{{0,2}}/"
         else:
             free = f"{FREE}[lazy]: /(.|\\n)*{escaped(thinking[1])}/\n{THOUGHT}: {FREE} /\\s{{0,2}}/"
@@ -207,7 +198,6 @@ def parts_of(text: str) -> list[str]:
 
 
 def control_tokens(vocab: Vocab, text: str) -> dict[str, int]:
-    """Marker -> its token, for each marker in `text` that is a control token."""
     found = dict[str, int]()
     for part in parts_of(text):
         ids = vocab.encode(part, add_bos=False, parse_special=True)

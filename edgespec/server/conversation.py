@@ -1,4 +1,4 @@
-"""The internal form of a conversation and of a request. All dialects translate to it."""
+"""The internal form of conversations and requests, to which all dialects translate."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,47 +13,41 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of the thought before the answer."""
-
     text: str
 
 
-Piece = str | Thought | Call  # of an answer
+Piece = str | Thought | Call
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    role: str  # system, user, assistant or tool
+    role: str
     text: str = ""
-    thought: str | None = None  # of an assistant
-    calls: Sequence[Call] = ()  # of an assistant; their arguments may be no JSON
-    result_of: str | None = None  # of a tool: the call's id
+    thought: str | None = None
+    calls: Sequence[Call] = ()  # of an assistant; their arguments may be invalid JSON
+    result_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All that a chat template shows."""
-
     turns: Sequence[Turn]
     tools: Tools | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # more variables of the template
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request for answers, in no dialect."""
-
-    sampling: Mapping[str, Any]  # fields of `SamplingParams` that the client names
+    sampling: Mapping[str, Any]
     conversation: Conversation | None = None
     prompts: Sequence[str | Sequence[int]] = ()  # without a conversation: texts, or their token ids
     max_tokens: int | None = None
     stop: Sequence[str] = ()
-    choices: int = 1  # answers to each prompt
-    log_probs: int | None = None  # report log-probabilities of tokens and of this number of alternatives
-    plain: bool = False  # decode without drafts
-    grammar: Grammar | None = None  # that the answer follows
-    prediction: str = ""  # what the answer may be in large parts
-    foresee: bool = False  # report the tokens that the draft predicts
+    choices: int = 1
+    log_probs: int | None = None
+    plain: bool = False
+    grammar: Grammar | None = None
+    prediction: str = ""  # likely output, to draft from
+    foresee: bool = False
 
     @property
     def tools(self) -> Tools | None:
@@ -61,7 +55,7 @@ class Question:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message: a string, null, or text parts. Raises Refused for other parts, such as images."""
+    """The text of a message: a string, null, or text parts; raises Refused for other parts, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     found = list[str]()

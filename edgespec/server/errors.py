@@ -1,5 +1,3 @@
-"""Refusals, in no dialect."""
-
 from dataclasses import dataclass
 
 from edgespec.errors import Closed, ContextFull, EdgespecError, UsageError
@@ -10,12 +8,10 @@ KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_er
 
 @dataclass
 class Refused(Exception):
-    """A request that gets no answer."""
-
     status: int
     message: str
-    code: str | None = None  # OpenAI's
-    param: str | None = None  # the field that is wrong
+    code: str | None = None
+    param: str | None = None
 
     @property
     def kind(self) -> str:

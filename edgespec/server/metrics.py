@@ -1,12 +1,9 @@
-"""GET /metrics: counts in Prometheus' text format."""
-
 from collections.abc import Mapping
 
 from edgespec.server.service import Service
 
 
 def metrics(service: Service) -> str:
-    """Counts since the start, and the scheduler's load."""
     scheduler, counts = service.model.scheduler, service.model.scheduler.counts
     fresh = counts.prompt_tokens - counts.cached_tokens
     lines = [

@@ -1,5 +1,3 @@
-"""The format of a model's answers and prompts: all that follows from its chat template, derived once."""
-
 from collections.abc import Sequence
 
 from edgespec.loop.backend import Vocab
@@ -20,12 +18,16 @@ THINKING = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
 )
-TAIL = 12  # tokens of a prompt's end in which a thought may be opened
+TAIL = 12  # tokens at a prompt's end that may open a thought
 
 
 class OutputFormat:
     def __init__(self, vocab: Vocab, template: str) -> None:
-        """`template`: the chat template; "": prompts are raw, and all of an answer is content."""
+        """
+        Args:
+            vocab: of the model.
+            template: the chat template; "": prompts are raw, and all of an answer is content.
+        """
         self._vocab = vocab
         self._names_thinking = "message.thinking" in template
         self._in_channels = comes_in_channels(template)
@@ -41,7 +43,7 @@ class OutputFormat:
         return frozenset(token for marker in markers for token in control_tokens(self._vocab, marker).values())
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation. Raises Refused, and errors of `render_chat`."""
+        """Raises Refused, and errors of `render_chat`."""
         tools = conversation.tools
         if tools and not self.calls:
             says = "tools: this model's calls are not known here; leave tools out, or set tool_choice to none"
@@ -63,7 +65,6 @@ class OutputFormat:
         return self._shown_with_calls if tools else self._shown
 
     def parser(self, tools: Tools | None, inside: bool) -> Parser:
-        """A parser for one answer. `inside`: the prompt has opened a thought."""
         calls = self.calls if tools else None
         if self._in_channels:
             return ChannelParser(calls)
@@ -91,7 +92,7 @@ class OutputFormat:
 
 
 def call_format_of(template: str) -> CallFormat | None:
-    """The format of calls; None: the template shows no tools, or uses an unknown format."""
+    """None: the template shows no tools, or uses an unknown format."""
     if "tools" not in template or any(mark in template for mark in OTHERS):
         return None
     return next((one for one in FORMATS if all(mark in template for mark in one.seen)), None)

@@ -1,6 +1,6 @@
-"""Parsers that cut a growing answer into thoughts, content and calls of tools.
+"""Parsers that cut a growing answer into thoughts, content and tool calls.
 
-A call that does not parse is content: a client sends it back in every later request.
+A call that does not parse is content, since a client sends it back in every later request.
 """
 
 from typing import Protocol
@@ -13,12 +13,10 @@ from edgespec.server.tool_calls import Call, Parameters
 
 class Parser(Protocol):
     @property
-    def thinking(self) -> bool:
-        """A thought is open."""
-        ...
+    def thinking(self) -> bool: ...
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that are certain now."""
+        """Add text; the pieces that are certain now."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -31,8 +29,6 @@ class Parser(Protocol):
 
 
 class OutputParser:
-    """Finds thoughts and calls between markers."""
-
     def __init__(
         self,
         calls: CallFormat | None = None,
@@ -50,10 +46,10 @@ class OutputParser:
         """
         self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
         self.thinking = inside and thinking is not None
-        self._open = ""  # the marker of the call that is open
+        self._open = ""
         self._held = ""
-        self._blank = True  # nothing was said yet: a thought, or a call without a marker, may begin
-        self._fresh = self.thinking  # a thought or call has just begun or ended: new lines do not count
+        self._blank = True  # a thought, or a call without a marker, may begin
+        self._fresh = self.thinking  # after a thought or call, line breaks do not count
 
     def push(self, text: str) -> list[Piece]:
         if not self._calls and not self._thinking:
@@ -65,7 +61,7 @@ class OutputParser:
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
     def _step(self, found: list[Piece]) -> bool:
-        """Pass one end or beginning of a thought or call; False: there is none in what is held."""
+        """Pass one begin or end of a thought or call; False: there is none in the held text."""
         if self._fresh and not self._open:
             self._held = self._held.lstrip("\n")
             self._fresh = not self._held
@@ -88,7 +84,7 @@ class OutputParser:
                 self._blank = False
             return True
         sure = len(self._held)
-        if markers:  # space before a thought or call is not content
+        if markers:
             sure -= max(overlap(self._held, marker) for marker in markers)
             sure = len(self._held[:sure].rstrip())
         self._say(found, self._held[:sure])
@@ -137,7 +133,7 @@ class OutputParser:
 
     def finish(self) -> list[Piece]:
         held, self._held = self._held, ""
-        found: list[Piece] = [Thought(held) if self.thinking else held]  # a call that is cut is content, too
+        found: list[Piece] = [Thought(held) if self.thinking else held]
         if self._open and self._calls and not self._calls.close:
             found = calls_of(held, self._open, self._calls, self._parameters)
         elif self._open:

@@ -1,5 +1,3 @@
-"""Messages for a chat template, which may rename thoughts, and check or print the ids of calls."""
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -10,18 +8,18 @@ from edgespec.loop.text import Message
 from edgespec.server.conversation import Turn
 from edgespec.server.tool_calls import Call
 
-ID_LENGTH = 9  # letters and digits: what Mistral's templates insist on
+ID_LENGTH = 9  # Mistral's templates insist on it
 
 
 def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: bool) -> Iterator[Message]:
-    """Calls and results get ids in the model's form; results get their function's name.
+    """Give calls and results ids in the model's form, and results their function's name.
 
     Args:
         turns: of the conversation.
         names_thinking: the template reads `message.thinking` instead of `message.reasoning_content`.
         numbered: ids are functions.NAME:NUMBER.
     """
-    unanswered: dict[str, tuple[str, str]] = {}  # the client's id -> the template's, and the function
+    unanswered: dict[str, tuple[str, str]] = {}  # the client's id -> (the template's, the function)
     number = 0
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
@@ -38,20 +36,20 @@ def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: 
         if turn.role == "tool":
             message["tool_call_id"] = turn.result_of
             given = str(turn.result_of)
-            answered = given if given in unanswered else next(iter(unanswered), None)  # else in their order
+            answered = given if given in unanswered else next(iter(unanswered), None)
             if answered is not None:
                 message["tool_call_id"], message["name"] = unanswered.pop(answered)
         if turn.thought is not None and not names_thinking:
             message["reasoning_content"] = turn.thought
         elif turn.thought:
             message["thinking"] = turn.thought
-            if calls:  # such a template refuses both
+            if calls:
                 message["content"] = ""
         yield message
 
 
 def arguments_of(call: Call) -> Any:
-    """Arguments as an object; invalid JSON stays a string, since a client sends it in every later request."""
+    """Arguments as an object; invalid JSON stays a string."""
     with suppress(ValueError, RecursionError):
         return json.loads(call.arguments or "{}")
     return call.arguments

@@ -1,4 +1,4 @@
-"""JSON schemas of tools' parameters, resolved once for grammars and for parsers."""
+"""JSON schemas of tools' parameters, resolved once for grammars and parsers."""
 
 import json
 from typing import Any
@@ -16,12 +16,12 @@ class Schema:
     """One sub-schema; all references to it give the same object."""
 
     def __init__(self) -> None:
-        self.types: frozenset[str] | None = frozenset()  # None: the schema names no type
-        self.values: list[Any] = []  # of enum or const
+        self.types: frozenset[str] | None = frozenset()  # None: any type
+        self.values: list[Any] = []
         self.properties: dict[str, Schema] = {}
         self.required: list[str] = []
         self.items: Schema | None = None
-        self.json: dict[str, Any] = {}  # the schema itself, with the definitions that it may refer to
+        self.json: dict[str, Any] = {}
 
     @classmethod
     def anything(cls) -> "Schema":
@@ -31,7 +31,7 @@ class Schema:
 
     @property
     def is_text(self) -> bool:
-        """A value may be any string: markup writes it without quotation marks."""
+        """True if any string is a value: markup writes it without quotation marks."""
         return not self.values and (self.types is None or "string" in self.types)
 
     def value_of(self, text: str) -> Any:
@@ -50,12 +50,11 @@ class Schema:
 
 
 def spelled(value: Any) -> str:
-    """A value as markup writes it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def resolve(root: Any, name: str = "") -> Schema:
-    """Understand the parameters of the tool `name`.
+    """Resolve the parameters of the tool `name`.
 
     Raises:
         UsageError: they are no JSON schema of an object.
@@ -72,18 +71,18 @@ class _Resolver:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._definitions = {name: root[name] for name in DEFINITIONS if name in root}
-        self._known: dict[int, Schema] = {}  # by the identity of the JSON value
+        self._known: dict[int, Schema] = {}
 
     def schema_of(self, node: Any) -> Schema:
         """`node`: the JSON of a sub-schema; None: the root's."""
         node = self._root if node is None else self._target(node)
         if id(node) not in self._known:
-            self._known[id(node)] = found = Schema()  # first, since a schema may refer to itself
+            self._known[id(node)] = found = Schema()
             self._fill(found, node if isinstance(node, dict) else {})
         return self._known[id(node)]
 
     def _target(self, node: Any) -> Any:
-        """The end of a chain of references. Raises LookupError, TypeError or ValueError if there is none."""
+        """Follow references; raises LookupError, TypeError or ValueError if they lead nowhere."""
         passed = set[int]()
         while isinstance(node, dict) and isinstance(reference := node.get("$ref"), str) and is_local(reference):
             if id(node) in passed:

@@ -1,5 +1,3 @@
-"""The loaded model, and the way from a question to its answers."""
-
 import asyncio
 import secrets
 import time
@@ -24,8 +22,8 @@ from edgespec.server.output_format import OutputFormat
 
 MOST_CHOICES = 8
 MOST_STOPS = 16
-MOST_WAITING = 32  # requests; more get 429
-PING_SECONDS = 5.0  # of silence
+MOST_WAITING = 32
+PING_SECONDS = 5.0
 GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
 
 
@@ -37,17 +35,17 @@ class Service:
     ping_seconds: float = PING_SECONDS
     stopping: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
-    answered: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status) -> how often
+    answered: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
         self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
-        self.take_over: Callable[[Request, Listener], Handle | None] = _nobody  # of what has begun a request already
+        self.take_over: Callable[[Request, Listener], Handle | None] = _nobody
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal where equal requests with equal seeds get equal answers."""
+        """Equal fingerprints, requests and seeds give equal answers."""
         target = self.model.target
         exact = target.capabilities.exact
         about = [self.name, target.name, target.build, str(dict(target.computing)), str(exact)]
@@ -55,7 +53,7 @@ class Service:
 
     @cached_property
     def defaults(self) -> SamplingParams:
-        """For fields that a request leaves out: the model's own sampling, else a temperature of 1."""
+        """Sampling of fields that a request leaves out: the model's own, else a temperature of 1."""
         known = self.model.sampling
         return replace(known, temperature=1.0) if known == SamplingParams() else known
 
@@ -65,7 +63,7 @@ class Service:
         return Answers(list(map(Answer, requests, parsers)), self.submit, self.ping_seconds)
 
     async def prepare(self, question: Question) -> tuple[list[Request], bool]:
-        """Requests for each choice of each prompt (choice i has seed + i), and whether the prompt ends in a thought.
+        """Requests for each choice of each prompt (choice i has seed + i); True if the prompt ends in a thought.
 
         Raises:
             Refused, UsageError, ContextFull: the question cannot be answered.
@@ -104,7 +102,7 @@ class Service:
         TextStream(self.model.target.vocab, question.stop)
 
     def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], bool]:
-        """Token ids and hint texts of each prompt. Runs in a worker thread."""
+        """Token ids and hint texts of each prompt, in a worker thread."""
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
         if question.conversation:
@@ -128,7 +126,7 @@ class Service:
         return list(prompt)
 
     def _grammar(self, question: Question, inside: bool) -> Compiled | None:
-        """Build and compile the grammar. This may take seconds, so it runs in a thread for grammars."""
+        """Compile the grammar, for seconds, in a thread for grammars."""
         wanted = self._format(question).grammar(question.grammar, question.tools, inside)
         return self.model.compile(wanted) if wanted else None
 
@@ -143,12 +141,12 @@ class Service:
             raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
 
     def submit(self, request: Request, listener: Listener) -> Handle:
-        """Begin a request, or take over the one that has begun it. `listener` is called in the server's loop."""
+        """Submit a request, or take over an equal one; `listener` is called in the server's loop."""
         return self.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
 
 
 def in_loop(listener: Listener) -> Listener:
-    """A listener that any thread may call. The server's loop passes the event on."""
+    """A listener for any thread; it calls the given one in the server's loop."""
     loop = asyncio.get_running_loop()
 
     def emit(event: Event) -> None:

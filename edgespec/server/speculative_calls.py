@@ -1,7 +1,7 @@
-"""Calls of tools that the draft predicts: the client gets them before the model has written them.
+"""Report tool calls that the draft predicts before the model has generated them (the idea of SpecCache).
 
-A client may start a tool that changes nothing as soon as its call is proposed, and has the result when the call is
-confirmed. A call that is withdrawn was never made. The idea of SpecCache.
+A client may start a tool without side effects when its call is proposed, and keep the result when it is confirmed. A
+call that is withdrawn was never made.
 """
 
 import json
@@ -20,10 +20,10 @@ from edgespec.server.tool_calls import Call
 class SpeculativeCalls:
     def __init__(self, answer: Answer, vocab: Vocab) -> None:
         self._answer, self._vocab = answer, vocab
-        self._proposed: dict[int, Call] = {}  # by the call's number in the answer
+        self._proposed: dict[int, Call] = {}
 
     def after(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Reports to the client after an event. A call written as proposed keeps the proposal's id."""
+        """Reports after an event; a call written as proposed keeps the proposal's id."""
         if isinstance(event, Foresaw):
             calls = dict(enumerate(self._predicted(event), len(self._answer.calls)))
             yield from self._withdraw(lambda number, call: number in calls and same(calls[number], call))
@@ -39,14 +39,13 @@ class SpeculativeCalls:
     def _predicted(self, event: Foresaw) -> list[Call]:
         text, ahead = TextStream(self._vocab, shown=event.shown), deepcopy(self._answer.parser)
         pieces = ahead.push("".join(map(text.push, event.token_ids)))
-        whole = ahead.whole()  # a draft may look no further, or leave the end out
+        whole = ahead.whole()
         pieces += whole
         if not whole and event.token_ids and event.token_ids[-1] in self._vocab.eog_ids:
             pieces += ahead.finish()
         return [piece for piece in pieces if isinstance(piece, Call)]
 
     def _settle(self) -> Iterator[dict[str, Any]]:
-        """Confirm or withdraw proposals for calls that are written now."""
         answer = self._answer
         number = len(answer.calls) - sum(isinstance(piece, Call) for piece in answer.new)
         for i, piece in enumerate(answer.new):

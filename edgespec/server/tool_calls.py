@@ -1,5 +1,3 @@
-"""The internal form of tools and calls. All dialects and all models' formats translate to it."""
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,13 +11,13 @@ from edgespec.server.errors import Refused
 from edgespec.server.schema import Schema, resolve
 
 MOST_TOOLS = 128
-Parameters = Mapping[str, Schema]  # a tool's name -> the schema of its parameters
+Parameters = Mapping[str, Schema]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     name: str
-    arguments: str  # JSON
+    arguments: str
     id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
 
 
@@ -31,9 +29,7 @@ def replayed(name: Any, arguments: Any, id_: Any) -> Call:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call."""
-
-    function: Mapping[str, Any]  # name, description, parameters: what the chat template shows
+    function: Mapping[str, Any]  # name, description, parameters: for the chat template
 
     @property
     def name(self) -> str:
@@ -41,18 +37,17 @@ class Tool:
 
     @cached_property
     def schema(self) -> Schema:
-        """The parameters' schema. Raises UsageError."""
+        """Raises UsageError."""
         return resolve(self.function.get("parameters") or {}, self.name)
 
 
 @dataclass(frozen=True)
 class Tools:
     all: Sequence[Tool]
-    required: Sequence[Tool] = ()  # the answer must call one of them; empty: it need not call any
+    required: Sequence[Tool] = ()  # the answer must call one of them; empty: it need not
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Schemas of the tools' parameters, without those that are no schemas."""
         found = dict[str, Schema]()
         for tool in self.all:
             with suppress(UsageError):

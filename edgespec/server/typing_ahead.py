@@ -1,9 +1,9 @@
-"""Prompts that are still being typed: read ahead, and at a pause answered ahead, so that Enter finds the first tokens.
+"""Prompts that are still being typed are prefilled, and at a pause answered ahead (the idea of SpeQL).
 
     PUT /edgespec/draft-prompt    a chat request as far as it is typed; "pause": true = this may be all of it
 
-While the client types, stable tokens are prefilled. At a pause the answer is begun. An equal chat request takes it
-over; another one starts from the prefilled tokens. All of it gives way to requests. The idea of SpeQL.
+An equal chat request takes the begun answer over; another one starts from the prefilled tokens. All of it gives way to
+requests.
 """
 
 import asyncio
@@ -23,24 +23,27 @@ from edgespec.server.dialects.chat import ChatBody, question_of
 from edgespec.server.service import Service, in_loop
 from edgespec.server.wire import read_body
 
-PREPARED = 16  # tokens of an answer that is begun at a pause
-TYPED_NEXT = ("a", " a", ".", "\n", "1")  # what may come next: a token is stable if none of these changes it
-MOST_TYPING = 8  # clients that type at once
-KEPT_SECONDS = 60.0  # for which a prompt is held after its client was last heard of
+PREPARED = 16  # tokens of an answer begun at a pause
+TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
+MOST_TYPING = 8
+KEPT_SECONDS = 60.0
 
 
 class DraftBody(ChatBody):
-    """PUT /edgespec/draft-prompt: a chat request that is still being typed."""
-
-    pause: bool = False  # this may be all of it
-    id: str = ""  # which of several that are typed at once
+    pause: bool = False
+    id: str = ""
 
 
 class Prepared:
-    """A request whose events are kept until another one takes it over. Used only in the server's loop."""
+    """Keeps the events of a request until an equal one takes it over; used only in the server's loop."""
 
     def __init__(self, service: Service, request: Request, tokens: int) -> None:
-        """`tokens`: of the answer that are written ahead."""
+        """
+        Args:
+            service: of the model.
+            request: as far as it is typed.
+            tokens: of the answer that are generated ahead.
+        """
         self.request = request
         self._scheduler = service.model.scheduler
         self._kept = list[Event]()
@@ -56,19 +59,18 @@ class Prepared:
     def drop(self, wanted: Sequence[int] = ()) -> None:
         """End it; the session keeps its tokens.
 
-        The pass under way goes on if it reads a beginning of the prompt `wanted`. A client types faster than passes
-        are made: nothing would be read if each letter ended one.
+        Args:
+            wanted: a prompt. A pass that prefills a beginning of it goes on: clients type faster than passes are made.
         """
         self._stop_timer()
         self.handle.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
-        """`prompt_ids` begin with this prompt, but for its last token."""
         typed = self.request.prompt_ids[:-1]
         return typed == list(prompt_ids[: len(typed)])
 
     def adopt(self, listener: Listener) -> bool:
-        """From now on it is wanted; `listener` gets all its events. False: it gave way to a request, or failed."""
+        """Make it a real request; `listener` gets all its events; False: it gave way to a request, or failed."""
         if not self._scheduler.promote(self.handle):
             return False
         self._stop_timer()
@@ -83,17 +85,15 @@ class Prepared:
 
 
 class TypingAhead:
-    """The latest prompt of each client that types. Used only in the server's loop."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._latest: OrderedDict[str, Prepared] = OrderedDict()
         service.take_over = self.take_over
 
     def take_over(self, request: Request, listener: Listener) -> Handle | None:
-        """The handle of what has begun this very request, if it is still there.
+        """The handle of an equal request that has begun, if it is still there.
 
-        Prompts that this request begins with, but for the last token, were on the way to it: they are dropped.
+        Prompts that this request begins with, but for the last token, are dropped.
         """
         for name, prepared in self._latest.items():
             if prepared.request == request:
@@ -102,7 +102,7 @@ class TypingAhead:
         for name, prepared in list(self._latest.items()):
             if prepared.begins(request.prompt_ids):
                 del self._latest[name]
-                # A pass over streamed weights takes as long for all of the prompt as for a part of it.
+                # A pass over streamed weights takes as long for a part of the prompt as for all of it.
                 streams = self._service.model.target.capabilities.streams
                 prepared.drop(() if streams else request.prompt_ids)
         return None
@@ -126,13 +126,11 @@ class TypingAhead:
         return JSONResponse(told)
 
     def _stable(self, conversation: Conversation) -> list[int]:
-        """Tokens of a conversation that further typing does not change."""
         *before, last = conversation.turns
         further = [replace(conversation, turns=[*before, replace(last, text=last.text + more)]) for more in TYPED_NEXT]
         return stable_prefix(list(map(self._service.chat_format.prompt_ids, [conversation, *further])))
 
     def _prepare(self, name: str, request: Request, tokens: int) -> None:
-        """Prefill a prompt, and decode `tokens` of its answer, in place of the client's earlier prompt."""
         known = self._latest.get(name)
         if known and known.request == request and not known.handle.cancelled:
             known.keep()
@@ -146,6 +144,5 @@ class TypingAhead:
 
 
 def stable_prefix(versions: Sequence[Sequence[int]]) -> list[int]:
-    """The tokens that all versions begin with."""
     first, *others = versions
     return list(first[: min(common_prefix(first, other) for other in others)])

@@ -1,4 +1,4 @@
-"""HTTP below the dialects: bodies as JSON, whole answers, and streams of server-sent events."""
+"""HTTP below the dialects: JSON bodies, whole answers, and server-sent events."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from edgespec.server.errors import Refused, refusal
 
 MOST_BODY = 8 * 2**20  # bytes
-BODY_SECONDS = 60.0  # in which it must have come
-MOST_DEPTH = 64  # of JSON
+BODY_SECONDS = 60.0
+MOST_DEPTH = 64
 GONE = 499  # the client left before the answer
 
-Event = tuple[str | None, Any]  # a server-sent event: its name, and JSON, a string as it is, or None for a comment
+Event = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
 Body = TypeVar("Body", bound="Lenient")
 
 
@@ -29,8 +29,6 @@ class Lenient(BaseModel):
 
 
 class SamplingFields(Lenient):
-    """Fields of all dialects. Their names are OpenAI's, or else llama.cpp's."""
-
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -50,7 +48,7 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
     """The request's JSON.
 
     Raises:
-        Refused: it is too long, comes too slowly, is not JSON, or not of this kind.
+        Refused: it is too long or too slow, not JSON, or not of this kind.
     """
     data = bytearray()
     try:
@@ -93,7 +91,7 @@ def _depth(value: Any) -> int:
 
 
 async def answer_whole(http: HttpRequest, work: Awaitable[Any], body: Callable[[], Mapping[str, Any]]) -> Response:
-    """Wait for `work`, then send one JSON body. The work ends if the client leaves."""
+    """Wait for `work`, then send one JSON body; the work ends if the client leaves."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_left(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +112,7 @@ async def _left(http: HttpRequest) -> None:
 
 
 def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], Event]) -> Response:
-    """A stream of events. An error becomes the last event."""
+    """A stream of events; an error becomes the last one."""
 
     async def lines() -> AsyncIterator[bytes]:
         try:
@@ -128,7 +126,6 @@ def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], E
 
 
 def sse(name: str | None, data: Any) -> bytes:
-    """One event; without data a comment."""
     if data is None:
         return b": ping\n\n"
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))

@@ -1,14 +1,10 @@
 """Algorithm 1 of "Distributed Speculative Inference" (arXiv 2405.14105), with one draft.
 
-The draft guesses token after token and never waits. Each time it has `lookahead` new guesses, a copy of the target that
-is free judges the text with all guesses so far. The first answer that says another token than the draft ends what was
-built on the draft's: copies are told to stop, and the draft goes on from the target's token. One copy at least always
-works on the very next token, so this is no slower than plain decoding as long as one is free.
+After each `lookahead` draft tokens, a free copy of the target verifies all since the last accepted one, so the next
+answer contains every late or lost one. The first rejected token stops the tasks built on it. One copy always works on
+the next token, so this is no slower than plain decoding while a copy is free.
 
-A task has all guesses since the last certain token, not only the newest `lookahead`: the copy has to read the others
-anyway, and so an answer needs no other one. What is late, or lost with its worker, is in the next answer.
-
-All state belongs to the thread that reads a text; workers only put events into its queue.
+All state belongs to the thread that drives the request; workers only queue events.
 """
 
 import math
@@ -38,29 +34,27 @@ from edgespec.scheduler.targets.guesser import Guesser
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
 
-MOST_GUESSES = 64  # beyond the certain text
-LONG_PROMPT = 64  # tokens, from which on all copies begin to read at once
-REMEMBERED = 16  # passes of target and draft whose median is what one takes
-PATIENCE = 3  # times a pass takes, after which another copy is asked
+MOST_GUESSES = 64
+LONG_PROMPT = 64  # tokens from which on all copies prefill at once
+REMEMBERED = 16
+PATIENCE = 3  # pass times after which another copy is asked
 LEAST_PATIENCE = 0.2  # seconds
 
-Answer = tuple[Task, list[int]] | None  # what an event brings, if it was one
+Answer = tuple[Task, list[int]] | None
 
 
 @dataclass(slots=True)
 class Running:
-    """A task on its way."""
-
     place: Place
     task: Task
     started: float
-    measures: bool  # it reads no prompt, so its time tells what a pass takes
+    measures: bool  # has no prompt, so that its time is a pass time
     wanted: bool = True
-    told: bool = False  # that it is not
+    told: bool = False
 
 
 class Targets:
-    """Writes one text at a time; stands in the scheduler's place in `edgespec.model.Model`."""
+    """Decodes one request at a time; a scheduler for `edgespec.model.Model`."""
 
     def __init__(
         self,
@@ -81,17 +75,17 @@ class Targets:
             spec: how a place loads its copy.
             places: where the copies are; closed with this.
             guesser: the draft; closed with this.
-            lookahead: guesses from one task to the next; default: so few that the copies just suffice.
-            most_guesses: ahead of the certain text.
-            stop_ids: tokens that end a text; default: the vocabulary's.
+            lookahead: draft tokens per task; default: the fewest for which the copies suffice.
+            most_guesses: draft tokens ahead of the accepted sequence.
+            stop_ids: tokens that end a sequence; default: the vocabulary's.
         """
         self._vocab, self._described, self._spec = vocab, described, spec
         self._places, self._guesser = list(places), guesser
-        self._idle = list(places)  # the last one answered last, and so lacks least of the text
+        self._idle = list(places)  # the last one answered last, and so lacks the fewest tokens
         self._fixed, self._most = lookahead, most_guesses
         self._stop_ids = vocab.eog_ids if stop_ids is None else stop_ids
         self._owner = uuid.uuid4().hex
-        self._numbers = count(1)  # of tasks
+        self._numbers = count(1)
         self._running: dict[int, Running] = {}
         self._events: SimpleQueue[Callable[[], Answer]] = SimpleQueue()
         self._drafting = ThreadPoolExecutor(1, thread_name_prefix="edgespec draft")
@@ -100,17 +94,14 @@ class Targets:
         self._failures = 0
         self._text, self._guesses, self._prompt_length = list[int](), list[int](), 0
         self._sampling = SamplingParams()
-        self._version = 0  # of what the draft continues: the next one, where it does not just grow
-        self._speechless = -1  # the version for which the draft has no more to say
+        self._version = 0  # changes when the draft must continue another sequence
+        self._speechless = -1  # the version for which the draft has no more tokens
         self._guessing = False
         self._closed = False
-        self.thread: threading.Thread | None = None  # that writes the newest text
+        self.thread: threading.Thread | None = None
         self.at_close: Callable[[], None] = lambda: None
 
-    # What the model calls.
-
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
-        """Ask for a text that a thread of its own writes; as `Scheduler.submit`."""
         handle = Handle(request, emit, stats or GenerationStats(), self._vocab)
         handle.when_cancelled = self._wake
 
@@ -125,16 +116,15 @@ class Targets:
         self.thread.start()
         return handle
 
-    def start(self) -> None:
-        """Nothing to start: every text has a thread."""
+    def start(self) -> None: ...
 
     def events(
         self, request: Request, stats: GenerationStats | None = None, cancelled: Callable[[], bool] = lambda: False
     ) -> Generator[Event]:
-        """What happens to a text until it is done, or `cancelled`, or the copies are closed.
+        """The events of a request, until it is done or `cancelled`, or the copies are closed.
 
         Raises:
-            UsageError: the text is to follow a grammar, or log-probabilities are wanted, which stay with the logits.
+            UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
             EdgespecError: no copy can do its tasks.
             ContextFull: the prompt does not fit into the draft's context.
         """
@@ -168,8 +158,6 @@ class Targets:
             place.close()
         self.at_close()
 
-    # One text.
-
     def _rounds(self, request: Request, stats: GenerationStats, left: Callable[[], bool]) -> Iterator[Step]:
         prompt, limits = request.prompt_ids, self._described.capabilities
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
@@ -184,7 +172,7 @@ class Targets:
                 self._submit([], only_read=True)
         started, reading = perf_counter(), True
         while not left():
-            room = limit - len(self._text) - 1  # a deeper guess would leave none for the bonus
+            room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
             while self._idle and self._due():
                 self._submit(self._guesses)
             self._draft(min(self._most, room))
@@ -193,7 +181,7 @@ class Targets:
             task, tokens = answer
             known = len(self._text) - len(task.token_ids)
             if known >= len(tokens) or tokens[:known] != self._text[len(task.token_ids) :]:
-                continue  # another answer was there first
+                continue
             output, finished = until_stop(tokens[known:], self._stop_ids, limit - len(self._text))
             sources = [Source.DRAFT] * (len(tokens) - known - 1) + [Source.TARGET]
             del sources[len(output) :]
@@ -205,18 +193,17 @@ class Targets:
             if reading:
                 stats.prefill_seconds, reading = now - started, False
             else:
-                stats.target_seconds += now - started  # drafting goes on beside it
+                stats.target_seconds += now - started
             started = now
             yield Step(output, sources, finished, tree, list(range(len(output))), [])
             if finished:
                 return
 
     def _advance(self, tokens: list[int]) -> None:
-        """These tokens are certain."""
         self._text += tokens
         if self._guesses[: len(tokens)] == tokens:
             del self._guesses[: len(tokens)]
-        else:  # wrong, or the text has overtaken the draft
+        else:
             self._forget_guesses()
         for running in self._running.values():
             running.wanted = running.wanted and self._helps(running.task)
@@ -228,12 +215,11 @@ class Targets:
         self._guesser.stop()
 
     def _helps(self, task: Task) -> bool:
-        """Whether its answer can still say the next token."""
         later = self._text[len(task.token_ids) :]
         return len(later) <= len(task.guesses) and later == task.guesses[: len(later)].tolist()
 
     def _stop_unwanted(self) -> None:
-        """Guesses only grow until one is wrong, so of all tasks on their way the older ones are those not wanted."""
+        """Draft tokens are only appended until one is rejected, so the older tasks are the unwanted ones."""
         oldest = min((number for number, running in self._running.items() if running.wanted), default=math.inf)
         unwanted = {number: running for number, running in self._running.items() if number < oldest}
         for running in unwanted.values():
@@ -242,12 +228,11 @@ class Targets:
                 running.place.stop(self._owner, max(unwanted))
 
     def _due(self) -> bool:
-        """Whether a task with all guesses is to be sent now."""
         wanted = [running for running in self._running.values() if running.wanted and not running.task.only_read]
         if not wanted:
-            return True  # nobody is working on the next token
+            return True  # no copy is working on the next token
         if self._passes and perf_counter() - max(running.started for running in wanted) > self._patience():
-            return True  # who does is late, or lost
+            return True
         ahead = len(self._text) + len(self._guesses) - max(running.task.end for running in wanted)
         return ahead >= self._lookahead()
 
@@ -255,7 +240,7 @@ class Targets:
         return max(LEAST_PATIENCE, PATIENCE * median(self._passes))
 
     def _lookahead(self) -> int:
-        """The fewest guesses from one task to the next for which the copies suffice (the paper's equation 1)."""
+        """The fewest draft tokens per task for which the copies suffice (the paper's equation 1)."""
         if self._fixed:
             return self._fixed
         if not self._passes or not self._drafts:
@@ -291,7 +276,6 @@ class Targets:
         return running.task, tokens
 
     def _lost(self, running: Running, error: BaseException) -> None:
-        """A worker is gone, or could not do its task: others, or another one, will."""
         if isinstance(error, BrokenExecutor):
             running.place.renew()
         self._idle.insert(0, running.place)
@@ -300,7 +284,6 @@ class Targets:
             raise EdgespecError(f"no copy of the target does its tasks: {error or type(error).__name__}") from error
 
     def _draft(self, most: int) -> None:
-        """Have guesses made, up to so many."""
         if self._guessing or self._version == self._speechless or len(self._guesses) >= most:
             return
         version, text = self._version, [*self._text, *self._guesses]
@@ -309,7 +292,7 @@ class Targets:
         future.add_done_callback(lambda done: self._events.put(lambda: self._guessed_all(version, done)))
 
     def _guess(self, version: int, text: list[int], most: int) -> bool:
-        """In the draft's thread: guess after guess, for the text of that version; whether there may be more."""
+        """In the draft's thread: propose tokens for that version; True if more may follow."""
         began = perf_counter()
         for number, token in enumerate(self._guesser.after(text), 1):
             self._events.put(partial(self._guessed, version, token, perf_counter() - began))
@@ -321,7 +304,7 @@ class Targets:
     def _guessed(self, version: int, token: int, seconds: float) -> Answer:
         if version == self._version:
             self._guesses.append(token)
-            if len(self._text) + len(self._guesses) > self._prompt_length + 1:  # it had no prompt to read
+            if len(self._text) + len(self._guesses) > self._prompt_length + 1:
                 self._drafts.append(seconds)
         return None
 
@@ -332,7 +315,6 @@ class Targets:
         return None
 
     def _wait(self) -> Answer:
-        """Until something has happened, or a copy is so late that another one is to be asked."""
         timeout = self._patience() / 2 if self._idle and self._passes else None
         try:
             return self._events.get(timeout=timeout)()
@@ -340,11 +322,9 @@ class Targets:
             return None
 
     def _wake(self) -> None:
-        """Have who waits look around."""
         self._events.put(lambda: None)
 
     def _call_off(self) -> None:
-        """Nobody wants the text any more."""
         for running in self._running.values():
             running.wanted = False
         self._stop_unwanted()

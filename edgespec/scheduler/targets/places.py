@@ -1,4 +1,4 @@
-"""Where copies of the target are. A place has one copy and one worker of a `concurrent.futures.Executor`."""
+"""Places of the copies of the target: each has one copy and one worker of a `concurrent.futures.Executor`."""
 
 import multiprocessing
 import os
@@ -18,61 +18,53 @@ from edgespec.scheduler.targets.verifier import close_own, stop_up_to
 
 
 class Place(Protocol):
-    """See the module."""
-
     executor: Executor
 
     def stop(self, owner: str, number: int) -> None:
-        """Tell the copy that nobody wants an owner's tasks up to this number. Does not wait, and need not succeed."""
+        """Stop an owner's tasks up to this number, without waiting; this may fail."""
 
     def renew(self) -> None:
-        """The worker is gone: have another one."""
+        """Replace a lost worker."""
 
     def close(self) -> None:
-        """Free the copy, without waiting for what it is doing where that can be left."""
+        """Free the copy, without waiting for a pass that can be left."""
 
 
 class ThreadPlace:
-    """In this program: for tests, and for engines whose passes need no processor of this machine."""
-
     def __init__(self) -> None:
         self.executor: Executor = ThreadPoolExecutor(1)
 
     def stop(self, owner: str, number: int) -> None:
-        """At once."""
         stop_up_to(owner, number)
 
-    def renew(self) -> None:
-        """A thread does not get lost."""
+    def renew(self) -> None: ...
 
     def close(self) -> None:
-        """Waits for the pass under way: it computes in memory that is freed."""
+        """Wait for the pass under way: it computes in memory that is freed."""
         self.executor.submit(close_own)
         self.executor.shutdown()
 
 
 class ProcessPlace:
-    """A process of this machine, which sees only its own of several GPUs. It ends with this program."""
+    """A process of this machine, which sees one of several GPUs and ends with this program."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
         self.renew()
 
     def renew(self) -> None:
-        """Another process, as soon as there is a task for it."""
-        context = multiprocessing.get_context("spawn")  # a fork would share llama.cpp's threads, which are not there
+        context = multiprocessing.get_context("spawn")  # a fork would share llama.cpp's threads, which it does not have
         theirs, self._tell = context.Pipe(duplex=False)
         self.executor: Executor = ProcessPoolExecutor(
             1, mp_context=context, initializer=_begin_process, initargs=(theirs, self._environment)
         )
 
     def stop(self, owner: str, number: int) -> None:
-        """Through a pipe."""
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):
             self._tell.send((owner, number))
 
     def close(self) -> None:
-        """The end of the pipe ends the process, in the middle of a pass, too."""
+        """Close the pipe, which ends the process even within a pass."""
         self.executor.shutdown(wait=False, cancel_futures=True)
         self._tell.close()
 
@@ -91,44 +83,39 @@ def _begin_process(orders: Connection, environment: dict[str, str]) -> None:
 
 
 class ClusterPlace:
-    """Room for one task in a Dask cluster, on whichever worker is free.
+    """Room for one task on any worker of a Dask cluster.
 
-    Tasks that are bound to a worker, even loosely, are never done when that worker is lost (distributed 2026.8).
+    A task that is bound to a worker, even loosely, is never done when that worker is lost (distributed 2026.8).
     """
 
     def __init__(self, client: Any, messenger: Executor) -> None:
         self._client, self._messenger = client, messenger
         self.executor: Executor = client.get_executor(pure=False)
 
-    def renew(self) -> None:
-        """Dask itself gives tasks of a lost worker to another one."""
+    def renew(self) -> None: ...
 
     def stop(self, owner: str, number: int) -> None:
-        """Dask runs it on all workers' event loops, beside their tasks."""
+        """Dask runs it on all workers' event loops while their tasks run."""
 
         def tell() -> None:
             self._client.run(stop_up_to, owner, number, on_error="ignore")
 
         self._messenger.submit(tell)
 
-    def close(self) -> None:
-        """The copies stay in the cluster, for the next program."""
+    def close(self) -> None: ...
 
 
 def threads(count: int) -> list[Place]:
-    """So many threads of this program."""
     return [ThreadPlace() for _ in range(count)]
 
 
 def processes(count: int) -> list[Place]:
-    """So many processes of this machine. If it has several GPUs, they get one each by turns."""
     found = _gpus()
     shares = [{"CUDA_VISIBLE_DEVICES": found[i % len(found)]} if len(found) > 1 else {} for i in range(count)]
     return [ProcessPlace(share) for share in shares]
 
 
 def _gpus() -> Sequence[str]:
-    """Names, or numbers, of the NVIDIA GPUs that this program may use; of one alone nothing is said."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]
@@ -137,8 +124,6 @@ def _gpus() -> Sequence[str]:
 
 
 class Cluster:
-    """The workers of a Dask scheduler."""
-
     def __init__(self, address: str) -> None:
         """
         Args:
@@ -166,13 +151,12 @@ class Cluster:
             raise EdgespecError(f"{address}: has no workers; start some with: dask worker {address} --nthreads 1")
 
     def close(self) -> None:
-        """Leave the cluster."""
         self._messenger.shutdown()
         self._client.close()
 
 
 def check_address(address: str) -> None:
-    """Refuse what would have anybody on the network run code here: Dask exchanges pickles.
+    """Refuse an address from which the network could run code here: Dask exchanges pickles.
 
     Raises:
         UsageError: says what is safe.
@@ -192,7 +176,6 @@ def check_address(address: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine's alone."""
     if host == "localhost":
         return True
     try:

@@ -41,7 +41,7 @@ async def chat(http: HttpRequest) -> Response:
 
 
 def question_of(body: ChatBody) -> Question:
-    """Raises Refused, or UsageError for a schema that is none."""
+    """Raises Refused or UsageError."""
     tools, most = tools_of(body), body.top_logprobs or 0
     if not 0 <= most <= MOST_LOG_PROBS:
         raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")

@@ -16,9 +16,9 @@ from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
 from edgespec.server.wire import Event, SamplingFields, answer_whole, new_id, read_body, server_sent
 
-# A line that Claude Code puts first and changes with every request, so that no prefix would ever be found again.
+# Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
-BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")  # all others must be text
+BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
 class CountBody(SamplingFields):
@@ -83,7 +83,7 @@ def conversation_of(body: CountBody) -> Conversation:
 
 
 def turns_of(role: str, content: Any, where: str) -> list[Turn]:
-    """The turns of one message: each result of a tool is a turn. Raises Refused."""
+    """The turns of one message: each result of a tool is a turn; raises Refused."""
     if not isinstance(content, list):
         return [Turn(role, text_of(content, where))]
     by_kind: dict[str, list[Any]] = {}
@@ -100,7 +100,7 @@ def turns_of(role: str, content: Any, where: str) -> list[Turn]:
 
 
 def tools_of(body: CountBody) -> Tools | None:
-    """Tools of the client. The provider's own are ignored. Raises Refused."""
+    """The client's tools without the provider's own; raises Refused."""
     given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
     functions = [
         {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]} for t in given
@@ -123,7 +123,7 @@ def block(piece: Piece) -> dict[str, Any]:
 
 
 def usage(answer: Answer) -> dict[str, int]:
-    """Anthropic's counts: cached prompt tokens are counted apart."""
+    """Anthropic's counts: `input_tokens` has no cached tokens."""
     stats = answer.stats
     return {
         "input_tokens": len(answer.request.prompt_ids) - stats.cached_tokens,
@@ -149,8 +149,8 @@ async def _stream(head: dict[str, Any], answers: Answers) -> AsyncIterator[Event
         return kind, {"type": kind, **fields}
 
     nothing: dict[type, dict[str, Any]] = {str: {"text": ""}, Thought: {"thinking": ""}, Call: {"input": {}}}
-    begun, number = False, -1  # the last block's number
-    is_open: type = type(None)  # and its kind
+    begun, number = False, -1
+    is_open: type = type(None)
     async for found in answers.events():
         if not begun:
             empty: Sequence[Any] = []

@@ -1,4 +1,4 @@
-"""Shared by OpenAI's dialects: fields, errors, and choices, whole or streamed."""
+"""Fields, errors and choices that OpenAI's dialects share."""
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,11 +21,11 @@ MOST_LOG_PROBS = 20
 
 
 class Extra(Lenient):
-    trace: str | None = None  # "passes": chunks tell what each pass has drafted and accepted
-    plain: bool = False  # decode without drafts
-    speculate_tools: bool = False  # tell of calls as soon as the draft predicts them
-    regex: str | None = None  # that the text must match
-    lark: str | None = None  # a grammar that it must follow
+    trace: str | None = None  # "passes": chunks report the draft and accepted tokens of each pass
+    plain: bool = False
+    speculate_tools: bool = False  # report calls as soon as the draft predicts them
+    regex: str | None = None
+    lark: str | None = None
 
 
 class OpenAIBody(SamplingFields):
@@ -34,11 +34,11 @@ class OpenAIBody(SamplingFields):
     edgespec: Extra = Field(default_factory=Extra)
 
     def grammar(self, form: dict[str, Any] | None = None, where: str = "response_format") -> Grammar | None:
-        """The grammar of the answer. Raises Refused, or UsageError for a schema that is none.
+        """The grammar of the answer. Raises Refused or UsageError.
 
         Args:
             form: text, json_object or json_schema.
-            where: it stands in the request.
+            where: its field in the request.
         """
         kind = (form or {}).get("type", "text")
         if kind == "json_object":
@@ -61,7 +61,6 @@ class OpenAIBody(SamplingFields):
 
 
 def template_options(effort: str | None) -> dict[str, Any]:
-    """Variables of a chat template: whether, and how long, to think."""
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
 
 
@@ -103,21 +102,19 @@ class ChoicesBody(OpenAIBody):
 
 
 class Shape:
-    prefix: ClassVar[str]  # of ids
-    whole: ClassVar[str]  # kind of a whole answer
-    part: ClassVar[str]  # kind of a chunk
-    first: ClassVar[Mapping[str, Any] | None] = None  # part of the first chunk; None: there is no such chunk
-    last: ClassVar[Mapping[str, Any]]  # part of the chunk with the reason of the end
+    prefix: ClassVar[str]
+    whole: ClassVar[str]
+    part: ClassVar[str]
+    first: ClassVar[Mapping[str, Any] | None] = None  # None: there is no first chunk
+    last: ClassVar[Mapping[str, Any]]
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
 
     def choice(self, answer: Answer) -> dict[str, Any]:
-        """An answer that is done."""
         raise NotImplementedError
 
     def delta(self, answer: Answer, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """The addition of one pass."""
         raise NotImplementedError
 
 
@@ -166,7 +163,7 @@ async def _stream(
             if one.new or trace or event.chunks[0].log_probs:
                 yield None, chunk(index, shape.delta(one, event.chunks))[1] | trace
         elif isinstance(event, Ended):
-            if one.new:  # what might have become a call
+            if one.new:
                 yield chunk(index, shape.delta(one, ()))
             yield chunk(index, shape.last, finish_reason(one))
     if body.stream_options and body.stream_options.include_usage:
@@ -175,12 +172,10 @@ async def _stream(
 
 
 def named(vocab: Vocab, token: int) -> str:
-    """The bytes of a token as a string; for a control token its name."""
     return vocab.token_bytes(token).decode("utf-8", "replace") or vocab.token_text(token)
 
 
 def traced(event: Wrote, answer: Answer, vocab: Vocab) -> dict[str, Any]:
-    """Draft tokens and accepted tokens of a pass, for the page."""
     tree, stats = event.step.tree, answer.stats
     return {
         "tokens": [{"text": part.text, "source": part.source.name.lower()} for part in event.chunks],

@@ -1,4 +1,4 @@
-"""OpenAI's newer dialect, without memory of earlier answers: /v1/responses."""
+"""OpenAI's newer dialect /v1/responses, without stored answers."""
 
 import time
 from collections.abc import AsyncIterator
@@ -52,7 +52,7 @@ async def responses(http: HttpRequest) -> Response:
 
 
 def question_of(body: ResponsesBody) -> Question:
-    """Raises Refused, or UsageError for a schema that is none."""
+    """Raises Refused or UsageError."""
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
     form = (body.text or {}).get("format")
@@ -66,10 +66,10 @@ def question_of(body: ResponsesBody) -> Question:
 
 
 def turns_of(body: ResponsesBody) -> list[Turn]:
-    """Items that follow each other and are the assistant's are one turn. Raises Refused."""
+    """One turn for neighbouring items of the assistant; raises Refused."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     found = [Turn("system", body.instructions)] if body.instructions else []
-    thought = ""  # before the item that follows
+    thought = ""
     for i, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input.{i}"
         if kind == "reasoning":
@@ -108,7 +108,7 @@ def message_of(item: dict[str, Any], where: str) -> Turn:
 
 
 def tools_of(body: ResponsesBody) -> Tools | None:
-    """Tools of the client. The provider's own are ignored. Raises Refused."""
+    """The client's tools without the provider's own; raises Refused."""
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         for tool in body.tools or ()
@@ -125,14 +125,12 @@ def item(name: str, text: str, status: str) -> dict[str, Any]:
 
 
 def call_item(call: Call, status: str = "completed") -> dict[str, Any]:
-    """A call; without arguments while it is in progress."""
     arguments = call.arguments if status == "completed" else ""
     name = {"id": f"fc_{call.id.removeprefix('call_')}", "call_id": call.id, "name": call.name}
     return {"type": "function_call", **name, "arguments": arguments, "status": status}
 
 
 def thought_item(name: str, text: str, status: str = "completed") -> dict[str, Any]:
-    """A thought; `name` is the message's."""
     content = [{"type": "reasoning_text", "text": text}] if status == "completed" else []
     return {"type": "reasoning", "id": thought_id(name), "summary": [], "content": content, "status": status}
 
@@ -176,7 +174,7 @@ async def _stream(head: dict[str, Any], name: str, answers: Answers) -> AsyncIte
     place: dict[str, Any] = {"item_id": thought_id(name), "output_index": 0}
     yield event("response.created", response=started)
     yield event("response.in_progress", response=started)
-    thinks, thought, begun, calls = False, 0, False, 0  # what is thought comes first, then the message
+    thinks, thought, begun, calls = False, 0, False, 0
 
     def thought_done() -> list[Event]:
         whole_thought = thought_item(name, one.thought)
@@ -203,7 +201,7 @@ async def _stream(head: dict[str, Any], name: str, answers: Answers) -> AsyncIte
                     yield done_event
             if isinstance(piece, str):
                 if not begun and calls:
-                    continue  # a few words behind a call: they are in the whole
+                    continue
                 if not begun:
                     at["output_index"] = thought
                     started_item = item(name, "", "in_progress")
