@@ -151,7 +151,6 @@ def check_folder(path: str) -> Path:
 
 
 def weight_files(path: str) -> list[str]:
-    """The files that decide what a model folder computes."""
     return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
 
 

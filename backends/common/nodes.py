@@ -88,7 +88,6 @@ class NodeSession:
         return np.array(stay, np.int32)
 
     def _commit(self, path: Sequence[int], stay: Sequence[int]) -> None:
-        """Commit `path`, and drop all other nodes but `stay`."""
         if [self._parents[node] for node in path] != [-1, *path][: len(path)]:
             raise ValueError(f"nodes {list(path)} are not a chain under the last committed token")
         self._commit_cells(path, stay)
@@ -123,7 +122,6 @@ class NodeSession:
 
     @property
     def _can_keep(self) -> bool:
-        """True if nodes can stay after a commit."""
         return True
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:

@@ -101,7 +101,6 @@ class LlamaBackend:
         return session
 
     def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
-        """A session is empty, and was closed."""
         self._open.remove(session)
         self._ids.close(session.seq_ids)
 
@@ -114,17 +113,14 @@ class LlamaBackend:
         self._ids.give_back(ids)
 
     def make_room(self, rows: int) -> None:
-        """See `Cells.make_room`."""
         self.cells.make_room(rows, self._open)
 
     @property
     def streamer(self) -> Streamer | None:
-        """What streams the weights, if they are streamed."""
         return self._watch.streamer if self._watch else None
 
     @property
     def mixture(self) -> Mixture | None:
-        """What reads experts as they are chosen, if they are."""
         return self._watch.mixture if self._watch else None
 
     @property
@@ -162,9 +158,9 @@ class LlamaBackend:
         rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
-            start, owed = len(rows.tokens), session.unread_committed
+            start, unread = len(rows.tokens), session.unread_committed
             rows.add(*session.add(placement, self.cells.end + start))
-            index = {placement.first + node: start + owed + i for i, node in enumerate(placement.order)}
+            index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
             logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
             rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
         self.cells.end += len(rows.tokens)

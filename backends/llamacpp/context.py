@@ -1,4 +1,4 @@
-"""How large a context is asked for, and what llama.cpp is told of that."""
+"""The size of a context, and llama.cpp's parameters for it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +28,6 @@ def kv_types(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """How large a context is asked for."""
-
     context_length: int  # 0 = as trained
     budget: int
     sessions: int
@@ -62,7 +60,7 @@ class ContextSize:
         return EXTRA_IDS + self.own_ids - 1
 
     def of(self, model: Any) -> "ContextSize":
-        """The same for this model. Raises UsageError: it has not so many sequence ids."""
+        """A copy with the model's demands. Raises UsageError: there are too few sequence ids."""
         if not llama_cpp.llama_model_n_swa(model) or is_recurrent(model):
             return self
         most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
@@ -73,11 +71,11 @@ class ContextSize:
         return replace(self, own_ids=IN_WINDOWS)
 
     def length(self, model: Any) -> int:
-        """Most tokens of one text."""
+        """Most tokens of one sequence."""
         return self.context_length or int(llama_cpp.llama_model_n_ctx_train(model))
 
     def tokens(self, model: Any) -> int:
-        """Most tokens of all texts together."""
+        """Most tokens of all sequences together."""
         length = self.length(model)
         return length + int(self.share * length) * (self.sessions - 1)
 
@@ -86,7 +84,6 @@ class ContextSize:
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
     def params(self, model: Any) -> Any:
-        """llama.cpp's parameters for it."""
         params = llama_cpp.llama_context_default_params()
         tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
         rows = self.max_nodes + tiles
@@ -97,7 +94,7 @@ class ContextSize:
         if lanes := most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
             rows = self.max_nodes + 2 * MOST_OWED
-            # Cells of all paths of a pass, beside texts as long as may be; few layers have cells.
+            # Cells of all paths of a pass and of sequences of full length; few layers have cells.
             nodes = max(rows, (lanes + 1) * (self.budget + 1 + 2 * MOST_OWED))
             params.n_ctx = self.sessions * (self.length(model) + nodes)
             params.n_batch = params.n_ubatch = rows
@@ -109,8 +106,8 @@ class ContextSize:
         types = kv_types(self.kept_in(model))
         params.type_k, params.type_v = (KV_TYPES[name] for name in types)
         if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
-            # Who keeps weights in float32 wants float32 arithmetic: flash attention rounds keys, values and scores to
-            # 16 bits. But there is no other for a quantised cache.
+            # Weights in float32 ask for float32 arithmetic, but flash attention rounds keys, values and scores to
+            # 16 bits. For a quantised cache there is no other.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
 

@@ -103,8 +103,6 @@ class Between(Interrupted):
 
 
 class Owner(nodes.Owner, Protocol):
-    """The part of a backend that sessions and passes need."""
-
     memory: Any  # llama.cpp's; None once it is freed
     context: Any  # llama.cpp's
     in_order: bool
@@ -179,7 +177,6 @@ class LlamaRecurrentSession(NodeSession):
         return self._head
 
     def read_unread(self) -> None:
-        """The pass of `unread_lane` is over."""
         assert self._head
         self._go_on(self._head.id, self._head.first + len(self._head.tokens))
         self._release(self._head.id)
@@ -246,7 +243,6 @@ class LlamaRecurrentSession(NodeSession):
         return self._step
 
     def evaluated(self, lanes: Sequence[Lane]) -> None:
-        """The pass is over."""
         if self._step:
             if self._step.ended:
                 assert self._head
@@ -279,7 +275,6 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def behind(self) -> int:
-        """Tokens behind the last state."""
         return len(self.token_ids) - self._states.last
 
     @property

@@ -13,8 +13,6 @@ from .ggml.files import llama_cpp
 
 
 class Borrower(Protocol):
-    """The part of a session that is needed here."""
-
     seq_ids: list[int]  # that carry its committed text: its own, and those that are lent to it
     cached: int  # committed tokens that have a cell
 

@@ -30,8 +30,6 @@ from .ggml.state_files import load_parts, load_sequence, save_parts, save_sequen
 
 
 class Owner(nodes.Owner, Protocol):
-    """The part of a backend that a session needs."""
-
     memory: Any  # llama.cpp's cache; None once it is freed
     context: Any  # llama.cpp's
     copies: bool  # cells may be copied
@@ -52,8 +50,6 @@ class Owner(nodes.Owner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a work's nodes go in its session."""
-
     work: Work
     first: int  # number of the first new node
     positions: list[int]  # of the new nodes

@@ -11,7 +11,7 @@ from edgespec.errors import Closed, ModelError
 from .ggml.files import llama_cpp, load_model
 
 
-class _Held:
+class _LoadedModel:
     """A model, as long as somebody may read its vocabulary."""
 
     def __init__(self, model: Any) -> None:
@@ -23,8 +23,8 @@ class LlamaVocab:
     """See `edgespec.loop.backend.Vocab`. From any thread, also while another closes it."""
 
     def __init__(self, model: Any) -> None:
-        self._held: _Held | None = _Held(model)
-        vocab = self._held.vocab
+        self._model: _LoadedModel | None = _LoadedModel(model)
+        vocab = self._model.vocab
         self.size: int = llama_cpp.llama_vocab_n_tokens(vocab)
         bos, eos = llama_cpp.llama_vocab_bos(vocab), llama_cpp.llama_vocab_eos(vocab)
         self.bos_id: int | None = bos if bos >= 0 else None
@@ -36,21 +36,21 @@ class LlamaVocab:
 
     def close(self) -> None:
         """Free the model, as soon as no other thread reads its vocabulary. From now on all raises Closed."""
-        held, self._held = self._held, None
-        if held:
-            weakref.finalize(held, llama_cpp.llama_model_free, held.model)
+        model, self._model = self._model, None
+        if model:
+            weakref.finalize(model, llama_cpp.llama_model_free, model.model)
 
-    def _open(self) -> _Held:
+    def _open(self) -> _LoadedModel:
         """What llama.cpp may be asked about until the caller drops it. Raises Closed."""
-        if (held := self._held) is None:
+        if (model := self._model) is None:
             raise Closed
-        return held
+        return model
 
     def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
-        held, data = self._open(), text.encode("utf-8")
+        model, data = self._open(), text.encode("utf-8")
         room = len(data) + 8
         buffer = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(held.vocab, data, len(data), buffer, room, add_bos, parse_special)
+        count = llama_cpp.llama_tokenize(model.vocab, data, len(data), buffer, room, add_bos, parse_special)
         if count < 0:
             raise ModelError(f"the tokenizer cannot encode a text of {len(data)} bytes")
         return buffer[:count]
@@ -58,28 +58,28 @@ class LlamaVocab:
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
         if piece is None:
-            held, buffer = self._open(), ctypes.create_string_buffer(64)
-            count = llama_cpp.llama_token_to_piece(held.vocab, token_id, buffer, len(buffer), 0, False)
+            model, buffer = self._open(), ctypes.create_string_buffer(64)
+            count = llama_cpp.llama_token_to_piece(model.vocab, token_id, buffer, len(buffer), 0, False)
             if count < 0:
                 buffer = ctypes.create_string_buffer(-count)
-                count = llama_cpp.llama_token_to_piece(held.vocab, token_id, buffer, len(buffer), 0, False)
+                count = llama_cpp.llama_token_to_piece(model.vocab, token_id, buffer, len(buffer), 0, False)
             piece = self._pieces[token_id] = buffer.raw[:count]
         return piece
 
     def token_text(self, token_id: int) -> str:
-        held = self._open()
-        text: bytes = llama_cpp.llama_vocab_get_text(held.vocab, token_id)
+        model = self._open()
+        text: bytes = llama_cpp.llama_vocab_get_text(model.vocab, token_id)
         return text.decode("utf-8", "replace")
 
     def kind(self, token_id: int) -> int:
         """What sort of token it is: llama_token_attr in llama.h (normal, control, user-defined, …)."""
-        held = self._open()
-        return int(llama_cpp.llama_vocab_get_attr(held.vocab, token_id))
+        model = self._open()
+        return int(llama_cpp.llama_vocab_get_attr(model.vocab, token_id))
 
     @cached_property
     def fingerprint(self) -> str:
-        held = self._open()
-        texts = (llama_cpp.llama_vocab_get_text(held.vocab, i) for i in range(self.size))
+        model = self._open()
+        texts = (llama_cpp.llama_vocab_get_text(model.vocab, i) for i in range(self.size))
         return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 

@@ -314,8 +314,8 @@ def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBacke
         if plan and plan.streamed:
             sweep, more = _stream(model, layout, plan, progress, path)
             notes += more
-    held = sweep.bytes_held if sweep else parameter_bytes(model)
-    notes += set_memory_limits(held)
+    weights = sweep.bytes_held if sweep else parameter_bytes(model)
+    notes += set_memory_limits(weights)
     capabilities = Capabilities(
         context_length=context_length,
         max_nodes=size.max_nodes,

@@ -153,7 +153,7 @@ def plan_memory(
         windows: of its layers.
         size: of sessions and passes, as asked for.
         memory: bytes for everything; None: what is free.
-        beside: bytes that others will take: the draft.
+        beside: bytes that the draft will take.
 
     Raises:
         NoRoom: the memory is too little.

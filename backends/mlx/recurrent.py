@@ -58,7 +58,7 @@ class Lanes:
         self._masks: dict[int | None, Any] = {}
 
     def mask(self, window: int | None, as_array: bool) -> Any:
-        """What mlx-lm's attention takes: None (all), "causal", or booleans [lanes, 1, width, end]."""
+        """The mask for mlx-lm's attention: None (all), "causal", or booleans [lanes, 1, width, end]."""
         if window is not None and self.end <= window:
             window = None
         here = self._rectangle
@@ -134,7 +134,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return rectangle.token_ids
 
     def _filled(self, kind: Any, attention: Iterator[LaneCache], states: Iterator[Any]) -> Any:
-        """What the model gets in the place of an empty cache of its own."""
+        """The cache that the model gets instead of an empty one of its own."""
         if type(kind) is CacheList:
             return CacheList(*(self._filled(one, attention, states) for one in kind.caches))
         if type(kind) is not ArraysCache:

@@ -34,7 +34,7 @@ class MlxSession(NodeSession):
         return work.token_ids[None], work.wanted - self.nodes
 
     def place_unread(self) -> Any:
-        """Begin a pass over text that has to be read before the next: its tokens; None: there is no such text."""
+        """Begin a pass over committed tokens that must be read before the next. Returns them, or None."""
         return None
 
     def add(self, work: Work, positions: Sequence[int]) -> None:

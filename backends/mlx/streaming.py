@@ -68,7 +68,6 @@ class SlotStore:
             libc().madvise(self.address(slot), size, MADV_HUGEPAGE)  # a wish: reads into small pages are slower
 
     def _widened(self, layer: Layer) -> Layer:
-        """With whole pages of the file."""
         extents = list[Extent]()
         for extent in layer.extents:
             pages, last = self._files.whole_pages(extent), extents[-1] if extents else None
@@ -79,7 +78,6 @@ class SlotStore:
         return Layer(layer.index, tuple(extents))
 
     def address(self, slot: int) -> int:
-        """Of a slot's first byte."""
         return address(self._arrays[slot]) + self._offsets[slot]
 
     def view(self, slot: int, layer: Layer, placed: Placed) -> Any:
@@ -314,7 +312,6 @@ def _handles(cache: TreeCache) -> tuple[Any, Any]:
 
 
 def open_slots(layout: Layout, plan: Plan) -> SlotStore:
-    """The store for a plan. Raises ModelError."""
     try:
         return SlotStore(layout.paths, layout.bases, plan)
     except OSError as error:

@@ -13,7 +13,7 @@ from edgespec.loop.tree import ancestor_mask, depths
 
 
 class Pass:
-    """Where the nodes of one forward stand. The model's caches hand it to the ropes in place of an offset."""
+    """Places of the nodes of one forward. The model's caches hand it to the ropes in place of an offset."""
 
     def __init__(self, parents: Sequence[int], first: int, length: int) -> None:
         """
@@ -41,17 +41,16 @@ class Pass:
 
     @cached_property
     def levels(self) -> list[tuple[int, Any]]:
-        """Position and new nodes of every depth."""
         new = self._positions[self._first :]
         return [(int(position), mx.array(np.flatnonzero(new == position))) for position in np.unique(new)]
 
     @cached_property
     def level_order(self) -> Any:
-        """Where each new node stands in the concatenated `levels`."""
+        """Place of each new node in the concatenated `levels`."""
         return mx.array(np.argsort(np.argsort(self._positions[self._first :], kind="stable")))
 
     def mask(self, window: int | None, as_array: bool) -> Any:
-        """What mlx-lm's attention takes: None (all), "causal", or booleans [n, end]."""
+        """The mask for mlx-lm's attention: None (all), "causal", or booleans [n, end]."""
         if window is not None and self.end <= window:
             window = None
         if self.is_chain and window is None:
@@ -68,8 +67,8 @@ class Pass:
         visible = np.ones((len(new), self.end), np.bool_)
         visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]
         if window is not None:
-            held = np.concatenate([np.arange(self._length), self._positions])
-            visible &= new[:, None] < held + window
+            cells = np.concatenate([np.arange(self._length), self._positions])
+            visible &= new[:, None] < cells + window
         return visible
 
 

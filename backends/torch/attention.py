@@ -41,8 +41,6 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What `tree_attention` needs to know of a pass."""
-
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]
     interrupted: Event  # when it is set, no further layer is computed
@@ -155,8 +153,8 @@ def build_mask(
         device: where they are computed.
 
     Returns:
-        The first cell that any node can see, and the mask [n, cells from there on], 0 where a node sees a cell and
-        -inf elsewhere; None where nothing is hidden, or only what comes later in a text that starts here.
+        The first cell that any node can see, and the mask [n, cells from there on]: 0 where a node sees a cell, -inf
+        elsewhere. No mask (None) if nothing is hidden, or if the nodes are a chain at the beginning of the sequence.
     """
     count = len(sees)
     new = np.asarray(positions[len(positions) - count :])

@@ -48,7 +48,7 @@ class Staging:
         """
         Raises:
             OSError: a file cannot be opened.
-            ModelError: so much memory cannot be pinned.
+            ModelError: the memory cannot be pinned.
         """
         self.sources = sources
         paths = list(dict.fromkeys(source.path for source in sources))
@@ -120,7 +120,7 @@ class Feeder:
         self._jobs.put((buffer, target, number))
 
     def wait(self, buffer: int) -> None:
-        """Until the copy engine has been told to fill the buffer with what was asked for last.
+        """Return when the copy engine has got the copy of the block that was asked for last.
 
         Raises:
             ModelError: it cannot be read.

@@ -129,7 +129,7 @@ class Block:
             copy: its weights to host memory; else they are on disk already.
 
         Raises:
-            ModelError: so much memory cannot be pinned.
+            ModelError: the memory cannot be pinned.
         """
         self.size = block_bytes(layer)
         self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None  # None: on disk
@@ -188,7 +188,7 @@ def stored_tensors(layer: Any) -> Iterator[tuple[str, dict[str, Any], str, bool]
 
 
 def aligned(size: int) -> int:
-    """Bytes that a tensor of so many takes in a block."""
+    """Bytes of a block that a tensor of `size` bytes takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -297,7 +297,6 @@ class Streamer:
 
     @property
     def wait_seconds(self) -> float:
-        """Time that passes have waited for layers."""
         return self._engine.waited() + (self.feeder.wait_seconds if self.feeder else 0.0)
 
     def close(self) -> None:

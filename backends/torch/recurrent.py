@@ -54,7 +54,7 @@ def state_bytes(model: Any) -> int:
 
 
 class StateCache(transformers.DynamicCache):  # type: ignore[misc]
-    """What the model classes take for a cache. It holds states for as long as a pass takes, and no keys and values."""
+    """A cache for the model classes. It has states during a pass, and no keys and values."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(config=model.config)
@@ -89,7 +89,7 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
         self.empty = [torch.zeros_like(states[index]) for states, index in self._places()]
 
     def without_recurrent(self, state: State) -> State:
-        """A state whose convolutions alone know the text."""
+        """A copy of a state in which only the convolutions remember tokens."""
         conv = [id(layer.conv_states) for layer in self.layers if _has_states(layer)]
         return [
             one if id(held) in conv else empty
@@ -121,7 +121,7 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
         return logits
 
     def states(self, count: int) -> list[State]:
-        """Behind each of so many lanes."""
+        """States after each of `count` lanes."""
         every = [held[index] for held, index in self._places()]
         return [[state[lane : lane + 1].clone() for state in every] for lane in range(count)]
 
@@ -134,8 +134,8 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
     """The cache of a model on its device, and what its attention does: a few tokens are read.
 
     Raises:
-        ModelError: it cannot be run so, or a text in two parts, the second from a copied state, is not what it is at
-            once.
+        ModelError: it cannot be run so, or tokens in two passes, the second from a copied state, do not give the
+            logits of one pass.
     """
     probe = Probe()
     try:
@@ -238,8 +238,8 @@ def groups(
 ) -> Iterator[tuple[list[int], int]]:
     """Works whose lanes go through the model at once, and the lanes' width.
 
-    A prompt goes alone. Where weights are in memory only trees of one depth share a pass: nothing is filled up, so
-    there is a state behind every leaf.
+    A prompt has a pass of its own. If weights are in memory, only trees of one depth share a pass: no lane is filled
+    up, so there is a state after every leaf.
     """
     together = dict[object, list[int]]()
     widths = [max(len(lane.token_ids) for lane in some) for some in lanes]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-# Rows from which on llama.cpp's attention adds up tiles of so many cells: GGML_FA_TILE_KV in ggml-cpu/common.h.
-# Prompts of all engines are cut at multiples of it.
+# Over this number of rows or more llama.cpp's attention adds up tiles, which have as many cells: GGML_FA_TILE_KV in
+# ggml-cpu/common.h. Prompts of all engines are cut at multiples of it.
 TILE = 64
 
 
@@ -16,11 +16,11 @@ def whole_tiles(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
-    """Numbers of rows a pass may have so that not a bit of a row depends on how many there are, or on the others."""
+    """Numbers of rows a pass may have, so that no bit of a row depends on that number or on other rows."""
 
-    least: int  # the backend pads shorter passes to so many rows
+    least: int  # rows; the backend pads shorter passes
     most: int
-    step: int = 1  # and others to a multiple of it: some kernels take so many rows together, and the rest one by one
+    step: int = 1  # longer passes are padded to a multiple: some kernels take `step` rows together, the rest singly
 
     def rows(self, count: int) -> int:
         """Rows, with padding, of a pass that needs `count`."""
@@ -48,7 +48,7 @@ class BatchInvariance:
 
 @dataclass(slots=True)
 class PromptRead:
-    """How many of a session's first tokens were read as a prompt: one that begins so goes on from their cells."""
+    """The number of a session's first tokens that were read as a prompt. A prompt reuses cells of these alone."""
 
     tokens: int = 0
     short: bool = False  # in the class `BatchInvariance.short`

@@ -1,4 +1,4 @@
-"""What llama.cpp calls at every node of a pass, and the nodes of a pass, found by it."""
+"""A function that llama.cpp calls at every node of a pass, and the nodes of a pass, found by it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from .signals import Signals
 
 
 class NodeCallback:
-    """Has a function told of each node: first asked whether it shall be reported, then, if so, told it is computed."""
+    """Calls a function twice for a node: before, with a question (report it?); if so, again after it is computed."""
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
         """

@@ -47,7 +47,7 @@ def keep_log() -> None:
 
 
 def last_log() -> str:
-    """What llama.cpp last complained about: the first line is the cause, later ones only pass it on."""
+    """The first of llama.cpp's last complaints: the cause, which later lines pass on."""
     return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
 
 
@@ -104,7 +104,6 @@ def parts(path: str) -> list[str]:
 
 
 def file_size(path: str) -> int:
-    """Bytes of a model's files."""
     return sum(Path(part).stat().st_size for part in parts(path))
 
 
@@ -130,7 +129,6 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
 
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
-    """The header of a GGUF file."""
     check_magic(path)
     table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
     if not table:
@@ -163,7 +161,7 @@ def ggml_library(name: str) -> Any:
 
 @cache
 def ggml_base() -> Any:
-    """What llama-cpp-python does not name of libggml-base."""
+    """Functions of libggml-base that llama-cpp-python does not name."""
     library = ggml_library("ggml-base")
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
     for name, result, arguments in [

@@ -8,7 +8,7 @@ from .files import ggml_base
 
 
 class GgmlTensor(ctypes.Structure):
-    """struct ggml_tensor of ggml.h, as far as it is used here; `is_known` tells whether it is still so."""
+    """struct ggml_tensor of ggml.h, as far as it is used here; `is_known` checks it."""
 
     _fields_ = (
         ("type", ctypes.c_int32),
@@ -27,14 +27,14 @@ class GgmlTensor(ctypes.Structure):
 
 
 def is_known(address: int) -> bool:
-    """Whether this build's tensors are laid out as `GgmlTensor`."""
+    """True if this build's tensors are laid out as `GgmlTensor`."""
     base, tensor = ggml_base(), GgmlTensor.from_address(address)
     same = base.ggml_get_name(address) == tensor.name and (base.ggml_get_data(address) or 0) == (tensor.data or 0)
     return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
 
 
 def is_here(address: int) -> bool:
-    """Whether a tensor lies in the processor's memory."""
+    """True if a tensor lies in the processor's memory."""
     tensor = GgmlTensor.from_address(address)
     buffer = tensor.buffer or (GgmlTensor.from_address(tensor.view_src).buffer if tensor.view_src else None)
     return bool(buffer and ggml_base().ggml_backend_buffer_is_host(buffer))

@@ -18,8 +18,8 @@ class Signals:
     def held(self) -> Iterator[None]:
         """Within, Ctrl-C is noted, and obeyed by `obey` or at the end.
 
-        Python handles a signal where its code goes on. Raised in a function that llama.cpp calls, an exception is lost,
-        and the pass taken for finished; raised between calls that belong together, it leaves half of them undone.
+        Python handles a signal where its code goes on. In a function that llama.cpp calls, the exception would be lost,
+        and the pass would seem finished. Between calls that belong together, it would leave half of them undone.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

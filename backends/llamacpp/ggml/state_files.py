@@ -1,4 +1,4 @@
-"""What llama.cpp has of a sequence, in a file: its part of what `edgespec/loop/session_files.py` writes."""
+"""llama.cpp's part of a session file: `edgespec/loop/session_files.py`."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ LENGTH = struct.Struct("<Q")  # of a part, before it
 
 
 def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:
-    """Write a sequence's cells and state, which are those of a text. Raises OSError."""
+    """Write the cells and the state of a sequence id, with their tokens. Raises OSError."""
     tokens = (llama_cpp.llama_token * len(text))(*text)
     if text and not llama_cpp.llama_state_seq_save_file(context, os.fsencode(path), seq, tokens, len(text)):
         raise OSError(last_log())

@@ -23,7 +23,7 @@ class Stop:
 
     def lie_in(self, flag: Any) -> None:
         """Move the flag to these two bytes, an array of C's characters. No pass may be under way."""
-        # C's strlen tells whether the flag, a string, is empty: one in Python would cost a tenth of a short pass.
+        # C's strlen tests the flag, a string: a callback in Python would cost a tenth of a short pass.
         self._flag = flag
         if self._asked:
             library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
@@ -31,14 +31,12 @@ class Stop:
             llama_cpp.llama_set_abort_callback(self._context, callback, ctypes.addressof(flag))
 
     def set(self) -> None:
-        """End the pass under way, or the next."""
         self._flag.value = b"x"
 
     @property
     def is_set(self) -> bool:
-        """Whether it was set since the last `clear`."""
+        """True if it was set since the last `clear`."""
         return bool(self._flag.value)
 
     def clear(self) -> None:
-        """The pass is over."""
         self._flag.value = b""

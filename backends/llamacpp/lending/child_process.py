@@ -41,8 +41,6 @@ SECONDS_TO_BORROW = 20  # the start of the program is in it
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a loaded model that do not change."""
-
     capabilities: Capabilities
     notes: list[str]
     build: str
@@ -177,8 +175,6 @@ class ChildLogits:
 
 
 class Child:
-    """The process, and calls to it."""
-
     def __init__(self, lenders: Sequence[str]) -> None:
         self._lenders = lenders
         self._calls = 0

@@ -26,14 +26,11 @@ HEAD = b"^(output|token_embd)"  # stays here: logits are many times what goes fr
 
 
 class NoRpc(EdgespecError):
-    """This llama.cpp was built without its RPC backend."""
-
     def __init__(self) -> None:
         super().__init__(f"lending layers needs a llama.cpp that was built for it: {BUILD}")
 
 
 def has_rpc() -> bool:
-    """Whether this llama.cpp was built with its RPC backend."""
     return any((Path(llama_cpp.__file__).parent / "lib").glob("*ggml-rpc*"))
 
 

@@ -1,1 +1,1 @@
-"""Where weights and caches lie: memory, GPU, disk."""
+"""Places of weights and caches: memory, GPU, disk."""

@@ -48,7 +48,6 @@ _used_by_others: dict[str, int] = {}  # of each GPU's memory when this program f
 
 
 def devices() -> list[Device]:
-    """All GPUs that this llama.cpp can use."""
     if not llama_cpp.llama_supports_gpu_offload():
         return []
     library, found = ggml(), list[Device]()

@@ -15,7 +15,7 @@ class LayerHooks:
 
     Nodes are named after their layer ("ffn_out-7"). Before it computes, llama.cpp asks node by node which one it shall
     report. It computes up to that node, reports, and goes on. So when it asks right after a report, all nodes before
-    are computed. In the first pass every node is reported. That tells the last node before each streamed layer; later
+    are computed. In the first pass every node is reported, which shows the last node before each streamed layer. Later
     passes stop only there.
     """
 
@@ -29,7 +29,7 @@ class LayerHooks:
         self.skip_padding: SkipPadding | None = None  # where the page cache keeps its experts
         self.stop: Stop | None = None  # when it is set, the pass ends
         self._streamed = {layer.index for layer in streamer.plan.streamed}
-        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: its name tells none
+        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: there is none in its name
         self._name_of = ggml_base().ggml_get_name
         self._last_nodes: set[bytes] = set()  # before a streamed layer
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
@@ -45,11 +45,9 @@ class LayerHooks:
 
     @property
     def wait_seconds(self) -> float:
-        """Time that passes have waited for weights."""
         return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
 
     def close(self) -> None:
-        """Give all memory back."""
         if self.mixture:
             self.mixture.close()
         self.streamer.close()
@@ -69,7 +67,6 @@ class LayerHooks:
             return True
 
     def finish(self) -> None:
-        """The pass is over, or was given up."""
         self.streamer.finish()
         if chooser := self.mixture or self.skip_padding:
             chooser.finish()

@@ -1,4 +1,4 @@
-"""A mixture of experts in llama.cpp: what its router chose is read, and llama.cpp is told where it lies.
+"""A mixture of experts in llama.cpp: chosen experts are read, and llama.cpp gets their addresses.
 
 llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor that holds a layer's experts one behind the
 other. Before a layer's experts are computed, `data` of its tensors is set to the slots of `expert_memory.py`, and the
@@ -40,8 +40,6 @@ ADD_ROWS = b"ADD_ID"  # adds a row of a small matrix by the expert's number
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the graph."""
-
     name: bytes
     op: bytes
     sources: tuple[int, ...]  # addresses of tensors; 0: none
@@ -49,7 +47,7 @@ class Node:
 
 
 def node_at(address: int) -> Node:
-    """What is known of a node before it is computed."""
+    """Facts of a node before it is computed."""
     tensor = GgmlTensor.from_address(address)
     sources = tuple(source or 0 for source in tensor.src)
     names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
@@ -63,8 +61,6 @@ def root_of(address: int) -> int:
 
 @dataclass(slots=True)
 class Layer:
-    """A layer's experts in the graph."""
-
     weights: list[tuple[int, int, int]] = field(default_factory=list)  # tensor, its own data, data of slot 0
     rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # small: tensor, data, bytes a row, a copy
 
@@ -84,7 +80,7 @@ class Layer:
 
 
 class Mixture:
-    """Keeps an `ExpertMemory` in step with a pass. `LayerHooks` tells it every node."""
+    """Keeps an `ExpertMemory` in step with a pass. `LayerHooks` calls it for every node."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
         """
@@ -225,7 +221,6 @@ class Mixture:
         self.memory.wait(self._chosen, weight)
 
     def _choose(self, number: int, tensor: int) -> None:
-        """The router has chosen."""
         self._forget_slots()
         self._chosen = -1
         numbers = GgmlTensor.from_address(tensor).src[2]
@@ -262,7 +257,6 @@ class Mixture:
         self._told, self._numbers = [], (0, 0)
 
     def finish(self) -> None:
-        """The pass is over, or was given up."""
         self._forget_slots()
         self._chosen, self._used = -1, []
         self.memory.finish()
@@ -282,7 +276,7 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
         plan: that gives experts slots.
         nodes: of a pass: `LayerHooks.nodes`.
         notes: what a person should know is added.
-        progress: told how much of what is read first has been read.
+        progress: called with the bytes read, of those read at load.
 
     Raises:
         ModelError: they cannot be read.

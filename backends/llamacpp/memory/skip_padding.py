@@ -70,7 +70,6 @@ class SkipPadding:
         return self._reported
 
     def finish(self) -> None:
-        """The pass is over, or was given up."""
         for numbers in self._cut:
             GgmlTensor.from_address(numbers).ne[1] = self._rows
         self._cut = set()

@@ -1,13 +1,13 @@
-"""How many threads a pass gets while other programs keep this machine's processors busy.
+"""Number of threads of a pass while other programs keep this machine's processors busy.
 
 llama.cpp's threads wait for each other several hundred times in a pass. When another program takes the processor of one
-of them, all wait until it is back: with both of 2 processors' threads and one other busy program a pass takes 4 to 25
-times as long, with one thread less, which nobody disturbs, at most twice as long.
+of them, all wait until it is back. On 2 processors with one other busy program, a pass with two threads takes 4 to 25
+times as long. With one thread, which is not disturbed, it takes at most twice as long.
 
-The number of threads must not change a bit of what is computed. It does so in one place only: flash attention splits
-the cache into as many parts as there are threads, for passes of one node over at least 512 cells
-(`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells up to a multiple of 256). Such passes keep their
-threads, but these go to sleep soon when they wait, so that the system can move one to where there is room.
+The number of threads must not change a bit of the result. It does so in one place only: flash attention splits the
+cache into as many parts as there are threads, for passes of one node over at least 512 cells (`use_split_kv_path` in
+ggml-cpu/ops.cpp; llama.cpp rounds the cells up to a multiple of 256). Such passes keep their threads. But these sleep
+soon when they wait, so that the system can move one to a free processor.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
 
 
 def usage_now() -> Usage | None:
-    """What the processors have done; None where the system does not say."""
+    """Processor time used until now; None if the system does not report it."""
     if sys.platform != "linux":
         return None
     try:
@@ -77,7 +77,7 @@ def busy_processors(before: Usage, after: Usage, was_crowded: bool) -> float:
 
 
 def others_run() -> bool:
-    """Whether a thread of another program runs, or could, in this very moment, and in the next."""
+    """True if a thread of another program runs, or could run, now and a moment later."""
     try:
         for look in range(LOOKS):
             time.sleep(0.002 if look else 0)

@@ -1,4 +1,4 @@
-"""How much a logit moves with the shape of its pass."""
+"""Most that a logit moves with the shape of its pass."""
 
 from ..context import kv_types
 from ..ggml.files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32
@@ -9,7 +9,7 @@ from ..ggml.files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32
 # cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
 TOLERANCE_QUANTISED = 1.5
 TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
-# The same by the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
+# By the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
 # SmolLM2 in float32: f16 0.03, bf16 0.18, q8_0 0.52, q5_1 2.4, q4_0 6.5. (In Q4_1, a pass's shape moves nothing.)
 CACHE_TOLERANCES = {"f32": 0.0, "f16": 0.3, "bf16": 0.8, "q8_0": 1.0, "q5_1": 5.0, "q5_0": 5.0}
 TOLERANCE_OF_4_BITS = 10.0

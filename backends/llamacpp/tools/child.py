@@ -1,4 +1,4 @@
-"""What programs share that run llama.cpp in a process of their own: JSON in, JSON lines out, nothing left behind."""
+"""Shared by programs that run llama.cpp in a process of their own: JSON in, JSON lines out, no files left."""
 
 import json
 import os

@@ -140,7 +140,6 @@ def write(collector: Collector, out: str, origin: str, chunks: int) -> None:
 
 
 def work(job: dict[str, Any], say: Say) -> None:
-    """Read the text, write the matrix. Raises ModelError."""
     vocab = load_vocab(job["source"])
     text = Path(job["text"]).read_text("utf-8")
     token_ids = vocab.encode(text, add_bos=False, parse_special=True)[: job["chunks"] * TOKENS]

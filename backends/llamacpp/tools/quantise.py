@@ -1,4 +1,4 @@
-"""llama.cpp's quantiser as a program: it tells of its work only in its log, cannot be stopped, and writes in place.
+"""llama.cpp's quantiser as a program: it reports only in its log, cannot be stopped, and writes in place.
 
 The job: source, out, type (of llama_ftype, or "" to copy), types ([regular expression, ggml type]), drop (layers),
 imatrix (a file of `imatrix.py`'s, or "unknown" in a rehearsal), notes (keys and texts for the header), requantise,
@@ -41,7 +41,7 @@ def ggml_types() -> dict[str, int]:
 
 
 def row_size(type_: int, width: int) -> int:
-    """Bytes of a row of so many weights."""
+    """Bytes of a row of `width` weights."""
     function = ggml_base().ggml_row_size
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
     return int(function(type_, width))
@@ -59,7 +59,6 @@ class _Log:
         self._types = {name.lower(): number for name, number in ggml_types().items()}
 
     def take(self, level: int, text: bytes, user_data: Any) -> None:
-        """One call of the log."""
         if level == 4:  # GGML_LOG_LEVEL_ERROR
             self.complaints += [
                 line for line in text.decode("utf-8", "replace").strip().split("\n") if line.strip("= ")
@@ -83,7 +82,6 @@ class _Log:
             self._shape = []
 
     def reason(self) -> str:
-        """The first complaint, in a line."""
         found = next((line for line in self.complaints), "llama.cpp gave no reason")
         return re.sub(r"^.*?: (failed to quantize: )?", "", found).strip(" -")
 
