@@ -13,8 +13,9 @@ import pytest
 from gguf_files import VOCAB, gguf, write_gguf
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
-from edgespec.loop.engines import load_backend, load_vocab
+from edgespec.loop.engines import load_vocab
 from edgespec.models.convert.folder_from_gguf import convert, read_gguf, write_safetensors
 from edgespec.models.convert.gguf_tokenizer import PATTERNS, build_tokenizer
 

@@ -13,8 +13,9 @@ from gguf_files import VOCAB, byte_level_vocab, gguf
 
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
-from edgespec.loop.engines import load_backend, load_vocab
+from edgespec.loop.engines import load_vocab
 
 TINY = Shape(layers=3, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=100)
 

@@ -351,7 +351,7 @@ def test_options_out_of_range(llama, options):
 def test_without_mlx():
     script = (
         "import sys; sys.modules['mlx_lm'] = None\n"
-        "from edgespec.loop.engines import load_backend\n"
+        "from edgespec.loading.by_name import load_backend\n"
         "from edgespec.errors import MissingPackage\n"
         "try: load_backend('mlx', 'folder')\n"
         "except MissingPackage as error: print(error)"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.engines import load_backend
 from edgespec.loop.generate import generate_tokens
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams

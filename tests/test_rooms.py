@@ -118,7 +118,7 @@ def test_importing_the_package_imports_no_engine() -> None:
 def test_a_missing_engine_is_named_with_its_command() -> None:
     script = (
         "import sys; sys.modules['llama_cpp'] = None\n"
-        "from edgespec.loop.engines import load_backend\nfrom edgespec.errors import MissingPackage\n"
+        "from edgespec.loading.by_name import load_backend\nfrom edgespec.errors import MissingPackage\n"
         "try: load_backend('llamacpp', 'model.gguf')\nexcept MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

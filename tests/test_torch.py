@@ -40,7 +40,7 @@ from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
 from edgespec.errors import Interrupted, MissingPackage, ModelError, UsageError
-from edgespec.loop.engines import load_backend
+from edgespec.loading.by_name import load_backend
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 from edgespec.loop.tree import ancestor_mask, depths

@@ -7,12 +7,13 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.machine.memory import in_bytes, left_of
-from edgespec.machine.this_machine import Machine, this_machine
+from edgespec.machine.this_machine import this_machine
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import Plan
 
+from ..common.loader import loader
 from .backend import LlamaBackend
 from .context import ContextSize, check_options, kept_of, make_context
 from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
@@ -109,7 +110,7 @@ class LlamaEngine(Engine):
 
 
 engine = LlamaEngine()
-load = engine.open
+load = loader(engine)
 
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:

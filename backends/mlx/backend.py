@@ -29,6 +29,7 @@ from edgespec.weights.ring import measure_disk, supported
 
 from ..common.hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
+from ..common.loader import loader
 from .loading import check_files, find_windows, load_weights
 from .memory import (
     MIN_NODES,
@@ -277,7 +278,7 @@ class MlxEngine(Engine):
 
 
 engine = MlxEngine()
-load = engine.open
+load = loader(engine)
 
 
 def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBackend:

@@ -26,6 +26,7 @@ from edgespec.loop.tree import is_leaf, path_to
 from edgespec.planners.path_cost import CHEAP, MOST_OWED, States, paths_of, step_from
 
 from ..common.interrupts import interruptible
+from ..common.loader import loader
 from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
 from .model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
@@ -325,5 +326,5 @@ class ReferenceEngine(Engine):
 
 
 engine = ReferenceEngine()
-load = engine.open
+load = loader(engine)
 load_vocab = engine.load_vocab

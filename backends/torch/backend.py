@@ -18,17 +18,18 @@ import torch
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import available_memory, format_size, in_bytes, left_of, private_memory
-from edgespec.machine.this_machine import Machine, this_machine
+from edgespec.machine.this_machine import this_machine
 from edgespec.weights.plan import MARGIN, SAFETY
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
+from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
@@ -223,7 +224,7 @@ class TorchEngine(Engine):
 
 
 engine = TorchEngine()
-load = engine.open
+load = loader(engine)
 
 
 def load_folder(

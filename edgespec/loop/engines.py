@@ -12,7 +12,6 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Vocab
-from edgespec.machine.this_machine import Machine, this_machine
 
 # name -> module with an `engine`, as in the entry-point group edgespec.backends
 BUILT_IN = {
@@ -26,6 +25,26 @@ ENGINE_OPTIONS = ("threads", "gpu_layers", "memory", "kv_type", "device", "dtype
 
 Computing = Mapping[str, str | int | None]  # see `Backend.computing`
 Progress = Callable[[int, int], None]  # of (bytes read, bytes in all)
+
+
+class Machine(Protocol):
+    """A computer for which an engine plans, as `machine/this_machine.py` describes it; sizes in bytes."""
+
+    @property
+    def platform(self) -> str:
+        """As `sys.platform`."""
+
+    @property
+    def memory(self) -> int:
+        """In all."""
+
+    @property
+    def free(self) -> int:
+        """That this process may still take."""
+
+    @property
+    def processors(self) -> int:
+        """That this process may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +191,6 @@ class Engine(Protocol):
         """
         return memory
 
-    def open(self, path: str, **options: Any) -> Any:
-        """Plan and load at once; `options` of `LoadOptions`, with `exact` "off" by default."""
-        return self.load(self.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()))
-
 
 def find_engine(name: str) -> Engine:
     """A built-in engine, or one from the entry-point group edgespec.backends.
@@ -190,12 +205,6 @@ def find_engine(name: str) -> Engine:
         raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
     engine: Engine = import_module(known[name]).engine
     return engine
-
-
-def load_backend(name: str, path: str, **options: Any) -> Backend:
-    """Load a model; errors as for `Engine.open` and `find_engine`."""
-    backend: Backend = find_engine(name).open(path, **options)
-    return backend
 
 
 def load_vocab(name: str, path: str) -> Vocab:

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from edgespec.errors import UsageError
+from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.engines import load_backend
 from edgespec.measure.recording import questions, record, recording_file
 from edgespec.measure.replay import Recording
 from edgespec.models.convert.gguf_write import Recipe, check_drop, quantise

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.loading.by_name import load_backend
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.engines import LoadOptions, load_backend
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.loop.engines import Machine
 from edgespec.machine.disk import USUAL, recall_reading
 from edgespec.machine.memory import (
     COMPRESSING_FILE_SYSTEMS,
@@ -24,7 +25,6 @@ from edgespec.machine.memory import (
     private_memory,
 )
 from edgespec.machine.system import HUGE
-from edgespec.machine.this_machine import Machine
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
