@@ -8,7 +8,7 @@ from conftest import Run
 
 from edgespec.machine.memory import parse_size
 from edgespec.models import fit as module
-from edgespec.models.fit import BESIDE, fit
+from edgespec.models.fit import RUNTIME, fit
 from edgespec.models.hub import parse
 from edgespec.models.registry import BUILT_IN, Entry, FileFacts, read_models
 
@@ -49,7 +49,7 @@ def test_the_same_file_has_the_same_facts_everywhere() -> None:
     ("memory", "disk", "streamed", "says"),
     [
         (60, 100, 0, "stays in memory"),
-        (20, 100, 40 * GB + GB + BESIDE - 20 * GB, "streams about 22.5 GB per pass"),
+        (20, 100, 40 * GB + GB + RUNTIME - 20 * GB, "streams about 22.5 GB per pass"),
         (4, 100, 38.5 * GB, "too little memory"),
         (60, 30, 0, "too large for the disk: 30 GB are free"),
     ],

@@ -96,10 +96,10 @@ def test_an_interrupt_at_any_line_changes_no_tokens(name, at):
 PLANNERS = {"none": NonePlanner, "sssd": SssdPlanner, "specexec": SpecExecPlanner}
 BOUNDARIES = [
     (ReferenceSession, "commit"), (ReferenceSession, "rewind"), (ReferenceBackend, "forward"),
-    (Generation, "begin"), (Generation, "take"), (Generation, "take_prompt"), (Generation, "planning"),
+    (Generation, "begin"), (Generation, "accept"), (Generation, "accept_prompt"), (Generation, "propose"),
     (Handle, "begin"), (Handle, "write"), (Handle, "end"), (Handle, "restart"), (Queue, "remove"),
-    (Lane, "take"), (SessionPool, "assign"), (SessionPool, "begin"), (SessionPool, "release"), (SessionPool, "renew"),
-    *((kind, "accept") for kind in PLANNERS.values()), *((kind, "begin") for kind in PLANNERS.values()),
+    (Lane, "accept"), (SessionPool, "assign"), (SessionPool, "begin"), (SessionPool, "release"), (SessionPool, "renew"),
+    *((kind, "observe") for kind in PLANNERS.values()), *((kind, "begin") for kind in PLANNERS.values()),
 ]  # fmt: skip
 
 

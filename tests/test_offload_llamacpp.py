@@ -571,7 +571,7 @@ def test_closing_leaves_nothing_and_may_be_done_twice(tiny: Path, tmp_path: Path
 
 
 @linux_only
-@pytest.mark.parametrize("where", ["pin", "drop", "context"])
+@pytest.mark.parametrize("where", ["preload", "drop", "context"])
 def test_a_load_that_fails_leaves_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

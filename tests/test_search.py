@@ -167,9 +167,9 @@ def test_a_text_that_waits_leaves_its_leaves_to_others():
     scheduler, found = Scheduler(draft(sessions=2), made, budget=40), list[int]()
     prepared = scheduler.submit(Request([1, 2, 3], SAMPLINGS[2], 60), lambda event: None, idle_limit=8)
     for _ in range(60):
-        if not prepared.waits:
+        if not prepared.is_prefetched:
             scheduler.step()
-    assert prepared.waits
+    assert prepared.is_prefetched
 
     def tell(event):
         assert getattr(event, "error", None) is None
