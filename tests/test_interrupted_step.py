@@ -220,7 +220,7 @@ def test_a_request_that_begins_again_with_other_tokens_ends_with_an_error(monkey
         scheduler.step()
     known = reader.tokens
     with monkeypatch.context() as patch:
-        boundary = Boundary(patch, Generation, "take", 1, after=True)
+        boundary = Boundary(patch, Generation, "accept", 1, after=True)
         run_interrupted(scheduler, boundary)
     assert boundary.raised == 1
     assert "interrupted" in str(reader.ended.error)
