@@ -1,5 +1,3 @@
-"""A GGUF's tokenizer, through llama.cpp."""
-
 import ctypes
 import hashlib
 import weakref
@@ -12,7 +10,7 @@ from .ggml.files import llama_cpp, load_model
 
 
 class _Held:
-    """A model, as long as somebody may read its vocabulary."""
+    """A model, alive until the last reader of its vocabulary drops it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -20,7 +18,7 @@ class _Held:
 
 
 class LlamaVocab:
-    """See `edgespec.loop.backend.Vocab`. From any thread, also while another closes it."""
+    """See `edgespec.loop.backend.Vocab`; thread-safe, also against `close`."""
 
     def __init__(self, model: Any) -> None:
         self._held: _Held | None = _Held(model)
@@ -35,13 +33,17 @@ class LlamaVocab:
         self._pieces: dict[int, bytes] = {}
 
     def close(self) -> None:
-        """Free the model, as soon as no other thread reads its vocabulary. From now on all raises Closed."""
+        """Free the model after its last reader; later calls raise Closed."""
         held, self._held = self._held, None
         if held:
             weakref.finalize(held, llama_cpp.llama_model_free, held.model)
 
     def _open(self) -> _Held:
-        """What llama.cpp may be asked about until the caller drops it. Raises Closed."""
+        """The model, for use until the caller drops it.
+
+        Raises:
+            Closed: after `close`.
+        """
         if (held := self._held) is None:
             raise Closed
         return held
@@ -72,7 +74,7 @@ class LlamaVocab:
         return text.decode("utf-8", "replace")
 
     def kind(self, token_id: int) -> int:
-        """What sort of token it is: llama_token_attr in llama.h (normal, control, user-defined, …)."""
+        """Kind of a token: llama_token_attr in llama.h."""
         held = self._open()
         return int(llama_cpp.llama_vocab_get_attr(held.vocab, token_id))
 
@@ -84,7 +86,11 @@ class LlamaVocab:
 
 
 def load_vocab(path: str) -> LlamaVocab:
-    """Only the tokenizer of a GGUF file; freed with the object. Raises ModelError as `load` does."""
+    """Load only the tokenizer of a GGUF file; the model is freed with the returned object.
+
+    Raises:
+        ModelError: as for `load_model`.
+    """
     model = load_model(path, vocab_only=True)
     vocab = LlamaVocab(model)
     weakref.finalize(vocab, llama_cpp.llama_model_free, model)

@@ -1,4 +1,4 @@
-"""ggml's tensors, as their addresses come from llama.cpp's evaluation callback."""
+"""ggml's tensors, by their addresses in host memory."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from .files import ggml_base
 
 
 class GgmlTensor(ctypes.Structure):
-    """struct ggml_tensor of ggml.h, as far as it is used here; `is_known` tells whether it is still so."""
+    """Fields of struct ggml_tensor in ggml.h; `is_known` checks the layout."""
 
     _fields_ = (
         ("type", ctypes.c_int32),
@@ -27,31 +27,31 @@ class GgmlTensor(ctypes.Structure):
 
 
 def is_known(address: int) -> bool:
-    """Whether this build's tensors are laid out as `GgmlTensor`."""
+    """True if this build of llama.cpp has the layout of `GgmlTensor`."""
     base, tensor = ggml_base(), GgmlTensor.from_address(address)
     same = base.ggml_get_name(address) == tensor.name and (base.ggml_get_data(address) or 0) == (tensor.data or 0)
     return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
 
 
 def is_here(address: int) -> bool:
-    """Whether a tensor lies in the processor's memory."""
+    """True if a tensor lies in host memory."""
     tensor = GgmlTensor.from_address(address)
     buffer = tensor.buffer or (GgmlTensor.from_address(tensor.view_src).buffer if tensor.view_src else None)
     return bool(buffer and ggml_base().ggml_backend_buffer_is_host(buffer))
 
 
 def source_addresses(address: int) -> list[int]:
-    """Of the tensors that a node is computed from."""
+    """Addresses of the tensors that a node is computed from."""
     return [source for source in GgmlTensor.from_address(address).src if source]
 
 
 def skip_rows(node: int, numbers: int, rows: int) -> None:
-    """Have a product with chosen experts, whose turn it is, computed for its first rows only; the others become 0.
+    """Compute only the first rows of the next node, a product with chosen experts; the others become 0.
 
     Args:
-        node: its address.
-        numbers: of the tensor of the chosen experts.
-        rows: how many are computed; to be undone by `ne[1]` of `numbers`.
+        node: address of the product.
+        numbers: address of the tensor of chosen experts.
+        rows: number of rows to compute; the caller must restore `ne[1]` of `numbers`.
     """
     GgmlTensor.from_address(numbers).ne[1] = rows
     found = GgmlTensor.from_address(node)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the engine is in a state that must not stay."""
+"""Deferred signals."""
 
 import signal
 import threading
@@ -8,18 +8,16 @@ from typing import Any
 
 
 class Signals:
-    """SIGINT and SIGTERM, held back for a moment."""
-
     def __init__(self) -> None:
-        self._came: dict[int, Any] = {}  # and the frames they came to
+        self._came: dict[int, Any] = {}  # signal -> interrupted frame
         self._handlers: dict[int, Any] = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, Ctrl-C is noted, and obeyed by `obey` or at the end.
+        """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.
 
-        Python handles a signal where its code goes on. Raised in a function that llama.cpp calls, an exception is lost,
-        and the pass taken for finished; raised between calls that belong together, it leaves half of them undone.
+        A ctypes callback would lose an exception, and llama.cpp would take the pass as finished. Between calls that belong
+        together, an exception would leave an inconsistent state.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -36,7 +34,11 @@ class Signals:
             self.obey()
 
     def obey(self) -> None:
-        """Do what signals ask for that were held; raises KeyboardInterrupt after Ctrl-C."""
+        """Run the handlers of deferred signals.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+        """
         held = dict(self._came)
         self._came.clear()
         for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises

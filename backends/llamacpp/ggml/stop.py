@@ -1,4 +1,4 @@
-"""Ending a pass early: llama.cpp asks before each node whether it shall go on."""
+"""Abort callback of llama.cpp, which ends a pass between two nodes."""
 
 import ctypes
 import sys
@@ -6,24 +6,27 @@ from typing import Any
 
 from .files import llama_cpp
 
-ABORTED = 2  # what llama_decode returns then
+ABORTED = 2  # llama_decode's status
 
 
 class Stop:
-    """A flag that any thread may set, and another process where it lies in memory of both."""
+    """A flag that any thread can set; in shared memory, also another process."""
 
     def __init__(self, context: Any, asked: bool) -> None:
-        """
-        Args:
-            context: llama.cpp's.
-            asked: have llama.cpp ask, which is free on a processor, but makes Metal wait for each part of a pass.
+        """Args:
+        context: llama.cpp's.
+        asked: install the callback; it is free on a CPU, but Metal waits for each part of a pass.
         """
         self._context, self._asked = context, asked
         self.lie_in(ctypes.create_string_buffer(2))
 
     def lie_in(self, flag: Any) -> None:
-        """Move the flag to these two bytes, an array of C's characters. No pass may be under way."""
-        # C's strlen tells whether the flag, a string, is empty: one in Python would cost a tenth of a short pass.
+        """Move the flag to other memory; call only between passes.
+
+        Args:
+            flag: two bytes, as a ctypes array of characters. It must live as long as the context.
+        """
+        # The callback is C's strlen, which returns 0 for an unset flag: a Python callback takes 10 % of a short pass.
         self._flag = flag
         if self._asked:
             library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
@@ -31,14 +34,12 @@ class Stop:
             llama_cpp.llama_set_abort_callback(self._context, callback, ctypes.addressof(flag))
 
     def set(self) -> None:
-        """End the pass under way, or the next."""
+        """End the current pass, or the next."""
         self._flag.value = b"x"
 
     @property
     def is_set(self) -> bool:
-        """Whether it was set since the last `clear`."""
         return bool(self._flag.value)
 
     def clear(self) -> None:
-        """The pass is over."""
         self._flag.value = b""

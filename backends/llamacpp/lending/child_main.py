@@ -1,4 +1,4 @@
-"""The process that `child_process.py` starts: it loads a model with borrowed layers, and answers calls."""
+"""Child process of `child_process.py`: it loads a model with borrowed layers, and answers calls."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ from .rpc import borrow
 
 
 class Host:
-    """The model and its sessions, by numbers. Every public method is a call."""
+    """The model, and its sessions by number; the parent can call each public method."""
 
     def __init__(self, send: Any, flag: Any) -> None:
         self._send, self._flag = send, flag
@@ -26,12 +26,15 @@ class Host:
         self._last = 0
 
     def borrow(self, lenders: list[str]) -> None:
-        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp keeps only the latter's address
+        self._lenders, self._borrowed = (
+            ",".join(lenders),
+            borrow(lenders),
+        )  # llama.cpp keeps only the address of `_borrowed`
 
     def load(self, path: str, options: LoadOptions) -> Facts:
         plan = plan_here(path, options, this_machine(), self._borrowed)
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
-        model.computing = {**model.computing, "lenders": self._lenders}  # what agrees to the bit is theirs, too
+        model.computing = {**model.computing, "lenders": self._lenders}  # row classes depend on the lenders, too
         self._model = model
         model.stop.lie_in(self._flag)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
@@ -65,7 +68,7 @@ class Host:
         return self._changed(session, before)
 
     def _changed(self, session: int, before: list[int]) -> tuple[int, list[int], int]:
-        """The number of tokens that stayed, the new ones, and the number of unread ones."""
+        """Number of tokens that stay, the new tokens, and the number of unread tokens."""
         found = self._sessions[session]
         same = common_prefix(found.token_ids, before)
         return same, found.token_ids[same:], found.unread_committed
@@ -98,8 +101,8 @@ class Host:
 
 
 def main() -> None:
-    """Do one call after the other, until the other end closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asked
+    """Answer calls until the parent closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     connection = Connection(int(sys.argv[1]))
 
     number = 0
@@ -112,7 +115,7 @@ def main() -> None:
         try:
             number, name, arguments = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # llama.cpp would want to free what a lender that is gone has
+            os._exit(0)  # llama.cpp would wait to free memory of a dead lender
         try:
             send("done", getattr(host, name)(*arguments))
         except Exception as error:

@@ -1,13 +1,11 @@
-"""How many threads a pass gets while other programs keep this machine's processors busy.
+"""Number of threads of a pass while other programs use CPUs.
 
-llama.cpp's threads wait for each other several hundred times in a pass. When another program takes the processor of one
-of them, all wait until it is back: with both of 2 processors' threads and one other busy program a pass takes 4 to 25
-times as long, with one thread less, which nobody disturbs, at most twice as long.
+llama.cpp's threads wait for each other hundreds of times in a pass, so one thread without a CPU delays all. On 2 CPUs
+with one other busy program, a pass takes 4 to 25 times as long with 2 threads, and at most twice as long with one.
 
-The number of threads must not change a bit of what is computed. It does so in one place only: flash attention splits
-the cache into as many parts as there are threads, for passes of one node over at least 512 cells
-(`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells up to a multiple of 256). Such passes keep their
-threads, but these go to sleep soon when they wait, so that the system can move one to where there is room.
+The number of threads must not change results. It does so only for passes of one node over at least 512 cells, where
+flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells up to
+a multiple of 256). These passes keep their threads, with short waits, so that the system can move them.
 """
 
 import ctypes
@@ -24,19 +22,25 @@ from typing import Any
 
 from ..ggml.files import ggml_library
 
-WINDOW = 0.25  # seconds between two looks at the processors: /proc/stat counts in hundredths
-LOOKS = 3  # a few milliseconds apart, at what runs in this moment
-CROWDED, CALM = 0.5, 0.25  # processors others keep busy: from here on threads make room; below here they come back
-SPLIT_CELLS = 256  # with more cells than these, attention for one node depends on the number of threads
+WINDOW = 0.25  # minimum seconds between two samples of /proc/stat, whose unit is 10 ms
+LOOKS = 3  # samples of running threads, 2 ms apart
+CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
+SPLIT_CELLS = 256  # cells above which one node's attention depends on the number of threads
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds of processor time since some start."""
+    """Seconds of CPU time since some start.
 
-    at: float  # the clock
-    everybody: float  # on the processors this process may use
-    own: float  # of this process
+    Attributes:
+        at: monotonic clock.
+        everybody: used on the CPUs that this process may use.
+        own: used by this process.
+    """
+
+    at: float
+    everybody: float
+    own: float
 
 
 def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
@@ -45,7 +49,7 @@ def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
     Args:
         stat: the text of /proc/stat.
         processors: those to count.
-        nice: count programs of low priority, too: they hardly disturb one that is not.
+        nice: count programs of low priority; they hardly slow down one of normal priority.
     """
     rows = (line.split() for line in stat.splitlines() if line.startswith("cpu"))
     total = 0
@@ -57,7 +61,7 @@ def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
 
 
 def usage_now() -> Usage | None:
-    """What the processors have done; None where the system does not say."""
+    """Current usage; None where the system does not report it."""
     if sys.platform != "linux":
         return None
     try:
@@ -70,21 +74,21 @@ def usage_now() -> Usage | None:
 
 
 def busy_processors(before: Usage, after: Usage, was_crowded: bool) -> float:
-    """Processors that other programs keep busy, 0.0 where that is too few to make room for."""
+    """CPUs that other programs use; 0.0 below the threshold."""
     used = (after.everybody - before.everybody) - (after.own - before.own)
     others = used / (after.at - before.at)
     return others if others >= (CALM if was_crowded else CROWDED) else 0.0
 
 
 def others_run() -> bool:
-    """Whether a thread of another program runs, or could, in this very moment, and in the next."""
+    """True if a thread of another program runs, or is ready to run, in each of `LOOKS` samples."""
     try:
         for look in range(LOOKS):
             time.sleep(0.002 if look else 0)
             running = re.search(rb"^procs_running (\d+)", Path("/proc/stat").read_bytes(), re.MULTILINE)
             if running and int(running[1]) <= sum(_runs(path) for path in Path("/proc/self/task").iterdir()):
                 return False
-    except OSError:  # nobody knows
+    except OSError:  # assume that others run
         pass
     return True
 
@@ -92,7 +96,7 @@ def others_run() -> bool:
 def _runs(task: Path) -> bool:
     try:
         return (task / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
-    except OSError:  # it has ended
+    except OSError:
         return False
 
 
@@ -100,10 +104,10 @@ def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
     """Threads for a pass.
 
     Args:
-        threads: what it gets on a machine that does nothing else.
-        others: processors that other programs keep busy.
+        threads: on an idle machine.
+        others: CPUs that other programs use.
         nodes: tokens in the pass.
-        cells: most cells of the cache that are in use.
+        cells: maximum number of cells in use.
     """
     if others == 0 or (nodes == 1 and cells > SPLIT_CELLS):
         return threads
@@ -111,12 +115,12 @@ def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
 
 
 class OtherLoad:
-    """Other programs on this machine, looked at now and then.
+    """Load of other programs, sampled at intervals.
 
     Args:
-        usage: reads the processors.
-        changed: called with True when other programs begin to keep processors busy, with False when they end.
-        others_run: whether they do in this moment: since a look long ago, much may have begun and ended.
+        usage: returns the current usage.
+        changed: called with True when other programs begin to use CPUs, with False when they stop.
+        others_run: True if they run now; it confirms a sample over a long interval.
     """
 
     def __init__(
@@ -125,14 +129,14 @@ class OtherLoad:
         self._usage, self._changed, self._others_run = usage, changed, others_run
         self._last = usage()
         self._others = 0.0
-        self._pass_ended = 0.0  # the clock
+        self._pass_ended = 0.0
 
     def pass_ended(self, now: float) -> None:
-        """One of this process's own passes was made; `now` as below."""
+        """Note the end of an own pass; `now` is the monotonic clock."""
         self._pass_ended = now
 
     def others(self, now: float) -> float:
-        """Processors that other programs keep busy; `now` is the monotonic clock's time."""
+        """CPUs that other programs use; `now` is the monotonic clock."""
         if self._last is None or now - self._last.at < WINDOW:
             return self._others
         usage = self._usage()
@@ -147,17 +151,17 @@ class OtherLoad:
 
 
 class ShortWaits:
-    """Threads that wait for each other go to sleep soon instead of keeping a processor busy for some milliseconds.
+    """Short waits: threads that wait for each other sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so by itself when it manages more threads than there are processors, so another thread here has it
-    start as many as that takes; they sleep. Their end brings the long waits back. Without GNU's OpenMP nothing happens.
+    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2, which
+    sleeps until the switch is off. Without GNU's OpenMP nothing happens.
     """
 
     def __init__(self) -> None:
         self._done: threading.Event | None = None
 
     def switch(self, on: bool) -> None:
-        """Wait shortly, or as the program was told to at its start."""
+        """Switch short waits on, or restore the default."""
         if self._done:
             self._done.set()
             self._done = None
@@ -168,19 +172,19 @@ class ShortWaits:
 
 
 def _hold_team(start_team: Any, done: threading.Event) -> None:
-    nothing = ctypes.CDLL(None).free  # a C function that may be called with NULL
+    nothing = ctypes.CDLL(None).free  # C function that accepts NULL
     start_team(nothing, None, 2, 0)
     done.wait()
 
 
 @cache
 def crowd() -> OtherLoad:
-    """This machine's other programs: one for all models of the process."""
+    """Load of other programs; one object for all models of the process."""
     return OtherLoad(usage_now, ShortWaits().switch, others_run)
 
 
 def compute_cores() -> int:
-    """Cores worth a compute thread: those this process may use; on a Mac the performance cores."""
+    """Cores for compute threads: those this process may use; on a Mac the performance cores."""
     if sys.platform == "darwin":
         size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
         libc = ctypes.CDLL(None)
