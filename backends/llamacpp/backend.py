@@ -76,7 +76,7 @@ class LlamaBackend:
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
-        self._most_cells = 0  # maximum number of cells in use since the first session opened
+        self._most_cells = 0
         self._batch = Batch(llama_cpp.llama_n_batch(context))
         # An aborted pass may have moved recurrent states without their contents; sessions in memory are read again.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing

@@ -1,5 +1,3 @@
-"""llama.cpp's batch struct over numpy memory."""
-
 import ctypes
 from itertools import accumulate, chain
 from typing import Any

@@ -57,7 +57,6 @@ class Rows:
         self.ids += ids
 
     def pad(self, count: int, seq: int) -> None:
-        """Add padding rows in the sequence `seq`, which no other row sees."""
         places = list(range(self.padding, self.padding + count))
         self.add([0] * count, places, [[seq]] * count)
         self.padding += count
@@ -109,7 +108,7 @@ class Cells:
         """
         self.end = 0
         self.wasted = False
-        self.uncertain = False  # `end` may be wrong after a failed pass
+        self.uncertain = False
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window
@@ -130,7 +129,7 @@ class Cells:
         self.wasted = True
 
     def drop_padding(self, between: int) -> None:
-        """Free the padding cells of a pass; the first `between`, which stand before other cells, become waste."""
+        """Free a pass's padding; its first `between` cells, which stand before other cells, become waste."""
         if between:
             self.waste([self.padding_id], 0, between)
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
@@ -155,9 +154,8 @@ class Cells:
 
     @contextmanager
     def _copied(self, source: Holder, start: int, stop: int) -> Iterator[None]:
-        """Copy a session's cells at these positions to the end of the cache, tagged with `padding_id` inside the `with`."""
         with Signals().held():
-            for data in self.parts(source, start, stop):  # one part, since no layer has a window
+            for data in self.parts(source, start, stop):
                 if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
                     self.uncertain = True
                     raise ModelError("llama.cpp could not copy a part of a sequence in its cache")
@@ -184,7 +182,6 @@ class Cells:
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
-        """Empty the cache, and load the saved sequences without gaps."""
         with Signals().held():
             self._put_in_order([session for session in holders if session.cached])
 
@@ -210,8 +207,8 @@ class Cells:
     def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
         """Serialised cells of a session at positions from `start` to `stop`.
 
-        llama.cpp omits cells that have left a sliding window at the end of a sequence, but a rewind needs them. So no part is
-        longer than the window.
+        llama.cpp omits cells that have left a sliding window at the end of a sequence, but a rewind needs them. So no
+        part is longer than the window.
         """
         step, seq = self.window or max(1, stop), self.padding_id
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
@@ -235,7 +232,6 @@ class Cells:
 
 
 def with_sources(sessions: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
-    """Each session, the earlier session that shares most cells with it, and their number in whole tiles."""
     found = list[tuple[Holder, Holder, int]]()
     for i, session in enumerate(sessions):
         shared = [common_prefix(session.marks, other.marks) for other in sessions[:i]]

@@ -1,5 +1,3 @@
-"""Context parameters for llama.cpp."""
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +19,6 @@ PLAIN_TYPES = ("f16", "bf16", "f32")
 
 
 def kv_types(name: str) -> tuple[str, str]:
-    """Split "f16/q8_0" into the types of keys and values; one name is for both."""
     keys, _, values = name.partition("/")
     return keys, values or keys
 
@@ -63,12 +60,10 @@ class ContextSize:
 
     @property
     def ids(self) -> int:
-        """Number of sequence ids of all sessions."""
         return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - self.extra_ids)
 
     @property
     def extra_ids(self) -> int:
-        """Number of sequence ids that `Cells` uses."""
         return EXTRA_IDS + self.own_ids - 1
 
     def of(self, model: Any) -> "ContextSize":
@@ -101,10 +96,7 @@ class ContextSize:
         tiles = self.sessions * TILE if self.sessions > 1 else 0
         rows = self.max_nodes + tiles
         params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
-        params.n_batch, params.n_ubatch = (
-            rows + self.sessions * self.max_nodes,
-            rows,
-        )  # each session may have `max_nodes` unread tokens
+        params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows
         params.n_seq_max = self.ids + self.extra_ids
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         if lanes := most_paths(model, self.budget, self.sessions):
@@ -122,8 +114,8 @@ class ContextSize:
         types = kv_types(self.kept_in(model))
         params.type_k, params.type_v = (KV_TYPES[name] for name in types)
         if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
-            # Flash attention rounds keys, values and scores to 16 bits, which is wrong for float32 weights. But a quantised
-            # cache requires it.
+            # Flash attention rounds keys, values and scores to 16 bits, which is wrong for float32 weights. But a
+            # quantised cache requires it.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
 

@@ -15,8 +15,8 @@ class LlamaLogits:
     def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
         self._context = context
         self._size = size
-        self._width = width  # floats of a hidden state; 0: states are not kept
-        self._batch_index = batch_index  # node -> row
+        self._width = width
+        self._batch_index = batch_index
 
     def _view(self, node: int) -> Float32Array:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])

@@ -54,7 +54,6 @@ def is_recurrent(model: Any) -> bool:
 
 
 def why_not(model: Any) -> str:
-    """Reason that a model with recurrent layers cannot run; empty if it can."""
     name = metadata(model, "general.architecture").decode()
     if name in OTHER_MEMORY:
         return f"llama.cpp keeps the states of {name} where they cannot be copied"
@@ -89,12 +88,10 @@ def ids_of_session(paths: int) -> int:
 
 
 def reads_weights(limits: Capabilities) -> bool:
-    """True if every call of llama.cpp reads weights from a disk."""
     return limits.streams or limits.experts is not None
 
 
 def most_unread(limits: Capabilities) -> int:
-    """Maximum number of unread tokens in a path; more get a pass of their own."""
     return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
 
 
@@ -160,21 +157,20 @@ class LlamaRecurrentSession(NodeSession):
         self._states = States[int](KEPT_STATES)  # sequence ids; the cells of `text` end at its last state
         self._free = others[-KEPT_STATES - 1 :]
         self._lanes = others[: -KEPT_STATES - 1]  # free lanes in rising order: some models require adjacent ids
-        self._after_prompt = False  # the last commit was a part of a prompt
+        self._after_prompt = False
         self._tips: dict[int, int] = {}  # node -> lane that ended with it
         super().__init__(backend)
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._in_place = -1  # node whose lane has its cells behind those of `text`, without a gap
+        self._in_place = -1  # node whose cells follow those of `text`
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}
-        self._head: Lane | None = None  # first lane that begins with unread tokens
+        self._head: Lane | None = None
         self._step: Lane | None = None
 
     def _copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
-        """Copy the state, and the tags of cells at these positions."""
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, stop)
 
     def _copy_state(self, source: int, target: int) -> None:
@@ -201,7 +197,6 @@ class LlamaRecurrentSession(NodeSession):
         self._head = None
 
     def _go_on(self, lane: int, length: int) -> None:
-        """Give `text` the cells and the state of a lane that ended after `length` tokens."""
         self._copy(lane, self._text, self._states.last, length)
         self._keep(length)
 
@@ -216,7 +211,6 @@ class LlamaRecurrentSession(NodeSession):
             self._free.append(seq)
 
     def begin(self, work: Work, positions: Sequence[int], most_rows: int) -> list[Lane]:
-        """Number the nodes of a checked work, and return the lanes that evaluate them."""
         first, length, last = self.nodes, len(self.token_ids), self._states.last
         if self._after_prompt and not work.prompt:
             self._states.mark(length)
@@ -276,7 +270,6 @@ class LlamaRecurrentSession(NodeSession):
         self._head = self._step = None
 
     def drop_nodes(self) -> None:
-        """Drop all paths after a pass that stopped between two calls of llama.cpp."""
         self._tips = {}
         self._forget_nodes()
         self._lanes = self.seq_ids[1 : -KEPT_STATES - 1]
@@ -292,14 +285,11 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def behind(self) -> int:
-        """Number of tokens after the last state."""
         return len(self.token_ids) - self._states.last
 
     @property
     def unread_committed(self) -> int:
-        return (
-            self.behind if self.behind <= most_unread(self._backend.capabilities) else 0
-        )  # more get a separate pass first
+        return self.behind if self.behind <= most_unread(self._backend.capabilities) else 0
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
@@ -335,11 +325,10 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def size(self) -> int:
-        """Maximum number of cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | FilePath, note: Any = None) -> None:
-        end, context = self._states.last, self._backend.context  # tokens after `end` are computed again
+        end, context = self._states.last, self._backend.context
 
         def put(new: FilePath) -> None:
             save_sequence(context, new, self._text, self.token_ids[:end])
@@ -366,7 +355,7 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
     positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
-        most_rows = min(most_rows, TILE - 1)  # attention over tiles has other rounding than over one row
+        most_rows = min(most_rows, TILE - 1)  # longer passes round differently
     found = [RowLogits() for _ in batch]  # copies, because a pass may take several calls of llama.cpp
     try:
         for session in sessions:

@@ -40,7 +40,6 @@ class SeqIds:
         return not self._own
 
     def open(self) -> list[int]:
-        """Ids of a new session, in rising order."""
         return self._own.pop(0)
 
     def close(self, ids: Sequence[int]) -> None:
@@ -49,7 +48,6 @@ class SeqIds:
         self.give_back(ids[self._share :])
 
     def give_back(self, ids: Sequence[int]) -> None:
-        """Take back lent ids, which no cell may carry."""
         self._free += ids
 
     def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
@@ -58,7 +56,6 @@ class SeqIds:
         return (seq for seq in chain(session.seq_ids, self._free, *others) if seq not in taken)
 
     def lend(self, seq: int, session: Borrower, sessions: Sequence[Borrower], memory: Any) -> None:
-        """Lend an offered id to a session, and tag its committed cells with it."""
         if seq in self._free:
             self._free.remove(seq)
         else:

@@ -1,7 +1,7 @@
 """Trees in llama.cpp's cache.
 
-Each cell of llama.cpp's key-value cache is tagged with sequence ids. A token attends to the cells with its id at smaller
-positions. So:
+Each cell of llama.cpp's key-value cache is tagged with sequence ids. A token attends to the cells with its id at
+smaller positions. So:
 
     one sequence id     one path from the first token to a leaf of the tree
     a node              one cell, tagged with the ids of all leaves below it
@@ -109,17 +109,17 @@ class LlamaSession(NodeSession):
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         super().__init__(backend)
         self._memory = backend.memory
-        self.seq_ids = seq_ids  # own ids first, then lent ids
+        self.seq_ids = seq_ids
         self._own_count = len(seq_ids)
-        self.cached = 0  # committed tokens that have a cell
-        self.marks: list[int] = []  # see `Holder`
+        self.cached = 0
+        self.marks: list[int] = []
         self.aligned = True
         self._edge = 0  # cell after the last cached token; -1: not known
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
         self._base = self._top = 0  # first cell of the nodes, and the cell after the last
-        self._cells: list[int] = []  # by node
+        self._cells: list[int] = []
         self._seqs: list[int] = []  # by node: an id whose path contains it
         self.tips: dict[int, int] = {}
 
@@ -190,7 +190,6 @@ class LlamaSession(NodeSession):
         return tokens, places, seq_ids
 
     def evaluated(self) -> None:
-        """After a pass, give all ids of the session the cells of its committed tokens."""
         if self.cached < len(self.token_ids):
             source = next(iter(self.tips))
             for seq in self.seq_ids:
@@ -200,7 +199,6 @@ class LlamaSession(NodeSession):
             self.cached, self._edge = len(self.token_ids), self._base
 
     def give_up(self) -> None:
-        """After a failed pass, drop its cells and all nodes."""
         for seq in self.seq_ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, self.cached, -1)
         self._forget_nodes()
@@ -287,7 +285,6 @@ class LlamaSession(NodeSession):
         return self.aligned and length == self.cached == len(self.token_ids) and self._edge == end
 
     def _may_move(self, length: int) -> bool:
-        """True if copies at the end of the cache may replace the cells of the tile that `length` ends in."""
         return self.aligned and length <= self.cached and self._backend.copies
 
     def tail(self, work: Work, end: int | None = None) -> int:
@@ -364,7 +361,6 @@ class LlamaSession(NodeSession):
 
     @property
     def size(self) -> int:
-        """Maximum number of cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | Path, note: Any = None) -> None:
@@ -376,7 +372,7 @@ class LlamaSession(NodeSession):
             if cells.window:
                 save_parts(new, cells.parts(self, 0, self.cached))
                 return
-            seq = cells.padding_id  # has the committed tokens without nodes
+            seq = cells.padding_id
             llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
             try:
                 save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
@@ -388,15 +384,13 @@ class LlamaSession(NodeSession):
     def load(self, path: str | Path) -> Any:
         saved, cells = read(path, self._backend), self._backend.cells
         count = saved.details["held"]
-        if saved.details.get("parts", 0) != cells.window:  # another layout
+        if saved.details.get("parts", 0) != cells.window:
             raise SessionFileError(f"{path}: was saved by another version of this program")
         self.rewind(0)
         if self._backend.in_order:
             self._backend.make_room(count + 2 * TILE)
         gap = -cells.end % TILE
-        if (
-            self._in_tiles and 0 < gap <= count
-        ):  # the first tokens fill the gap before the tile, because no free cell may stay there
+        if self._in_tiles and 0 < gap <= count:  # fill the gap before the tile
             self._load_cells(path, saved)
             cells.waste(self.seq_ids[:1], 0, gap)
             for seq in self.seq_ids:

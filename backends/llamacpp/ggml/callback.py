@@ -1,5 +1,3 @@
-"""Evaluation callback of llama.cpp (`cb_eval`), and a pass's nodes."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +8,7 @@ from .signals import Signals
 class NodeCallback:
     """Evaluation callback of a context.
 
-    llama.cpp calls it twice for a node: first to ask if it must report the node, then to report that the node is computed.
+    llama.cpp calls it twice for a node: first to ask if it must report the node, then to report the computed node.
     """
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
@@ -19,7 +17,7 @@ class NodeCallback:
         """
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._told = called
-        self._seen: list[int] | None = None  # addresses that `nodes` collects
+        self._seen: list[int] | None = None
         self.signals = Signals()
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:

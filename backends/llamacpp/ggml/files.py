@@ -41,7 +41,6 @@ _log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as 
 
 
 def keep_log() -> None:
-    """Redirect llama.cpp's log to `last_log`."""
     _log_lines.clear()
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
 
@@ -90,14 +89,12 @@ def without_amx(system_info: bytes) -> dict[str, Any]:
 
 
 def metadata(model: Any, key: str) -> bytes:
-    """A value of the GGUF's header; empty if it is missing."""
     buffer = ctypes.create_string_buffer(64)
     llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
     return buffer.value
 
 
 def parts(path: str) -> list[str]:
-    """Files of a model: all parts of a split model, or one file."""
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
     return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
 
@@ -181,7 +178,6 @@ def ggml_base() -> Any:
 
 
 def engine_build() -> str:
-    """Version of llama-cpp-python, CPU features, and GGML_ environment variables."""
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
     features = llama_cpp.llama_print_system_info().decode().strip(" |")
     return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])

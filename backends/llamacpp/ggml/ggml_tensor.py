@@ -1,5 +1,3 @@
-"""ggml's tensors, by their addresses in host memory."""
-
 import ctypes
 
 import numpy as np
@@ -27,21 +25,18 @@ class GgmlTensor(ctypes.Structure):
 
 
 def is_known(address: int) -> bool:
-    """True if this build of llama.cpp has the layout of `GgmlTensor`."""
     base, tensor = ggml_base(), GgmlTensor.from_address(address)
     same = base.ggml_get_name(address) == tensor.name and (base.ggml_get_data(address) or 0) == (tensor.data or 0)
     return bool(same and base.ggml_nelements(address) == np.prod(list(tensor.ne)))
 
 
 def is_here(address: int) -> bool:
-    """True if a tensor lies in host memory."""
     tensor = GgmlTensor.from_address(address)
     buffer = tensor.buffer or (GgmlTensor.from_address(tensor.view_src).buffer if tensor.view_src else None)
     return bool(buffer and ggml_base().ggml_backend_buffer_is_host(buffer))
 
 
 def source_addresses(address: int) -> list[int]:
-    """Addresses of the tensors that a node is computed from."""
     return [source for source in GgmlTensor.from_address(address).src if source]
 
 

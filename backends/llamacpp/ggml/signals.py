@@ -1,5 +1,3 @@
-"""Deferred signals."""
-
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,15 +7,15 @@ from typing import Any
 
 class Signals:
     def __init__(self) -> None:
-        self._came: dict[int, Any] = {}  # signal -> interrupted frame
+        self._came: dict[int, Any] = {}
         self._handlers: dict[int, Any] = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.
 
-        A ctypes callback would lose an exception, and llama.cpp would take the pass as finished. Between calls that belong
-        together, an exception would leave an inconsistent state.
+        A ctypes callback would lose an exception, and llama.cpp would take the pass as finished. Between calls that
+        belong together, an exception would leave an inconsistent state.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

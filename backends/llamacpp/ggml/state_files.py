@@ -1,5 +1,3 @@
-"""Sequences of llama.cpp in files, for `edgespec/loop/session_files.py`."""
-
 import ctypes
 import os
 import struct

@@ -6,7 +6,7 @@ from typing import Any
 
 from .files import llama_cpp
 
-ABORTED = 2  # llama_decode's status
+ABORTED = 2
 
 
 class Stop:
@@ -34,7 +34,6 @@ class Stop:
             llama_cpp.llama_set_abort_callback(self._context, callback, ctypes.addressof(flag))
 
     def set(self) -> None:
-        """End the current pass, or the next."""
         self._flag.value = b"x"
 
     @property

@@ -18,23 +18,18 @@ from .rpc import borrow
 
 
 class Host:
-    """The model, and its sessions by number; the parent can call each public method."""
-
     def __init__(self, send: Any, flag: Any) -> None:
         self._send, self._flag = send, flag
         self._sessions: dict[int, Any] = {}
         self._last = 0
 
     def borrow(self, lenders: list[str]) -> None:
-        self._lenders, self._borrowed = (
-            ",".join(lenders),
-            borrow(lenders),
-        )  # llama.cpp keeps only the address of `_borrowed`
+        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp has its address
 
     def load(self, path: str, options: LoadOptions) -> Facts:
         plan = plan_here(path, options, this_machine(), self._borrowed)
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
-        model.computing = {**model.computing, "lenders": self._lenders}  # row classes depend on the lenders, too
+        model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model
         model.stop.lie_in(self._flag)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
@@ -101,8 +96,7 @@ class Host:
 
 
 def main() -> None:
-    """Answer calls until the parent closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
 
     number = 0

@@ -35,7 +35,7 @@ from .rpc import check_lender, rpc
 
 CHILD = "edgespec.backends.llamacpp.lending.child_main"
 SECONDS_TO_END = 10
-SECONDS_TO_BORROW = 20  # includes the start of the child
+SECONDS_TO_BORROW = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,6 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A `Work` that names its session by number."""
-
     session: int
     token_ids: IntArray
     parents: IntArray
@@ -119,7 +117,7 @@ class ChildSession:
     def rewind(self, length: int) -> None:
         try:
             self._update("rewind", length)
-        except ModelError:  # the child is gone; the next pass raises ModelError
+        except ModelError:
             self.token_ids, self.unread_committed = [], 0
 
     def fork(self) -> "ChildSession":
@@ -140,7 +138,7 @@ class ChildSession:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            with suppress(ModelError):  # the child is gone, and the session with it
+            with suppress(ModelError):
                 self._backend.child.call("close", self.number)
         self.token_ids, self.unread_committed = [], 0
 
@@ -215,9 +213,7 @@ class Child:
                 if not self._connection.poll(seconds):
                     raise ModelError(f"no answer from {', '.join(self._lenders)}: a lender lends to one at a time")
                 number, kind, value = pickle.loads(self._message())
-                if (
-                    number == self._calls and kind != "progress"
-                ):  # an answer to a call that Ctrl-C interrupted is skipped
+                if number == self._calls and kind != "progress":  # skip answers of interrupted calls
                     break
                 if number == self._calls:
                     progress(*value)
@@ -281,5 +277,5 @@ def load_in_child(path: str, options: LoadOptions, progress: Progress) -> ChildB
         facts = child.call("load", path, options, progress=progress)
         return ChildBackend(path, child, facts)
     except BaseException:
-        child.end(0)  # do not wait: the child may wait for a lender
+        child.end(0)
         raise

@@ -117,7 +117,6 @@ def lent_options(borrowed: Any) -> dict[str, Any]:
 
 
 def memory_of_lenders(borrowed: Any) -> int:
-    """Free bytes on all lenders."""
     total = 0
     for device in filter(None, borrowed):
         free, whole = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -149,7 +148,6 @@ def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int,
 
 
 def lent_line(path: str, gpu_layers: int) -> str:
-    """A line for the user about the lent layers."""
     layers = [tensor for part in parts(path) for tensor in read_tensors(part) if layer_of(tensor) >= 0]
     count = max(map(layer_of, layers)) + 1
     lent = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))

@@ -1,7 +1,7 @@
 """Attention over one row with the kernel for a few rows.
 
-With keys and values of one float type, llama.cpp's CPU backend has three attention kernels with different rounding:
-one row (the cache is split among threads), a few rows, and 64 rows or more (tiles). Without this module a pass over one
+With keys and values of one float type, llama.cpp's CPU backend has three attention kernels with different rounding.
+They are for one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). Without this module a pass over one
 row needs a row of padding, and takes 1.5 times as long.
 
 `ggml_backend_cpu_set_use_ref` gives one row the kernel for a few rows. It also selects slower weight kernels for more
@@ -23,7 +23,7 @@ from .gpu import ggml
 ALIKE: dict[str, str | int | None] = {
     "attention": "alike"
 }  # in `computing`: one row and a few rows have the same attention kernel
-TILED_TYPES = ("f16", "f32")  # types of keys and values with several attention kernels
+TILED_TYPES = ("f16", "f32")
 PROCESSOR = 0  # ggml_backend_dev_type in ggml-backend.h
 LAYOUT = 2  # GGML_BACKEND_API_VERSION of the structures used here; a registry begins with it
 INIT = 5  # index of `init_backend` among the function pointers of a device (ggml-backend-impl.h)
@@ -38,7 +38,6 @@ def has_kernels(kv_type: str) -> bool:
 
 
 def can_be_alike(kv_type: str | None) -> bool:
-    """True if attention has several kernels with this type, and this build of llama.cpp can select one."""
     return has_kernels(kv_type or TILED_TYPES[0]) and _device() is not None
 
 
@@ -66,7 +65,6 @@ def capture_cpu_backend() -> Iterator[list[int]]:
 
 
 def row_hook(backend: int) -> Callable[[int], None]:
-    """A function to call before each pass of a CPU backend, with the number of its rows."""
     tell = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(_teller(_device()) or 0)
     return lambda rows: tell(backend, rows == 1)
 

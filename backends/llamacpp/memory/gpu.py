@@ -3,9 +3,9 @@
 `gpu_layers` = n + 1 is the output and the last n layers; -1 is all layers, without the embedding.
 
 A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
-the memory of the plan, and maps the file from the first to the last of its weights, which then stay in memory. So
-if layers are streamed, the output stays on the CPU, because it is often first in the file. The GPU then gets only layers
-without a streamed layer in between.
+the memory of the plan. It maps the file from the first to the last of its weights, which then stay in memory. So if
+layers are streamed, the output stays on the CPU, because it is often first in the file. The GPU then gets only
+layers without a streamed layer in between.
 
 Experts that are read as they are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
 """
@@ -23,7 +23,7 @@ from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is
 
 from ..ggml.files import ggml_library, llama_cpp
 
-OUTPUT, EXPERTS = b"^output", rb"_exps\."  # regular expressions of tensor names
+OUTPUT, EXPERTS = b"^output", rb"_exps\."
 GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: own memory, or the host's
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
 MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
@@ -31,8 +31,6 @@ MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU of llama.cpp; sizes in bytes."""
-
     name: str
     shared: bool
     free: int
@@ -40,7 +38,6 @@ class Device:
 
     @property
     def reserve(self) -> int:
-        """Bytes that its libraries will still take."""
         return max(0, RESERVE - self.used)
 
 
@@ -137,7 +134,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     sizes = [0] * (count + 1)
     for tensor in tensors:
         if layer_of(tensor) >= 0 or is_output(tensor):
-            sizes[layer_of(tensor)] += tensor.size  # layer -1 is the output
+            sizes[layer_of(tensor)] += tensor.size
     if all(not tensor.name.startswith("output.") for tensor in tensors):  # the embedding is also the output
         sizes[-1] += sum(tensor.size for tensor in tensors if layer_of(tensor) < 0)
     room -= (parts - 1) * max(sizes)
@@ -149,7 +146,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
         if room < 0:
             break
         fitting += 1
-    return fitting if fitting > 1 else 0  # the output alone costs more than it gains
+    return fitting if fitting > 1 else 0  # only the output costs more than it gains
 
 
 def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:
@@ -167,7 +164,6 @@ def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Ca
 
 
 def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
-    """Ranges of each file that a Mac's GPU maps for the last layers, without the output."""
     first, spans = count_layers(tensors) - layers, dict[int, Extent]()
     for tensor in tensors:
         if layer_of(tensor) >= first:
@@ -229,7 +225,6 @@ def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_la
 def kept_off(
     plan: Plan | None, gpu_layers: int, no_experts: bool = False, *, platform: str = sys.platform
 ) -> dict[str, Any]:
-    """Model parameters that keep the output or the experts on the CPU."""
     if gpu_layers == 0:
         return {}
     patterns = [OUTPUT] if plan and plan.streamed and platform == "darwin" else []

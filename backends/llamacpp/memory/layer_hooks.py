@@ -13,8 +13,8 @@ from .skip_padding import SkipPadding
 class LayerHooks:
     """Hooks that keep a streamer in step with a pass.
 
-    Nodes are named after their layer ("ffn_out-7"). llama.cpp asks node by node which one to report, computes up to that
-    node, and reports it. So a question right after a report means that all earlier nodes are computed. The first pass
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp asks node by node which one to report, computes up to
+    that node, and reports it. So a question right after a report means that all earlier nodes are computed. The first pass
     reports every node, and finds the last node before each streamed layer. Later passes stop only there.
     """
 
@@ -30,7 +30,7 @@ class LayerHooks:
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: no layer in its name
         self._name_of = ggml_base().ggml_get_name
-        self._last_nodes: set[bytes] = set()  # before each streamed layer
+        self._last_nodes: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
@@ -48,7 +48,6 @@ class LayerHooks:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that passes have waited for weights."""
         return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
 
     def close(self) -> None:
@@ -71,7 +70,6 @@ class LayerHooks:
             return True
 
     def finish(self) -> None:
-        """End a pass, also an aborted one."""
         self.streamer.finish()
         if chooser := self.mixture or self.skip_padding:
             chooser.finish()

@@ -41,8 +41,8 @@ ADD_ROWS = b"ADD_ID"  # ggml's name of the operation that adds an expert's row o
 class Node:
     name: bytes
     op: bytes
-    sources: tuple[int, ...]  # addresses; 0: none
-    names: tuple[bytes, ...]  # names of the sources
+    sources: tuple[int, ...]
+    names: tuple[bytes, ...]
 
 
 def node_at(address: int) -> Node:
@@ -53,19 +53,15 @@ def node_at(address: int) -> Node:
 
 
 def root_of(address: int) -> int:
-    """Address of the tensor with a view's data, or of the tensor itself; 0: none."""
     return (GgmlTensor.from_address(address).view_src or address) if address else 0
 
 
 @dataclass(slots=True)
 class Layer:
     weights: list[tuple[int, int, int]] = field(default_factory=list)  # tensor, its own data, data of slot 0
-    rows: list[tuple[int, int, int, Any]] = field(
-        default_factory=list
-    )  # small matrices: tensor, data, bytes of a row, copy
+    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # tensor, data, bytes of a row, copy
 
     def tell_slots(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Point llama.cpp to slots."""
         for tensor, _, there in self.weights:
             GgmlTensor.from_address(tensor).data = there
         for tensor, data, size, copy in self.rows:
@@ -74,7 +70,6 @@ class Layer:
             GgmlTensor.from_address(tensor).data = ctypes.addressof(copy)
 
     def tell_experts(self) -> None:
-        """Point llama.cpp to the mapped file."""
         for tensor, data, *_ in (*self.weights, *self.rows):
             GgmlTensor.from_address(tensor).data = data
 
@@ -94,12 +89,12 @@ class Mixture:
         self._layers: list[Layer] = []
         self._copies: list[Any] = []  # copies of small matrices, a row for each slot; layers share them
         self._users: dict[bytes, tuple[int, int]] = {}  # node -> indices of its layer and of its weight in the layer
-        self._first: set[bytes] = set()  # users that are the first of their layer
-        self._before: set[bytes] = set()  # nodes before users: the pass stops after them
-        self._told: list[Layer] = []  # layers that point to slots
+        self._first: set[bytes] = set()
+        self._before: set[bytes] = set()
+        self._told: list[Layer] = []
         self._numbers: tuple[int, int] = (0, 0)  # address of the tensor of chosen experts, and its rows without padding
         self._chosen = -1  # index of the layer whose experts are in slots; -1: none
-        self._used: list[int] = []  # weights of this layer whose nodes have come
+        self._used: list[int] = []
         self._nearly_all = False
         self._prompt, self._rows, self._padding = False, 0, 0
 
@@ -124,7 +119,7 @@ class Mixture:
             for i, tensor in enumerate(layer.tensors)
         }
         self._layers = [Layer() for _ in numbers]
-        chosen: dict[int, int] = {}  # address of the tensor of chosen experts -> index of the layer
+        chosen: dict[int, int] = {}
         for i, node in enumerate(nodes):
             if node.op == b"MUL_MAT_ID" and node.names[0] in places:
                 if node.name in self._users:
@@ -220,7 +215,6 @@ class Mixture:
         self.memory.wait(self._chosen, weight)
 
     def _choose(self, number: int, tensor: int) -> None:
-        """Read the router's choice, and put its experts into slots."""
         self._forget_slots()
         self._chosen = -1
         numbers = GgmlTensor.from_address(tensor).src[2]
@@ -257,13 +251,11 @@ class Mixture:
         self._told, self._numbers = [], (0, 0)
 
     def finish(self) -> None:
-        """End a pass, also an aborted one."""
         self._forget_slots()
         self._chosen, self._used = -1, []
         self.memory.finish()
 
     def close(self) -> None:
-        """Close the memory, and remember the experts' scores."""
         if self.memory.wanted:
             remember(self.about, [residents.scores.round(3).tolist() for residents in self.memory.residents])
         self.memory.close()

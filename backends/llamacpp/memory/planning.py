@@ -91,7 +91,6 @@ def plan_memory(
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if machine.platform == "darwin" and not lent else {"on_device": on_gpu}
     gpu |= {"experts_here": experts_here, "output_here": lent}
-    # One pass may have nodes of all sessions.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
     needs = [beside_it + needed for needed in _rehearse(path, sizes)]
@@ -123,7 +122,6 @@ def all_tensors(path: str) -> list[Tensor]:
 
 
 def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
-    """Layers whose experts can be read as they are chosen; empty for other models and systems."""
     if not any(EXPERTS.search(tensor.name) for tensor in tensors) or not moves_memory():
         return []
     values = own_values(path)
@@ -135,7 +133,6 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
 
 
 def keeps_experts(path: str, gpu_layers: int, size: ContextSize) -> bool:
-    """True if all experts stay on the CPU, because the GPU cannot hold those of `gpu_layers` layers."""
     found = devices() if gpu_layers else []
     tensors = all_tensors(path) if found else []
     if not any(EXPERTS.search(tensor.name) for tensor in tensors):
@@ -156,7 +153,7 @@ def choose_gpu_layers(
         )
     most = in_bytes(gpu_memory)
     found = devices()
-    if most is not None:  # another model of this program may use a part of it
+    if most is not None:
         found = [replace(device, free=min(device.free, max(0, most - device.used))) for device in found]
     if not found:
         if most is None:
@@ -177,7 +174,7 @@ def choose_gpu_layers(
     # The GPU gets no layers if experts are read from disk: that combination is not measured.
     try:
         from_disk = layers > 0 and bool(find_layers(path, tensors)) and plan(0) is not None
-    except NoRoom:  # a plan needs the GPU's memory
+    except NoRoom:
         from_disk = False
     return 0 if from_disk else layers
 
@@ -220,12 +217,10 @@ def _plan(
 
 
 def beside_pools(room: int) -> int:
-    """Bytes left free next to expert pools, which cannot shrink as the page cache can."""
     return MARGIN + int(room * BESIDE_POOLS)
 
 
 def _bytes_read(plan: Plan | None) -> int:
-    """Bytes that a prompt's pass reads from disk."""
     if plan is None:
         return 0
     missing = 1 - plan.slots_of_experts / plan.experts if plan.slots_of_experts >= 0 else 0
@@ -253,13 +248,10 @@ def _file_sizes(*paths: str) -> int:
 def _weights_and_buffers(path: str, size: ContextSize) -> int:
     weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
     before = private_memory() + MARGIN
-    return (
-        weights + _rehearse(path, [replace(size, share=1.0)])[0] - before
-    )  # a draft model has a full context for each sequence
+    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before
 
 
 def _buffers(path: str, size: ContextSize) -> int:
-    """Bytes of a model's caches and of a pass."""
     return _rehearse(path, [size])[0] - private_memory() - MARGIN
 
 

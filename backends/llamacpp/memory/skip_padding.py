@@ -21,8 +21,6 @@ def has_experts(path: str) -> bool:
 
 
 class SkipPadding:
-    """Evaluation callback with the interface of `LayerHooks`."""
-
     streamer = mixture = error = None
     wait_seconds = 0.0
 
@@ -32,14 +30,13 @@ class SkipPadding:
         self._watched = NodeCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self._name_of = ggml_base().ggml_get_name
-        self._users: set[bytes] = set()  # nodes that are products with chosen experts
-        self._before: set[bytes] = set()  # nodes before users, where a padded pass stops
+        self._users: set[bytes] = set()
+        self._before: set[bytes] = set()
         self._rows = self._padding = 0
         self._reported = False
         self._cut: set[int] = set()  # addresses of shortened tensors of chosen experts
 
     def learn(self, context: Any) -> None:
-        """Find the experts' nodes; without access to them, padding is computed as usual."""
         addresses = self._watched.nodes(context)
         if not addresses or not is_known(addresses[0]):
             return
@@ -70,7 +67,6 @@ class SkipPadding:
         return self._reported
 
     def finish(self) -> None:
-        """Restore shortened tensors after a pass."""
         for numbers in self._cut:
             GgmlTensor.from_address(numbers).ne[1] = self._rows
         self._cut = set()

@@ -3,9 +3,8 @@
 llama.cpp's threads wait for each other hundreds of times in a pass, so one thread without a CPU delays all. On 2 CPUs
 with one other busy program, a pass takes 4 to 25 times as long with 2 threads, and at most twice as long with one.
 
-The number of threads must not change results. It does so only for passes of one node over at least 512 cells, where
-flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells up to
-a multiple of 256). These passes keep their threads, with short waits, so that the system can move them.
+The number of threads must not change results. It does so only for passes of one node over at least 512 cells.
+There flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp). These passes keep their threads, with short waits, so that the system can move them.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ from typing import Any
 from ..ggml.files import ggml_library
 
 WINDOW = 0.25  # minimum seconds between two samples of /proc/stat, whose unit is 10 ms
-LOOKS = 3  # samples of running threads, 2 ms apart
+LOOKS = 3
 CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
 SPLIT_CELLS = 256  # cells above which one node's attention depends on the number of threads
 
@@ -74,21 +73,20 @@ def usage_now() -> Usage | None:
 
 
 def busy_processors(before: Usage, after: Usage, was_crowded: bool) -> float:
-    """CPUs that other programs use; 0.0 below the threshold."""
     used = (after.everybody - before.everybody) - (after.own - before.own)
     others = used / (after.at - before.at)
     return others if others >= (CALM if was_crowded else CROWDED) else 0.0
 
 
 def others_run() -> bool:
-    """True if a thread of another program runs, or is ready to run, in each of `LOOKS` samples."""
+    """True if a thread of another program is runnable in each of `LOOKS` samples."""
     try:
         for look in range(LOOKS):
             time.sleep(0.002 if look else 0)
             running = re.search(rb"^procs_running (\d+)", Path("/proc/stat").read_bytes(), re.MULTILINE)
             if running and int(running[1]) <= sum(_runs(path) for path in Path("/proc/self/task").iterdir()):
                 return False
-    except OSError:  # assume that others run
+    except OSError:
         pass
     return True
 
@@ -132,11 +130,9 @@ class OtherLoad:
         self._pass_ended = 0.0
 
     def pass_ended(self, now: float) -> None:
-        """Note the end of an own pass; `now` is the monotonic clock."""
         self._pass_ended = now
 
     def others(self, now: float) -> float:
-        """CPUs that other programs use; `now` is the monotonic clock."""
         if self._last is None or now - self._last.at < WINDOW:
             return self._others
         usage = self._usage()
@@ -161,7 +157,6 @@ class ShortWaits:
         self._done: threading.Event | None = None
 
     def switch(self, on: bool) -> None:
-        """Switch short waits on, or restore the default."""
         if self._done:
             self._done.set()
             self._done = None
@@ -179,12 +174,10 @@ def _hold_team(start_team: Any, done: threading.Event) -> None:
 
 @cache
 def crowd() -> OtherLoad:
-    """Load of other programs; one object for all models of the process."""
     return OtherLoad(usage_now, ShortWaits().switch, others_run)
 
 
 def compute_cores() -> int:
-    """Cores for compute threads: those this process may use; on a Mac the performance cores."""
     if sys.platform == "darwin":
         size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
         libc = ctypes.CDLL(None)

@@ -1,5 +1,3 @@
-"""Tolerance of logits."""
-
 from ..context import kv_types
 from ..ggml.files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32
 
@@ -16,7 +14,6 @@ TOLERANCE_OF_4_BITS = 10.0
 
 
 def tolerance(file_type: bytes, kv_type: str | None) -> float:
-    """Maximum change of a logit; `kv_type` is the requested one, and None adds nothing."""
     weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
     types = kv_types(kv_type) if kv_type else ()
     return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])

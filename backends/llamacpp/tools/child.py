@@ -1,5 +1,3 @@
-"""Child processes for llama.cpp's tools: JSON in, JSON lines out."""
-
 import json
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Program that makes an importance matrix: sums of squares of each weight's inputs over a text, as llama.cpp's tools/imatrix.
+"""Program that makes an importance matrix, as llama.cpp's tools/imatrix: sums of squares of each weight's inputs.
 
 The job: source, out, text (a file), chunks (of 512 tokens). Lines to the parent: {done, total} chunks.
 """
@@ -18,7 +18,7 @@ from ..memory.threads import compute_cores
 from ..vocab import load_vocab
 from .child import Say, serve
 
-TOKENS = 512  # in a chunk, which is one sequence
+TOKENS = 512
 LEAST_ROWS = 16  # as in llama.cpp's tools/imatrix
 F32, I32 = 0, 26  # ggml_type
 
@@ -76,7 +76,6 @@ class Collector:
 
 
 def view(tensor: GgmlTensor, kind: Any = np.float32) -> NDArray[Any]:
-    """View of a tensor's values in host memory, with ggml's axes reversed."""
     size = tensor.nb[3] * tensor.ne[3]
     memory = (ctypes.c_char * size).from_address(tensor.data)
     shape, strides = tuple(reversed(tensor.ne)), tuple(reversed(tensor.nb))
@@ -122,7 +121,6 @@ def collect(path: str, token_ids: list[int], say: Say) -> Collector:
 
 
 def write(collector: Collector, out: str, origin: str, chunks: int) -> None:
-    """Write a GGUF file in the format of llama.cpp's tools/imatrix."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(out, "")

@@ -34,7 +34,6 @@ NEW_TYPE = re.compile(r"(?:MiB \(|converting to )(\w+)")
 
 
 def ggml_types() -> dict[str, int]:
-    """Numbers of tensor types by name, such as q6_K."""
     name = ggml_base().ggml_type_name
     name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
     found = {i: name(i) for i in range(llama_cpp.GGML_TYPE_COUNT)}
@@ -42,21 +41,18 @@ def ggml_types() -> dict[str, int]:
 
 
 def row_size(type_: int, width: int) -> int:
-    """Bytes of a row of `width` weights."""
     function = ggml_base().ggml_row_size
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
     return int(function(type_, width))
 
 
 class _Log:
-    """Parser of the quantiser's log, which comes in parts of lines."""
-
     def __init__(self, say: Say) -> None:
         self.bytes = 0
         self.tensors: dict[str, str] = {}  # name -> old type
         self.complaints: list[str] = []
         self._say, self._text = say, ""
-        self._shape, self._type = list[int](), ""  # of the current tensor
+        self._shape, self._type = list[int](), ""
         self._types = {name.lower(): number for name, number in ggml_types().items()}
 
     def take(self, level: int, text: bytes, user_data: Any) -> None:
@@ -83,7 +79,6 @@ class _Log:
             self._shape = []
 
     def reason(self) -> str:
-        """First error, in one line."""
         found = next((line for line in self.complaints), "llama.cpp gave no reason")
         return re.sub(r"^.*?: (failed to quantize: )?", "", found).strip(" -")
 
@@ -130,7 +125,6 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
         params.tt_overrides = rows
         keep.append(rows)
     if job["imatrix"]:
-        # A rehearsal needs any matrix.
         known = job["imatrix"] == "unknown"
         matrix = {"none": np.zeros(1, np.float32)} if known else read_imatrix(job["imatrix"])
         entries = (llama_cpp.llama_model_imatrix_data * (len(matrix) + 1))()
