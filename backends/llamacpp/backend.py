@@ -1,7 +1,6 @@
 """GGUF models on llama.cpp, through llama-cpp-python's low-level API.
 
-Trees need no kernel of their own: `session.py` says how one lives in llama.cpp's cache.
-`engine.py` loads models; those larger than memory are streamed: `memory/planning.py`.
+`engine.py` loads models; `memory/planning.py` streams those larger than memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ from .vocab import LlamaVocab
 
 
 class LlamaBackend:
-    """See `edgespec.loop.backend.Backend`. One model with one context; `engine.py` makes it."""
+    """See `edgespec.loop.backend.Backend`; made by `engine.py`."""
 
     name = "llamacpp"
 
@@ -59,27 +58,27 @@ class LlamaBackend:
         self.capabilities = capabilities
         self.in_order = in_order
         self.notes: Sequence[str] = ()
-        self.plan: Plan | None = None  # of what is where, if not everything is in memory
+        self.plan: Plan | None = None
         self._watch = watch
-        self._yielding = yielding  # threads of a pass, if it takes fewer while other programs keep processors busy
+        self._yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
         self.build = engine_build()
         self.computing = computing
         self.tiles = has_kernels(str(computing["kv_type"]))
-        self.state_width = 0  # of the states that are kept of each row, where all rows are wanted; 0: none are
+        self.state_width = 0  # floats of a row's hidden state; 0: states are not kept
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self.context = context
         window = llama_cpp.llama_model_n_swa(model)
-        self.copies = not window and "lenders" not in computing  # cells may be copied, for less than rows cost
-        self.files: Sequence[str] = ()  # of the model
-        self.row_hook: Callable[[int], None] = lambda rows: None  # called before each pass with its rows
+        self.copies = not window and "lenders" not in computing  # copies of cells cost less than new rows
+        self.files: Sequence[str] = ()
+        self.row_hook: Callable[[int], None] = lambda rows: None
         self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
-        self._most_cells = 0  # that were in use at once since all were free
+        self._most_cells = 0
         self._batch = Batch(llama_cpp.llama_n_batch(context))
-        # States of recurrent layers may lie elsewhere after a pass that was ended: those in memory are short.
+        # An aborted pass may have moved recurrent states without their contents; sessions in memory are read again.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
         self.stop = Stop(context, asked=here and not capabilities.paths)
         if watch:
@@ -89,7 +88,7 @@ class LlamaBackend:
         if self.context is None:
             raise Closed
 
-    def open(self) -> Any:  # a session of either kind
+    def open(self) -> Any:
         self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
@@ -105,11 +104,9 @@ class LlamaBackend:
         self._ids.close(session.seq_ids)
 
     def lend(self, seq: int, session: LlamaSession) -> None:
-        """A session gets a sequence id that was free when its nodes were placed."""
         self._ids.lend(seq, session, self._open, self.memory)
 
     def give_back(self, ids: list[int]) -> None:
-        """Nothing carries these sequence ids any more."""
         self._ids.give_back(ids)
 
     def make_room(self, rows: int) -> None:
@@ -131,7 +128,6 @@ class LlamaBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def alone(self, session: LlamaSession) -> bool:
-        """Whether its cells are all that is in the cache."""
         if self.cells.wasted:
             return False
         return not any(other.cached or other.has_nodes for other in self._open if other is not session)
@@ -145,7 +141,7 @@ class LlamaBackend:
                 self.stop.clear()
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
-        # All works find room before the first is taken in: a refused batch changes nothing.
+        # Place all works before the first is added: a refused batch changes nothing.
         placements, taken = list[Placement](), {seq for session in self._open for seq in session.tips}
         for session, work in zip(sessions, batch, strict=True):
             placements.append(session.place(work, self._ids.offer(session, self._open, taken)))
@@ -168,7 +164,7 @@ class LlamaBackend:
         if shape := shape_of(self.capabilities, batch):
             rows.fill(shape, self.cells.padding_id)
         if self.state_width:
-            llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))  # all rows or none
+            llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
         try:
             self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)
         except BaseException as error:
@@ -176,7 +172,7 @@ class LlamaBackend:
                 session.give_up()
             self.cells.drop_padding(0)
             if isinstance(error, Interrupted) and end is not None:
-                self.cells.end = end  # all that the pass had filled is free again
+                self.cells.end = end
             else:
                 self.cells.uncertain = True
             raise
@@ -184,19 +180,18 @@ class LlamaBackend:
             self.stop.clear()
         with Signals().held():
             if rows.padding:
-                self.cells.drop_padding(sum(between))  # what stands before others stays
+                self.cells.drop_padding(sum(between))
             for session in sessions:
                 session.evaluated()
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
-        """One call of llama.cpp; arguments as for `Mixture.begin`."""
         if self._watch:
             self._watch.begin(prompt=prompt, rows=len(rows.tokens), padding=padding)
         self._decode(self._batch.fill(rows))
 
     def logits_of(self, row: int) -> Float32Array:
-        """Of a row that was wanted, shape [V], the caller's to keep."""
+        """Return a copy of a wanted row's logits, shape [V]."""
         return LlamaLogits(self.context, self.vocab.size, 0, {0: row}).row(0)
 
     def _decode(self, total: int) -> None:
@@ -226,7 +221,6 @@ class LlamaBackend:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the pass under way, or the next, is to end."""
         return self.stop.is_set
 
     @property
@@ -239,5 +233,5 @@ class LlamaBackend:
             llama_cpp.llama_free(self.context)
             if self._watch:
                 self._watch.close()
-            self._vocab.close()  # and the model with it
+            self._vocab.close()
             self.context = self.model = None

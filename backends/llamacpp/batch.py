@@ -1,5 +1,3 @@
-"""llama.cpp's batch: its struct of arrays over numpy memory, which is filled without a Python loop."""
-
 import ctypes
 from itertools import accumulate, chain
 from typing import Any
@@ -12,13 +10,9 @@ from .ggml.files import llama_cpp
 
 
 class Batch:
-    """The rows of the next pass. The struct points into arrays of this object, which must outlive the pass."""
+    """Rows of the next pass; its arrays must outlive the pass, because the struct points into them."""
 
     def __init__(self, rows: int) -> None:
-        """
-        Args:
-            rows: most that it may have.
-        """
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._id_counts = np.zeros(rows, np.int32)
@@ -36,7 +30,6 @@ class Batch:
             setattr(self.struct, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
 
     def fill(self, rows: Rows) -> int:
-        """Fill the struct. Returns the number of rows."""
         total = len(rows.tokens)
         self._tokens[:total] = rows.tokens
         self._positions[:total] = rows.positions

@@ -1,19 +1,16 @@
-"""Which cells of llama.cpp's cache are in use, so that each session's cells stay in the order of its tokens.
+"""Cells of llama.cpp's cache, kept in the order of each session's tokens.
 
-llama.cpp puts tokens into the first free cells. With one session that is the order of its tokens: a commit drops the
-last cells in use. With several, the dropped nodes of one session leave a gap before the cells of others. Their next
-tokens would fill it, before their own past, and attention would add up in another order. So:
+llama.cpp puts tokens into the first free cells. A gap before the cells of other sessions would be filled first, and
+attention would add up in another order. So:
 
     cells 0 … end - 1     in use: committed tokens, nodes, and waste
-    waste                 dropped, but tagged with a sequence id of its own, for free cells would be filled
+    waste                 cells that no sequence uses, but that llama.cpp must not reuse; they have their own id
     cells from end on     free
 
-When the end is reached, all sequences are saved, the cache is emptied, and they are loaded one after the other. Forks
-share cells, also afterwards: each cell has a mark, and equal marks tell which cells are shared.
+`Cells.make_room` saves all sequences at the end of the cache, clears it, and loads them without gaps.
 
-Attention over long prompts adds up tiles of `TILE` cells that start at multiples of `TILE`. There a token must stand
-at the same place of a tile as it would in an empty cache. If a prompt goes on within a tile and other cells stand
-behind it, the first cells of that tile are copied to the end.
+Attention over long prompts adds up tiles of `TILE` cells. A token must have the same place in its tile as in an empty
+cache. A prompt that continues in a partial tile gets a copy of that tile's first cells at the end.
 """
 
 import ctypes
@@ -30,20 +27,28 @@ from edgespec.loop.shapes import TILE, RowClass, also_wanted, whole_tiles
 from .ggml.files import llama_cpp
 from .ggml.signals import Signals
 
-EXTRA_IDS = 2  # of sequences: one for waste, one for padding
-# llama.cpp treats a cell behind a sliding window as free if it has one sequence id only. So there every cell has two.
+EXTRA_IDS = 2  # sequence ids: one for waste, one for padding
+# llama.cpp reuses a cell behind a sliding window if it has only one sequence id (llama-kv-cache.cpp: find_slot).
 IN_WINDOWS = 2
-MUCH_WASTE = 1024  # cells; attention looks at each of them
+MUCH_WASTE = 1024  # cells
 
 
 @dataclass(slots=True)
 class Rows:
-    """What a pass evaluates, in the order of its cells."""
+    """Rows of a pass, in the order of its cells.
+
+    Attributes:
+        tokens: of each row.
+        positions: of each row.
+        ids: sequence ids of each row.
+        wanted: indices of rows whose logits are needed.
+        padding: number of padding rows.
+    """
 
     tokens: list[int]
     positions: list[int]
-    ids: list[list[int]]  # of sequences
-    wanted: list[int]  # rows whose logits are needed
+    ids: list[list[int]]
+    wanted: list[int]
     padding: int = 0
 
     def add(self, tokens: list[int], positions: list[int], ids: list[list[int]]) -> None:
@@ -52,23 +57,28 @@ class Rows:
         self.ids += ids
 
     def pad(self, count: int, seq: int) -> None:
-        """Add rows of a sequence of their own, which no other row sees."""
         places = list(range(self.padding, self.padding + count))
         self.add([0] * count, places, [[seq]] * count)
         self.padding += count
 
     def fill(self, shape: RowClass, seq: int) -> None:
-        """Pad to this row class, and want more rows if any is wanted: the output matrix is of the class, too."""
+        """Pad to a row class; the output matrix needs a row class as well, so add wanted rows."""
         self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
         self.wanted += also_wanted(self.wanted, len(self.tokens), shape)
 
 
 class Holder(Protocol):
-    """The part of a session that `Cells` uses."""
+    """The part of a session that `Cells` uses.
 
-    cached: int  # committed tokens that have a cell
-    marks: list[int]  # of these cells: equal where two sessions share one
-    aligned: bool  # its tiles are those of an empty cache
+    Attributes:
+        cached: committed tokens that have a cell.
+        marks: of these cells; two sessions share a cell if its marks are equal.
+        aligned: tiles are those of an empty cache.
+    """
+
+    cached: int
+    marks: list[int]
+    aligned: bool
 
     @property
     def has_nodes(self) -> bool: ...
@@ -80,48 +90,46 @@ class Holder(Protocol):
     def own_ids(self) -> Sequence[int]: ...
 
     def moved(self, end: int, aligned: bool) -> None:
-        """Its committed tokens now have cells up to `end`, which only its own ids carry."""
+        """Note that committed tokens have cells up to `end`, tagged with the session's own ids only."""
 
     def lost(self) -> None:
-        """Its committed tokens have no cells any more."""
+        """Note that committed tokens have no cells."""
 
     def replaced(self, start: int, seq: int, end: int) -> None:
-        """Its tokens from position `start` on get the cells up to `end` that `seq` carries, instead of their own."""
+        """Replace the cells from position `start` on by those of `seq`, which end at `end`."""
 
 
 class Cells:
     def __init__(self, context: Any, ids: int, window: int = 0) -> None:
-        """
-        Args:
-            context: llama.cpp's.
-            ids: sequence ids of sessions; those behind them are used here.
-            window: the sliding window of some layers, in tokens; 0: there is none.
+        """Args:
+        context: llama.cpp's.
+        ids: sequence ids of sessions; those behind them are used here.
+        window: tokens of the sliding window of some layers; 0: none.
         """
         self.end = 0
-        self.wasted = False  # some of the cells in use are waste
-        self.uncertain = False  # a pass failed: `end` may be wrong
+        self.wasted = False
+        self.uncertain = False
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window
-        self._marks = 0  # given so far
+        self._marks = 0
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._size = llama_cpp.llama_n_ctx(context)
 
     def new_marks(self, count: int) -> range:
-        """Marks of `count` cells that no other session has."""
         self._marks += count
         return range(self._marks - count, self._marks)
 
     def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
-        """Tag cells of these ids at positions from `start` on: they are about to be dropped, but must not be free."""
+        """Tag cells of these ids, at positions from `start` on, as waste; then the caller may drop them."""
         for seq in ids:
             for waste in self._waste_ids:
                 llama_cpp.llama_memory_seq_cp(self._memory, seq, waste, start, stop)
         self.wasted = True
 
     def drop_padding(self, between: int) -> None:
-        """Free the cells of a pass's padding, except the first `between`, which stand before others."""
+        """Free a pass's padding; its first `between` cells, which stand before other cells, become waste."""
         if between:
             self.waste([self.padding_id], 0, between)
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
@@ -139,16 +147,15 @@ class Cells:
         return True
 
     def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
-        """Copy a session's cells from position `start` on, all of one tile, to the same places of a tile at the end."""
+        """Copy a session's cells from position `start` on, all of one tile, to the same offsets of a tile at the end."""
         self.fill((start - self.end) % TILE, sessions)
         with self._copied(session, start, session.cached):
             session.replaced(start, self.padding_id, self.end)
 
     @contextmanager
     def _copied(self, source: Holder, start: int, stop: int) -> Iterator[None]:
-        """Within, the end of the cache has copies of a session's cells at these positions, under the padding's id."""
         with Signals().held():
-            for data in self.parts(source, start, stop):  # one: no layer has a window
+            for data in self.parts(source, start, stop):
                 if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), self.padding_id) == 0:
                     self.uncertain = True
                     raise ModelError("llama.cpp could not copy a part of a sequence in its cache")
@@ -175,7 +182,6 @@ class Cells:
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
-        """Empty the cache, and load the saved sequences one after the other."""
         with Signals().held():
             self._put_in_order([session for session in holders if session.cached])
 
@@ -189,7 +195,7 @@ class Cells:
                 for seq in own:
                     llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
             if not all(self.put(data, own) for data in parts):
-                for other in loaded:  # also those that are back: they may be in the way
+                for other in loaded:
                     other.lost()
                 self.uncertain = True
                 raise ModelError("llama.cpp could not put a sequence back into its cache")
@@ -199,12 +205,12 @@ class Cells:
             session.moved(self.end, aligned)
 
     def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
-        """A session's cells at these positions, as llama.cpp writes them.
+        """Serialised cells of a session at positions from `start` to `stop`.
 
-        llama.cpp omits cells that have left a sliding window by the end of a sequence, but a session that is rewound
-        needs them. So no part is longer than the window.
+        llama.cpp omits cells that have left a sliding window at the end of a sequence, but a rewind needs them. So no
+        part is longer than the window.
         """
-        step, seq = self.window or max(1, stop), self.padding_id  # an id that is free between passes
+        step, seq = self.window or max(1, stop), self.padding_id
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
         for first, last in pairwise(edges):
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
@@ -215,7 +221,7 @@ class Cells:
             yield data
 
     def put(self, data: Any, ids: Sequence[int]) -> bool:
-        """Fill the next cells with one of the `parts`, for these ids. False if llama.cpp refuses."""
+        """Fill the next cells with one of the `parts`, for these ids; False if llama.cpp refuses."""
         seq = self.padding_id
         if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
             return False
@@ -226,7 +232,6 @@ class Cells:
 
 
 def with_sources(sessions: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
-    """Each session, the earlier one that it shares most cells with, and their number, in whole tiles."""
     found = list[tuple[Holder, Holder, int]]()
     for i, session in enumerate(sessions):
         shared = [common_prefix(session.marks, other.marks) for other in sessions[:i]]

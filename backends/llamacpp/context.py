@@ -11,7 +11,7 @@ from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
 from .recurrent import ids_of_session, is_recurrent, most_paths
 
-LLAMA_MAX_SEQ = 256  # fixed when llama.cpp is compiled
+LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 # Types of keys and values that llama.cpp's cache takes (`kv_cache_types` in common/arg.cpp; `ggml_type` in ggml.h).
 KV_TYPES = {
@@ -21,7 +21,6 @@ PLAIN_TYPES = ("f16", "bf16", "f32")
 
 
 def kv_types(name: str) -> tuple[str, str]:
-    """The types of keys and of values: "f16/q8_0", or one name for both."""
     keys, _, values = name.partition("/")
     return keys, values or keys
 
@@ -31,10 +30,10 @@ class ContextSize:
     context_length: int  # 0 = as trained
     budget: int
     sessions: int
-    chunk: int  # prompt tokens per pass
-    kv_type: str | None = None  # of keys and values, or K/V, each one of KV_TYPES; None: f16, for float32 weights f32
-    share: float = 1.0  # of a context: what each session but one adds to the cells that all share
-    own_ids: int = 1  # of sequences, that each session has
+    chunk: int
+    kv_type: str | None = None
+    share: float = 1.0
+    own_ids: int = 1
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -51,12 +50,10 @@ class ContextSize:
 
     @property
     def ids(self) -> int:
-        """Of sequences: one for each session, and those that all of them share."""
         return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - self.extra_ids)
 
     @property
     def extra_ids(self) -> int:
-        """Of sequences that `Cells` uses."""
         return EXTRA_IDS + self.own_ids - 1
 
     def of(self, model: Any) -> "ContextSize":
@@ -80,15 +77,14 @@ class ContextSize:
         return length + int(self.share * length) * (self.sessions - 1)
 
     def kept_in(self, model: Any) -> str:
-        """The type of keys and values, or both, as in "f16/q8_0"."""
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
     def params(self, model: Any) -> Any:
         params = llama_cpp.llama_context_default_params()
-        tiles = self.sessions * TILE if self.sessions > 1 else 0  # to which prompts of several sessions are padded
+        tiles = self.sessions * TILE if self.sessions > 1 else 0
         rows = self.max_nodes + tiles
         params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
-        params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows  # sessions may owe as many
+        params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows
         params.n_seq_max = self.ids + self.extra_ids
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         if lanes := most_paths(model, self.budget, self.sessions):
@@ -100,7 +96,7 @@ class ContextSize:
             params.n_batch = params.n_ubatch = rows
             params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
-        params.swa_full = True  # a sliding window that forgets could not be rewound
+        params.swa_full = True  # keeps all cells of a sliding window, so that a session can be rewound
         params.no_perf = True
         float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
         types = kv_types(self.kept_in(model))
@@ -113,7 +109,6 @@ class ContextSize:
 
 
 def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
-    """A context of this size. Raises ModelError: there is none."""
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
@@ -121,7 +116,7 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
 
 
 def kept_of(path: str, size: ContextSize) -> str:
-    """The type of keys and values of a model that is not loaded yet; "" if it has recurrent layers.
+    """The type of keys and values of a model file; "" if it has recurrent layers.
 
     Raises:
         ModelError: as for `load_model`.
@@ -134,7 +129,6 @@ def kept_of(path: str, size: ContextSize) -> str:
 
 
 def check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
-    """Raise UsageError: a number is out of range."""
     for name, value, low, high in [
         ("context length", context_length, 0, 2**24),
         ("budget", budget, 1, 2**15),

@@ -49,10 +49,10 @@ class LlamaPlan(LoadPlan):
     Attributes:
         size: of the context.
         gpu_layers: layers on GPUs or lenders; -1 = all.
-        experts_here: the processor keeps all experts.
-        weights: what of the weights stays in memory; None: all.
+        experts_here: all experts stay on the CPU.
+        weights: the part of the weights that stays in memory; None: all.
         platform: of the machine that was planned for.
-        borrowed: as `lending.rpc.borrow` returns it, or None.
+        borrowed: devices that `lending.rpc.borrow` returns, or None.
     """
 
     size: ContextSize
@@ -64,15 +64,20 @@ class LlamaPlan(LoadPlan):
 
 
 class LlamaEngine(Engine):
-    """See `Engine`. A model that does not fit into memory is streamed.
+    """See `Engine`; a model that does not fit into memory is streamed.
 
-    `threads`: default one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
-    changes no bit. `gpu_layers`: default as many as `gpu_memory` takes (`memory/gpu.py`). `in_order`: llama.cpp's
-    rounding depends on the order of cells. Committed nodes behind a gap lose their cells, and the next pass computes
-    these few tokens again. `kv_type`: one of `KV_TYPES`, or two; default f16, for float32 weights f32; with another,
-    float32 weights are computed less exactly. `wide`: weights are not repacked at load; repacking takes memory for both
-    copies, and can be faster for passes of few rows (docs/measured.md). `share`: default 1 where memory is plentiful,
-    else a quarter. `lenders`: what does not fit here goes there (`lending/child_process.py`).
+    Options:
+
+    - threads: default one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
+      changes no bit.
+    - gpu_layers: default as many as `gpu_memory` takes (`memory/gpu.py`).
+    - in_order: rounding in llama.cpp depends on the order of cells. Committed nodes behind a gap lose their cells, and
+      the next pass computes these tokens again.
+    - kv_type: one of `KV_TYPES`, or two; default f16, for float32 weights f32.
+    - wide: do not repack weights at load. Repacked weights need memory for a second copy, and can be faster for passes
+      of few rows (docs/measured.md).
+    - share: default 1 where memory is plentiful, else a quarter.
+    - lenders: layers that do not fit here go to them (`lending/child_process.py`).
     """
 
     supported = frozenset({"threads", "gpu_layers", "gpu_memory", "memory", "kv_type", "lenders", "draft_files"})
@@ -114,7 +119,6 @@ load = loader(engine)
 
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
-    """A plan for this process; `borrowed`: as in `LlamaPlan`. Errors as for `Engine.plan`."""
     memory, beside = in_bytes(options.memory), options.draft_files
     plenty = is_plenty(path, memory, beside, machine)
     share = options.share if options.share is not None else 1.0 if plenty or options.resident else SHARE
@@ -142,7 +146,6 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     computing: dict[str, str | int | None] = {"threads": options.threads or compute_cores(), "gpu_layers": gpu_layers}
     bitwise = _is_bitwise(options, gpu_layers, borrowed)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
-    # Models with recurrent layers have no row classes, so they lose nothing by repacking.
     classes = options.exact != "off" and (streams or (repack and bitwise))
     kept = kept_of(path, size) if classes else ""
     computing |= {"kv_type": kept} if kept else {}
@@ -157,12 +160,10 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
 
 
 def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
-    """True if what is prefilled keeps its bits."""
     return options.in_order and options.exact != "off" and gpu_layers == 0 and not borrowed
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
-    """Load a model in this process; arguments and errors as for `Engine.load`."""
     path, options, size, weights, borrowed = plan.path, plan.options, plan.size, plan.weights, plan.borrowed
     notes, computing = list(plan.notes or ()), dict(way)
     known = {mapping.start for part in parts(path) for mapping in mappings(part)} if weights else set()
@@ -182,7 +183,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         if is_recurrent(model):
             if reason := why_not(model):
                 raise ModelError(f"{path}: {reason}; use another model")
-            computing = {name: value for name, value in computing.items() if name not in ALIKE}  # no row classes
+            computing = {name: value for name, value in computing.items() if name not in ALIKE}
         if weights:
             streamer, speed, kept = start_streaming(path, weights, known, progress)
             watch = LayerHooks(streamer)
@@ -192,14 +193,14 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         size = size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
-        chosen = weights is not None and weights.slots_of_experts >= 0  # experts are read as they are chosen
+        chosen = weights is not None and weights.slots_of_experts >= 0
         if watch and (streams or chosen or not weights):
             params.cb_eval = watch.callback
         elif watch and weights and weights.cached and bitwise:
-            watch.skip_padding = SkipPadding()  # the page cache is spared experts of padding, too
+            watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
         if streams or chosen or borrowed:
-            params.op_offload = False  # a GPU that takes part in long prompts would take weights before they are there
+            params.op_offload = False  # a GPU that helps with long prompts would read weights before they are loaded
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.skip_padding:
@@ -231,15 +232,15 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         layers=llama_cpp.llama_model_n_layer(model),
         experts=watch.mixture.shape if watch and watch.mixture else None,
         paths=lanes > 0,
-        gaps=lanes > 0,  # row classes are not looked for: a pass's rows depend on its paths as well
+        gaps=lanes > 0,  # row classes do not apply: the rows of a pass depend on its paths
         spare_leaves=None if lanes else size.ids - size.own_ids * options.sessions,
         cells=size.tokens(model) if options.sessions > 1 and size.share < 1 and not lanes else None,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
-    # Streamed weights are waited for: it is not threads that others disturb.
+    # Streamed passes wait for weights, so other programs' threads matter little.
     yielding = 0 if options.threads or capabilities.streams else params.n_threads
     if yielding:
-        crowd()  # begins to look around now, so that the first pass knows
+        crowd()
     computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(borrowed) - 1} if borrowed else {})
     backend = LlamaBackend(
         model, context, capabilities, options.sessions, options.in_order, watch, yielding, ids=ids,

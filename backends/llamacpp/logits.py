@@ -1,5 +1,3 @@
-"""A pass's logits, where llama.cpp keeps them."""
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +10,13 @@ from .ggml.files import llama_cpp
 
 
 class LlamaLogits:
-    """See `edgespec.loop.backend.Logits`: views of llama.cpp's output buffer."""
+    """See `edgespec.loop.backend.Logits`; it reads llama.cpp's output buffer, which the next pass overwrites."""
 
     def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
         self._context = context
         self._size = size
-        self._width = width  # of a state; 0: none is kept
-        self._batch_index = batch_index  # node -> index in the batch
+        self._width = width
+        self._batch_index = batch_index
 
     def _view(self, node: int) -> Float32Array:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])

@@ -1,18 +1,18 @@
-"""Models with recurrent layers in llama.cpp: trees as paths (`edgespec/planners/path_cost.py`).
+"""Models with recurrent layers: trees as paths (`edgespec/planners/path_cost.py`).
 
-llama.cpp's recurrent memory has one state for each sequence id. To copy a sequence is to share its state until one of
-both goes on; a state cannot be taken back. Cells of attention are tagged with ids, as in `session.py`. A copy of no
-positions copies the state and no cells. So a session has these ids:
+llama.cpp's recurrent memory has one state for each sequence id (llama-memory-recurrent.cpp). A copied sequence shares
+the state until one of them gets tokens; a state cannot be rewound. Cells of attention are tagged with ids, as
+in `session.py`. A copy of no positions copies only the state. A session has these ids:
 
-    text      carries the cells of the committed tokens as far as they have a state, and that state
-    lanes     the paths of a pass: each starts as a copy of `text`, or of another lane that ended with a node
+    text      the committed tokens that have a state: their cells, and that state
+    lanes     the paths of a pass: each starts as a copy of `text`, or of a lane that ended with a node
     states    of shorter prefixes, without cells, for steps and for prompts with a common beginning
 
-A pass is a rectangle: llama.cpp computes sequences of equal lengths together, and others one after the other, each of
-which reads all weights again. Logits behind a path's leaf are never read.
+A pass is a rectangle: llama.cpp computes sequences of equal length together, and reads all weights again for each other
+length. Padding behind a path's leaf has no readers.
 
-The cells of the first path come right behind those of `text`, in order. Those of other paths do not, so with `in_order`
-their tokens are read again even where they have a state.
+Cells of the first path follow those of `text`. Other paths have gaps, so with `in_order` their accepted tokens are
+computed again.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ from .cells import Rows
 from .ggml.files import llama_cpp, metadata
 from .ggml.state_files import load_sequence, save_sequence
 
-MOST_IDS = 256  # LLAMA_MAX_SEQ, fixed when llama.cpp is compiled
-OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures whose states lie elsewhere
+MOST_IDS = 256  # LLAMA_MAX_SEQ of llama-cparams.h, fixed at compile time
+OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures with states in another memory
 
 
 def is_recurrent(model: Any) -> bool:
@@ -54,11 +54,10 @@ def is_recurrent(model: Any) -> bool:
 
 
 def why_not(model: Any) -> str:
-    """The reason that a model with recurrent layers cannot be run; empty if it can."""
     name = metadata(model, "general.architecture").decode()
     if name in OTHER_MEMORY:
         return f"llama.cpp keeps the states of {name} where they cannot be copied"
-    if llama_cpp.llama_model_n_swa(model):  # and sequences are rewound to where it began
+    if llama_cpp.llama_model_n_swa(model):  # a rewind needs earlier cells of the window
         return (
             "some layers are recurrent and others have a sliding window, of which llama.cpp keeps only the last cells"
         )
@@ -66,10 +65,10 @@ def why_not(model: Any) -> str:
 
 
 def most_paths(model: Any, budget: int, sessions: int) -> int:
-    """Paths that a tree may have, so that all states do not take too much memory; 0: no layer is recurrent.
+    """Maximum number of paths of a tree, limited by the memory for states; 0: no layer is recurrent.
 
     Raises:
-        UsageError: there are not enough sequence ids for these sessions.
+        UsageError: there are too few sequence ids for `sessions`.
     """
     if not is_recurrent(model):
         return 0
@@ -84,29 +83,27 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
 
 
 def ids_of_session(paths: int) -> int:
-    """Sequence ids of a session: `text`, lanes for paths and a step, states, and one more to exchange them."""
+    """Sequence ids of a session: `text`, lanes for paths and a step, states, and a spare to exchange states."""
     return 1 + (paths + 1) + (KEPT_STATES + 1)
 
 
 def reads_weights(limits: Capabilities) -> bool:
-    """True if every call of llama.cpp reads weights from a disk, so that one is better than two."""
     return limits.streams or limits.experts is not None
 
 
 def most_unread(limits: Capabilities) -> int:
-    """Most unread committed tokens of a path; more get a pass of their own."""
     return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
 
 
 class Between(Interrupted):
-    """Interrupted between two calls of llama.cpp: only nodes are lost."""
+    """Interrupted between two calls of llama.cpp, so that only nodes are lost."""
 
 
 class Owner(nodes.Owner, Protocol):
     memory: Any  # llama.cpp's; None once it is freed
     context: Any  # llama.cpp's
     in_order: bool
-    sessions: Sequence[Any]  # that are open
+    sessions: Sequence[Any]
 
     @property
     def interrupted(self) -> bool: ...
@@ -120,14 +117,23 @@ class Owner(nodes.Owner, Protocol):
 
 @dataclass(slots=True)
 class Lane:
-    """One row of the rectangle: a sequence."""
+    """One sequence of the rectangle.
+
+    Attributes:
+        id: of the sequence.
+        tokens: to evaluate.
+        first: position of the first token.
+        wanted: node -> index of the token with its logits.
+        leaf: the last node; -1: none.
+        ended: evaluated without padding behind the last token.
+    """
 
     id: int
     tokens: list[int]
-    first: int  # position of its first token
-    wanted: dict[int, int] = field(default_factory=dict)  # node -> the token whose logits are its
-    leaf: int = -1  # the node it ends with
-    ended: bool = False  # evaluated, with nothing behind its last token
+    first: int
+    wanted: dict[int, int] = field(default_factory=dict)
+    leaf: int = -1
+    ended: bool = False
 
 
 class LlamaRecurrentSession(NodeSession):
@@ -139,24 +145,23 @@ class LlamaRecurrentSession(NodeSession):
         self._memory = backend.memory
         self.seq_ids = seq_ids
         self._text, *others = seq_ids
-        self._states = States[int](KEPT_STATES)  # sequence ids; the cells of `text` end where its last state does
+        self._states = States[int](KEPT_STATES)  # sequence ids; the cells of `text` end at its last state
         self._free = others[-KEPT_STATES - 1 :]
-        self._lanes = others[: -KEPT_STATES - 1]  # that are free, in rising order: some models want neighbours
-        self._after_prompt = False  # the last commit was of a prompt's part
-        self._tips: dict[int, int] = {}  # node -> the lane that ended with it
+        self._lanes = others[: -KEPT_STATES - 1]  # free lanes in rising order: some models require adjacent ids
+        self._after_prompt = False
+        self._tips: dict[int, int] = {}  # node -> lane that ended with it
         super().__init__(backend)
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._in_place = -1  # the node whose lane has its cells right behind those of `text`
+        self._in_place = -1  # node whose cells follow those of `text`
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}
-        self._head: Lane | None = None  # the first lane that begins with unread committed tokens
+        self._head: Lane | None = None
         self._step: Lane | None = None
 
     def _copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
-        """The state, and the tags of cells at these positions."""
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, stop)
 
     def _copy_state(self, source: int, target: int) -> None:
@@ -170,7 +175,7 @@ class LlamaRecurrentSession(NodeSession):
         self._lanes = sorted([*self._lanes, lane])
 
     def unread_lane(self, most: int) -> Lane:
-        """A pass of its own for at most `most` unread committed tokens; call `read_unread` behind it."""
+        """A lane for a separate pass over at most `most` unread tokens; call `read_unread` after the pass."""
         lane, start = self._lanes.pop(0), self._states.last
         self._copy(self._text, lane)
         self._head = Lane(lane, self.token_ids[start : start + most], start)
@@ -183,12 +188,10 @@ class LlamaRecurrentSession(NodeSession):
         self._head = None
 
     def _go_on(self, lane: int, length: int) -> None:
-        """Give `text` the cells and the state of a lane that ended behind `length` tokens."""
         self._copy(lane, self._text, self._states.last, length)
         self._keep(length)
 
     def _keep(self, at: int) -> None:
-        """Keep a copy of the state of `text`, which is that after `at` tokens."""
         seq = self._free.pop()
         self._copy_state(self._text, seq)
         self._drop(self._states.add(at, seq))
@@ -199,7 +202,6 @@ class LlamaRecurrentSession(NodeSession):
             self._free.append(seq)
 
     def begin(self, work: Work, positions: Sequence[int], most_rows: int) -> list[Lane]:
-        """Number a checked work's nodes. Returns the sequences that evaluate them."""
         first, length, last = self.nodes, len(self.token_ids), self._states.last
         if self._after_prompt and not work.prompt:
             self._states.mark(length)
@@ -239,7 +241,7 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def step(self) -> Lane | None:
-        """A further lane: its state becomes that of `text`, if nothing stands behind its last token."""
+        """A lane for unread tokens only: `text` gets its state, if there is no padding behind its last token."""
         return self._step
 
     def evaluated(self, lanes: Sequence[Lane]) -> None:
@@ -259,7 +261,6 @@ class LlamaRecurrentSession(NodeSession):
         self._head = self._step = None
 
     def drop_nodes(self) -> None:
-        """A pass ended before its last call of llama.cpp: drop all paths."""
         self._tips = {}
         self._forget_nodes()
         self._lanes = self.seq_ids[1 : -KEPT_STATES - 1]
@@ -267,7 +268,7 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """A pass failed, and may have moved states in memory without their contents: all tokens are read again."""
+        """Drop all states after a failed pass, which may have moved them without their contents."""
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)
@@ -279,14 +280,14 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def unread_committed(self) -> int:
-        return self.behind if self.behind <= most_unread(self._backend.capabilities) else 0  # more are read before
+        return self.behind if self.behind <= most_unread(self._backend.capabilities) else 0
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         return length if length == len(self.token_ids) else self._states.before(length)
 
     @property
     def _can_keep(self) -> bool:
-        return False  # only the end of a path has a state to go on from
+        return False  # only the end of a path has a state
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length = len(self.token_ids)
@@ -301,7 +302,7 @@ class LlamaRecurrentSession(NodeSession):
         if length >= self._states.last:
             return
         at = self._states.before(length)
-        if at:  # a state cannot be taken back, but exchanged; then cells can be removed
+        if at:  # load an earlier state; then cells can be removed
             self._copy_state(self._states.kept[at], self._text)
         self._remove(self._text, at if at else -1)
         self._drop(self._states.cut(at))
@@ -315,11 +316,10 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def size(self) -> int:
-        """Most cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | FilePath, note: Any = None) -> None:
-        end, context = self._states.last, self._backend.context  # tokens behind `end` are read again
+        end, context = self._states.last, self._backend.context
 
         def put(new: FilePath) -> None:
             save_sequence(context, new, self._text, self.token_ids[:end])
@@ -340,14 +340,14 @@ class LlamaRecurrentSession(NodeSession):
 
 
 def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
-    """See `edgespec.loop.backend.Backend`; `most_rows`: of one call of llama.cpp, which reads all weights once."""
+    """See `edgespec.loop.backend.Backend`; `most_rows` is the limit of one call of llama.cpp."""
     check_batch(batch, backend.capabilities)
     sessions = [cast(LlamaRecurrentSession, work.session) for work in batch]
     positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
-        most_rows = min(most_rows, TILE - 1)  # from there on attention adds up tiles: other rounding than of one row
-    found = [RowLogits() for _ in batch]  # copies: a pass may take several calls of llama.cpp
+        most_rows = min(most_rows, TILE - 1)  # longer passes round differently
+    found = [RowLogits() for _ in batch]  # copies, because a pass may take several calls of llama.cpp
     try:
         for session in sessions:
             while session.behind > most_unread(backend.capabilities):
@@ -381,7 +381,11 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
 
 
 def _compute(backend: Owner, lanes: Sequence[tuple[Lane, RowLogits]], length: int, *, prompt: bool) -> None:
-    """Evaluate one rectangle: the lanes' tokens, each filled up to `length`. Raises Between."""
+    """Evaluate one rectangle of lanes, each padded to `length` tokens.
+
+    Raises:
+        Between: the backend was interrupted before the call.
+    """
     if backend.interrupted:
         raise Between("the pass was interrupted")
     rows = Rows([], [], [], [])

@@ -1,8 +1,8 @@
-"""Sequence ids: each session has some of its own, all others are lent for the leaves of trees.
+"""Sequence ids of llama.cpp's cache: each session owns some, and the others are lent for leaves of trees.
 
-llama.cpp has 256. A session has one of its own, or two if some layers have a sliding window (`cells.py`). If layers are
-recurrent it owns all that it uses (`recurrent.py`). Lent ids carry the committed tokens of their session. They stay
-with it until another wants more than are free: to tag cells again in every pass would cost time.
+A session owns one id, two if some layers have a sliding window (`cells.py`), or all of its ids if layers are recurrent
+(`recurrent.py`). Lent ids carry the session's committed tokens. They stay lent until another session needs
+them, because tagging cells again in every pass takes time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,10 @@ class Borrower(Protocol):
 
 class SeqIds:
     def __init__(self, sessions: int, count: int, share: int = 1) -> None:
-        """
-        Args:
-            sessions: how many may be open.
-            count: of all ids.
-            share: ids that each session owns.
+        """Args:
+        sessions: maximum number of open sessions.
+        count: number of ids.
+        share: ids that each session owns.
         """
         self._share = share
         self._own = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]
@@ -34,25 +33,22 @@ class SeqIds:
         return not self._own
 
     def open(self) -> list[int]:
-        """A session's own ids, in rising order."""
         return self._own.pop(0)
 
     def close(self, ids: Sequence[int]) -> None:
-        """Take back the ids of a closed session. No cell may carry them."""
+        """Take back a closed session's ids, which no cell may carry."""
         self._own.append(list(ids[: self._share]))
         self.give_back(ids[self._share :])
 
     def give_back(self, ids: Sequence[int]) -> None:
-        """Take back lent ids. No cell may carry them."""
         self._free += ids
 
     def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
-        """Ids that a session may use for leaves, those that it has first; `taken` ones are left out."""
+        """Ids for a session's leaves, its present ids first, without those in `taken`."""
         others = (other.seq_ids[self._share :] for other in sessions if other is not session)
         return (seq for seq in chain(session.seq_ids, self._free, *others) if seq not in taken)
 
     def lend(self, seq: int, session: Borrower, sessions: Sequence[Borrower], memory: Any) -> None:
-        """Give a session an id that was offered to it, and tag its committed tokens' cells with it."""
         if seq in self._free:
             self._free.remove(seq)
         else:

@@ -1,15 +1,15 @@
-"""A tree in llama.cpp's cache.
+"""Trees in llama.cpp's cache.
 
-llama.cpp tags every cell of its key-value cache with sequence ids. A token attends to the cells that carry its own id
-at smaller positions. So:
+Each cell of llama.cpp's key-value cache is tagged with sequence ids. A token attends to the cells with its id at
+smaller positions. So:
 
     one sequence id     one path from the first token to a leaf of the tree
     a node              one cell, tagged with the ids of all leaves below it
-    growing a tree      a first child takes over its parent's id; every further child gets a free id,
-                        after the cells of its ancestors were tagged with it (no copy, no recompute)
+    growing a tree      a first child gets its parent's id; each further child gets a free id,
+                        after its ancestors' cells are tagged with it (no copy, no recompute)
     commit              the ids of one path stay, and of those below it if wanted; others are removed: nothing moves
 
-All ids of a session carry its committed tokens, so starting a tree costs nothing. `seq_ids.py` lends them.
+All ids of a session carry its committed tokens, so that a new tree needs no tags.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class Owner(nodes.Owner, Protocol):
     copies: bool  # cells may be copied
     in_order: bool  # keep cells in the order of the tokens
     cells: Cells
-    tiles: bool  # attention over many rows adds up tiles
+    tiles: bool
 
     def alone(self, session: "LlamaSession") -> bool: ...
 
@@ -51,16 +51,16 @@ class Owner(nodes.Owner, Protocol):
 @dataclass(frozen=True, slots=True)
 class Placement:
     work: Work
-    first: int  # number of the first new node
-    positions: list[int]  # of the new nodes
-    below: list[list[int]]  # for each new node the ids of the leaves below it
-    tips: dict[int, int]  # id -> the last node on its path
-    sources: dict[int, int]  # id -> the old node it continues
-    order: list[int]  # the new nodes in the order of their cells
+    first: int
+    positions: list[int]
+    below: list[list[int]]
+    tips: dict[int, int]
+    sources: dict[int, int]
+    order: list[int]
 
 
 def depth_first(parents: list[int], first: int) -> list[int]:
-    """New nodes so that the path of first children comes first: planners name the likeliest child first.
+    """Order of new nodes with the path of first children first, because planners put the most probable child first.
 
     Args:
         parents: of the new nodes; numbers below `first` are old nodes.
@@ -86,29 +86,29 @@ class LlamaSession(NodeSession):
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         super().__init__(backend)
         self._memory = backend.memory
-        self.seq_ids = seq_ids  # that carry the committed tokens: the session's own, and those lent to it
+        self.seq_ids = seq_ids
         self._own_count = len(seq_ids)
-        self.cached = 0  # committed tokens that have a cell
-        self.marks: list[int] = []  # of these cells: equal where a fork shares one
-        self.aligned = True  # its tiles are those of an empty cache
-        self._edge = 0  # the cell behind the last cached token; -1: not known
+        self.cached = 0
+        self.marks: list[int] = []
+        self.aligned = True
+        self._edge = 0  # cell after the last cached token; -1: not known
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._base = self._top = 0  # first cell of the nodes, and the one behind their last
-        self._cells: list[int] = []  # by node
-        self._seqs: list[int] = []  # by node: one id whose path runs through it
-        self.tips: dict[int, int] = {}  # id -> the last node on its path
+        self._base = self._top = 0  # first cell of the nodes, and the cell after the last
+        self._cells: list[int] = []
+        self._seqs: list[int] = []  # by node: an id whose path contains it
+        self.tips: dict[int, int] = {}
 
     def place(self, work: Work, free: Iterator[int]) -> Placement:
-        """Check a work, and find its nodes their places. Changes nothing.
+        """Check a work, and find places for its nodes, without any change.
 
         Args:
             work: the nodes.
             free: ids for further leaves.
 
         Raises:
-            ContextFull: a position lies beyond the context.
+            ContextFull: a position is outside the context.
             ValueError: the work breaks the contract, or `free` has too few ids.
         """
         positions = self.check(work)
@@ -142,8 +142,7 @@ class LlamaSession(NodeSession):
             start: the first cell that the next pass fills for this session.
 
         Returns:
-            Tokens, positions and sequence ids of the cells to fill, in their order: first committed tokens without
-            a cell, then the nodes.
+            Tokens, positions and sequence ids of the cells to fill, in their order: unread tokens, then nodes.
         """
         first, order, length = placement.first, placement.order, len(self.token_ids)
         for seq in placement.tips:
@@ -168,7 +167,6 @@ class LlamaSession(NodeSession):
         return tokens, places, seq_ids
 
     def evaluated(self) -> None:
-        """The pass is over: all committed tokens have cells, and every id gets them."""
         if self.cached < len(self.token_ids):
             source = next(iter(self.tips))
             for seq in self.seq_ids:
@@ -178,24 +176,23 @@ class LlamaSession(NodeSession):
             self.cached, self._edge = len(self.token_ids), self._base
 
     def give_up(self) -> None:
-        """The pass failed: forget its cells and all nodes."""
         for seq in self.seq_ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, self.cached, -1)
         self._forget_nodes()
 
     @property
     def _can_keep(self) -> bool:
-        return not self._backend.in_order  # else gaps would be left among the cells
+        return not self._backend.in_order  # kept nodes would leave gaps between cells
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, count = len(self.token_ids), len(path)  # `count`: nodes of the path that keep their cells
         if self._backend.in_order:
-            # Cells behind a gap would be out of order once the gap is filled again: give them up.
+            # Give up cells behind a gap, because later tokens would fill the gap out of order.
             count = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
         last = self._seqs[path[count - 1]] if count else -1
         if self._cells:
             cells = self._backend.cells
-            if self._top == cells.end and self._top - self._base == len(self._cells):  # nothing stands behind them
+            if self._top == cells.end and self._top - self._base == len(self._cells):
                 self._top = cells.end = self._base + count + len(stay)
             elif self._backend.in_order:
                 cells.waste(self.tips, length)
@@ -241,7 +238,7 @@ class LlamaSession(NodeSession):
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         length = super().reusable_prefix(length, short=short)
-        # A tile of which only the first cells are there must get the others right behind them.
+        # The missing cells of a partial tile must follow its present cells.
         if not self._in_tiles or short or self._continues(length, self._backend.cells.end) or self._may_move(length):
             return length
         return whole_tiles(length)
@@ -252,12 +249,12 @@ class LlamaSession(NodeSession):
 
     @property
     def _in_tiles(self) -> bool:
-        """True if attention over prompts adds up tiles, unlike that over trees."""
+        """True if attention over prompts adds up tiles, and attention over trees does not."""
         exact = self._backend.capabilities.exact
         return self._backend.tiles and exact is not None and exact.prompts != exact.trees
 
     def _continues(self, length: int, end: int) -> bool:
-        """True if tokens behind `length`, in cells from `end` on, have the tiles of an empty cache."""
+        """True if tokens after `length`, in cells from `end` on, get the tiles of an empty cache."""
         if self._backend.alone(self):
             return True
         if length == 0:
@@ -265,13 +262,14 @@ class LlamaSession(NodeSession):
         return self.aligned and length == self.cached == len(self.token_ids) and self._edge == end
 
     def _may_move(self, length: int) -> bool:
-        """True if copies at the end of the cache may replace the cells of the tile that `length` ends in."""
         return self.aligned and length <= self.cached and self._backend.copies
 
     def tail(self, work: Work, end: int | None = None) -> int:
         """Number of committed tokens in a partial tile that need copies at the end of the cache before this work.
 
-        `end`: of the cells in use; None: return the most that there may be.
+        Args:
+            work: the next one of this session.
+            end: of the cells in use; None: return the maximum.
         """
         length = len(self.token_ids)
         if not work.prompt or work.short or not self._in_tiles or self._backend.alone(self):
@@ -289,10 +287,10 @@ class LlamaSession(NodeSession):
         self._edge = end
 
     def padding_before(self, work: Work, end: int) -> int:
-        """Cells to fill from `end` on, before this work's, so that a prompt has the tiles of an empty cache.
+        """Number of cells to fill from `end` on, before a prompt's cells, to get the tiles of an empty cache.
 
         Raises:
-            ContextFull: it begins within a tile whose other cells stand elsewhere.
+            ContextFull: the prompt continues in a tile whose other cells are elsewhere.
         """
         length = len(self.token_ids)
         if not work.prompt or work.short or not self._in_tiles or self._continues(length, end):
@@ -305,7 +303,6 @@ class LlamaSession(NodeSession):
         return -end % TILE
 
     def moved(self, end: int, aligned: bool) -> None:
-        """The committed tokens now have cells up to `end`, which only the session's own ids carry."""
         self._backend.give_back(self.seq_ids[self._own_count :])
         del self.seq_ids[self._own_count :]
         self._edge, self.aligned = end, aligned
@@ -313,7 +310,6 @@ class LlamaSession(NodeSession):
             self._prompt.tokens = 0
 
     def lost(self) -> None:
-        """The committed tokens have no cells any more."""
         self.cached, self._edge = 0, -1
         self.marks.clear()
         self._prompt.rewind(0)
@@ -330,12 +326,10 @@ class LlamaSession(NodeSession):
 
     @property
     def first_id(self) -> int:
-        """The id that always carries the committed tokens."""
         return self.seq_ids[0]
 
     @property
     def own_ids(self) -> Sequence[int]:
-        """The ids that always carry the committed tokens."""
         return self.seq_ids[: self._own_count]
 
     @property
@@ -344,7 +338,6 @@ class LlamaSession(NodeSession):
 
     @property
     def size(self) -> int:
-        """Most cells that this session uses."""
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | Path, note: Any = None) -> None:
@@ -356,7 +349,7 @@ class LlamaSession(NodeSession):
             if cells.window:
                 save_parts(new, cells.parts(self, 0, self.cached))
                 return
-            seq = cells.padding_id  # free between passes; it carries the committed tokens without nodes
+            seq = cells.padding_id
             llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
             try:
                 save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
@@ -368,13 +361,13 @@ class LlamaSession(NodeSession):
     def load(self, path: str | Path) -> Any:
         saved, cells = read(path, self._backend), self._backend.cells
         count = saved.details["held"]
-        if saved.details.get("parts", 0) != cells.window:  # without, what had left the window is not in the file
+        if saved.details.get("parts", 0) != cells.window:
             raise SessionFileError(f"{path}: was saved by another version of this program")
         self.rewind(0)
         if self._backend.in_order:
             self._backend.make_room(count + 2 * TILE)
         gap = -cells.end % TILE
-        if self._in_tiles and 0 < gap <= count:  # no cell before these may be free: the first tokens fill them
+        if self._in_tiles and 0 < gap <= count:  # fill the gap before the tile
             self._load_cells(path, saved)
             cells.waste(self.seq_ids[:1], 0, gap)
             for seq in self.seq_ids:
@@ -389,7 +382,11 @@ class LlamaSession(NodeSession):
         return saved.note
 
     def _load_cells(self, path: str | Path, saved: Saved) -> None:
-        """Fill the next cells with those of the file. Raises SessionFileError: none are filled."""
+        """Fill the next cells from a file.
+
+        Raises:
+            SessionFileError: the file is wrong; no cells are filled.
+        """
         if not self._backend.cells.window:
             load_sequence(self._backend.context, path, self.seq_ids[0], saved.token_ids[: saved.details["held"]])
         elif not all(self._backend.cells.put(part, self.own_ids) for part in load_parts(path, saved.size)):
@@ -409,12 +406,12 @@ def paddings(
 ) -> list[int]:
     """Rows of padding before each work, so that prompts have the tiles of an empty cache.
 
-    Before the first work copies of cells take the place of rows.
+    Before the first work, copied cells may replace them.
 
     Args:
         sessions: of the works.
-        batch: what is evaluated next.
-        cells: where it goes.
+        batch: the works of the next pass.
+        cells: of all sessions.
         every: all open sessions.
 
     Raises:

@@ -1,5 +1,3 @@
-"""A GGUF's tokenizer, through llama.cpp."""
-
 import ctypes
 import hashlib
 import weakref
@@ -20,7 +18,7 @@ class _LoadedModel:
 
 
 class LlamaVocab:
-    """See `edgespec.loop.backend.Vocab`. From any thread, also while another closes it."""
+    """See `edgespec.loop.backend.Vocab`; thread-safe, also against `close`."""
 
     def __init__(self, model: Any) -> None:
         self._model: _LoadedModel | None = _LoadedModel(model)
@@ -84,7 +82,11 @@ class LlamaVocab:
 
 
 def load_vocab(path: str) -> LlamaVocab:
-    """Only the tokenizer of a GGUF file; freed with the object. Raises ModelError as `load` does."""
+    """Load only the tokenizer of a GGUF file; the model is freed with the returned object.
+
+    Raises:
+        ModelError: as for `load_model`.
+    """
     model = load_model(path, vocab_only=True)
     vocab = LlamaVocab(model)
     weakref.finalize(vocab, llama_cpp.llama_model_free, model)

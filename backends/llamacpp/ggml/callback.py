@@ -11,19 +11,19 @@ class NodeCallback:
     """Calls a function twice for a node: before, with a question (report it?); if so, again after it is computed."""
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
+        """Args:
+        called: gets a tensor's address and True for the question; returns True to get a report, or to continue.
         """
-        Args:
-            called: with a tensor's address, and whether this is the question. Its answer to a report: go on.
-        """
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)  # llama.cpp keeps only its address
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._told = called
-        self._seen: list[int] | None = None  # only the nodes are wanted, not the pass
-        self.signals = Signals()  # held while llama.cpp computes
+        self._seen: list[int] | None = None
+        self.signals = Signals()
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:
-        """Addresses of all nodes of a pass over one token, of which nothing but the first is computed.
+        """Addresses of all nodes of a pass over one token; only the first node is computed.
 
-        With `whole` all is: a GPU's nodes come in graphs of their own, and the next is not begun before.
+        Args:
+            whole: compute all nodes. A GPU's nodes come in separate graphs, each of which starts after the one before.
         """
         self._seen = found = list[int]()
         stop, token = llama_cpp.ggml_abort_callback(lambda data: True), (llama_cpp.llama_token * 1)(0)

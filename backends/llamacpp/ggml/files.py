@@ -1,6 +1,6 @@
-"""GGUF files through llama.cpp's libraries: loading a model, reading the tensor table, and what went wrong.
+"""GGUF files through llama.cpp's libraries.
 
-llama-cpp-python names the functions of libllama; a few of libggml-base that it leaves out are named here.
+llama-cpp-python binds the functions of libllama; `ggml_base` binds a few of libggml-base.
 """
 
 import ctypes
@@ -18,14 +18,14 @@ from edgespec.models.gguf_model import check_magic
 from edgespec.weights.plan import Tensor
 
 try:
-    import llama_cpp as llama_cpp  # the engine's other files have it from here, with this error
+    import llama_cpp as llama_cpp  # other modules import it from here, and so get this error
 except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
 
 _log_lines: list[str] = []
-size_lines: list[str] = []  # what llama.cpp said last about the sizes of its buffers
+size_lines: list[str] = []
 
 
 def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
@@ -37,11 +37,10 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
         del size_lines[:-100]
 
 
-_log_callback = llama_cpp.llama_log_callback(_keep_log)  # llama.cpp keeps only its address
+_log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as llama.cpp, which keeps only its address
 
 
 def keep_log() -> None:
-    """From now on llama.cpp says nothing itself; `last_log` has its complaints."""
     _log_lines.clear()
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
 
@@ -52,7 +51,7 @@ def last_log() -> str:
 
 
 def load_model(path: str, **params: Any) -> Any:
-    """A llama_model, to be freed by the caller.
+    """Load a llama_model, which the caller must free.
 
     Args:
         path: the GGUF file.
@@ -74,31 +73,28 @@ def load_model(path: str, **params: Any) -> Any:
 
 
 def load_header(path: str) -> Any:
-    """A llama_model with its tokenizer and sizes but without weights; otherwise as `load_model`."""
+    """Load a llama_model with tokenizer and sizes but without weights; otherwise as `load_model`."""
     return load_model(
         path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
     )
 
 
 def without_amx(system_info: bytes) -> dict[str, Any]:
-    """Parameters of a model that keep llama.cpp's kernels for Intel's AMX out of use.
+    """Model parameters that disable llama.cpp's kernels for Intel's AMX.
 
-    Compiled by GCC they end in a segmentation fault: of the 64 bytes of tile configuration its intrinsic reads 8, so
-    the stores of the others are optimised away, and the processor refuses what it finds (seen with GCC 12; the same
-    fault in ggml-org/llama.cpp#20824).
+    Kernels that GCC 12 compiled end in a segmentation fault: GCC removes stores to the tile configuration
+    (ggml-org/llama.cpp#20824).
     """
     return {"use_extra_bufts": False} if b"AMX_INT8 = 1" in system_info else {}
 
 
 def metadata(model: Any, key: str) -> bytes:
-    """A value from the GGUF's header as text; empty if it is not there."""
     buffer = ctypes.create_string_buffer(64)
     llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
     return buffer.value
 
 
 def parts(path: str) -> list[str]:
-    """The files of a model: model-00001-of-00003.gguf and so on, or the one file."""
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
     return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
 
@@ -147,10 +143,9 @@ class GgufInit(ctypes.Structure):
 
 @cache
 def ggml_library(name: str) -> Any:
-    """One of llama.cpp's libraries, such as "ggml-cpu": the very one that libllama uses.
+    """Load a library of llama.cpp, such as "ggml-cpu", under the name that libllama uses.
 
-    Packages hold each library under several names, which are copies: another name is another library, with other
-    devices.
+    Packages contain copies of a library under several names; a copy has its own devices.
     """
     names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
         sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
@@ -184,7 +179,6 @@ def ggml_base() -> Any:
 
 
 def engine_build() -> str:
-    """llama.cpp's version, the processor features it uses, and its switches in the environment."""
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
     features = llama_cpp.llama_print_system_info().decode().strip(" |")
     return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])

@@ -1,5 +1,3 @@
-"""ggml's tensors, as their addresses come from llama.cpp's evaluation callback."""
-
 import ctypes
 
 import numpy as np
@@ -41,17 +39,16 @@ def is_here(address: int) -> bool:
 
 
 def source_addresses(address: int) -> list[int]:
-    """Of the tensors that a node is computed from."""
     return [source for source in GgmlTensor.from_address(address).src if source]
 
 
 def skip_rows(node: int, numbers: int, rows: int) -> None:
-    """Have a product with chosen experts, whose turn it is, computed for its first rows only; the others become 0.
+    """Compute only the first rows of the next node, a product with chosen experts; the others become 0.
 
     Args:
-        node: its address.
-        numbers: of the tensor of the chosen experts.
-        rows: how many are computed; to be undone by `ne[1]` of `numbers`.
+        node: address of the product.
+        numbers: address of the tensor of chosen experts.
+        rows: number of rows to compute; the caller must restore `ne[1]` of `numbers`.
     """
     GgmlTensor.from_address(numbers).ne[1] = rows
     found = GgmlTensor.from_address(node)

@@ -1,5 +1,3 @@
-"""Ctrl-C while the engine is in a state that must not stay."""
-
 import signal
 import threading
 from collections.abc import Iterator
@@ -8,15 +6,13 @@ from typing import Any
 
 
 class Signals:
-    """SIGINT and SIGTERM, held back for a moment."""
-
     def __init__(self) -> None:
-        self._came: dict[int, Any] = {}  # and the frames they came to
+        self._came: dict[int, Any] = {}
         self._handlers: dict[int, Any] = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, Ctrl-C is noted, and obeyed by `obey` or at the end.
+        """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.
 
         Python handles a signal where its code goes on. In a function that llama.cpp calls, the exception would be lost,
         and the pass would seem finished. Between calls that belong together, it would leave half of them undone.
@@ -36,7 +32,11 @@ class Signals:
             self.obey()
 
     def obey(self) -> None:
-        """Do what signals ask for that were held; raises KeyboardInterrupt after Ctrl-C."""
+        """Run the handlers of deferred signals.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+        """
         held = dict(self._came)
         self._came.clear()
         for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises

@@ -11,7 +11,7 @@ from edgespec.errors import SessionFileError
 
 from .files import last_log, llama_cpp
 
-LENGTH = struct.Struct("<Q")  # of a part, before it
+LENGTH = struct.Struct("<Q")  # length of a part, in bytes, before it
 
 
 def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:
@@ -22,7 +22,11 @@ def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> No
 
 
 def load_sequence(context: Any, path: str | Path, seq: int, text: Sequence[int]) -> None:
-    """Have llama.cpp read them, cells from the first that is free on. Raises SessionFileError: it has none then."""
+    """Read cells and state into the first free cells, for the sequence `seq`.
+
+    Raises:
+        SessionFileError: the file does not match; the sequence is empty.
+    """
     found, count = (llama_cpp.llama_token * max(1, len(text)))(), ctypes.c_size_t()
     if text and not llama_cpp.llama_state_seq_load_file(
         context, os.fsencode(path), seq, found, len(text), ctypes.byref(count)
@@ -34,7 +38,11 @@ def load_sequence(context: Any, path: str | Path, seq: int, text: Sequence[int])
 
 
 def save_parts(path: Path, parts: Iterable[Any]) -> None:
-    """Write what llama.cpp gave of parts of a sequence. Raises OSError."""
+    """Write serialised parts of a sequence, each after its length.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     with path.open("wb") as file:
         for part in parts:
             file.write(LENGTH.pack(len(part)))
@@ -42,7 +50,15 @@ def save_parts(path: Path, parts: Iterable[Any]) -> None:
 
 
 def load_parts(path: str | Path, size: int) -> Iterator[Any]:
-    """These parts, which have so many bytes of the file with their lengths. Raises SessionFileError."""
+    """Read parts that `save_parts` wrote.
+
+    Args:
+        path: of the file.
+        size: of the parts in the file, in bytes, with their lengths.
+
+    Raises:
+        SessionFileError: the file was replaced or truncated.
+    """
     try:
         with Path(path).open("rb") as file:
             while file.tell() < size:

@@ -1,4 +1,4 @@
-"""Ending a pass early: llama.cpp asks before each node whether it shall go on."""
+"""Abort callback of llama.cpp, which ends a pass between two nodes."""
 
 import ctypes
 import sys
@@ -6,17 +6,16 @@ from typing import Any
 
 from .files import llama_cpp
 
-ABORTED = 2  # what llama_decode returns then
+ABORTED = 2
 
 
 class Stop:
-    """A flag that any thread may set, and another process where it lies in memory of both."""
+    """A flag that any thread can set; in shared memory, also another process."""
 
     def __init__(self, context: Any, asked: bool) -> None:
-        """
-        Args:
-            context: llama.cpp's.
-            asked: have llama.cpp ask, which is free on a processor, but makes Metal wait for each part of a pass.
+        """Args:
+        context: llama.cpp's.
+        asked: install the callback; it is free on a CPU, but Metal waits for each part of a pass.
         """
         self._context, self._asked = context, asked
         self.lie_in(ctypes.create_string_buffer(2))

@@ -1,4 +1,4 @@
-"""The process that `child_process.py` starts: it loads a model with borrowed layers, and answers calls."""
+"""Child process of `child_process.py`: it loads a model with borrowed layers, and answers calls."""
 
 import os
 import pickle
@@ -18,20 +18,18 @@ from .rpc import borrow
 
 
 class Host:
-    """The model and its sessions, by numbers. Every public method is a call."""
-
     def __init__(self, send: Any, flag: Any) -> None:
         self._send, self._flag = send, flag
         self._sessions: dict[int, Any] = {}
         self._last = 0
 
     def borrow(self, lenders: list[str]) -> None:
-        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp keeps only the latter's address
+        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp has its address
 
     def load(self, path: str, options: LoadOptions) -> Facts:
         plan = plan_here(path, options, this_machine(), self._borrowed)
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
-        model.computing = {**model.computing, "lenders": self._lenders}  # what agrees to the bit is theirs, too
+        model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model
         model.stop.lie_in(self._flag)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
@@ -65,7 +63,7 @@ class Host:
         return self._changed(session, before)
 
     def _changed(self, session: int, before: list[int]) -> tuple[int, list[int], int]:
-        """The number of tokens that stayed, the new ones, and the number of unread ones."""
+        """Number of tokens that stay, the new tokens, and the number of unread tokens."""
         found = self._sessions[session]
         same = common_prefix(found.token_ids, before)
         return same, found.token_ids[same:], found.unread_committed
@@ -98,8 +96,7 @@ class Host:
 
 
 def main() -> None:
-    """Do one call after the other, until the other end closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
 
     number = 0
@@ -112,7 +109,7 @@ def main() -> None:
         try:
             number, name, arguments = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # llama.cpp would want to free what a lender that is gone has
+            os._exit(0)  # llama.cpp would wait to free memory of a dead lender
         try:
             send("done", getattr(host, name)(*arguments))
         except Exception as error:

@@ -1,8 +1,7 @@
-"""A model in a process of its own: where a lender dies, llama.cpp ends the program that borrowed from it.
+"""A model in a child process: llama.cpp ends the program if a lender dies.
 
-`ChildBackend` stands for the model in this program; `child_main.py` is the other end. Calls go through a socket, one at
-a time. Logits stay in the child until they are asked for: verification needs a few rows of a tree. The flag that ends a
-pass lies in memory of both processes.
+`ChildBackend` stands for the model in this process; `child_main.py` is the other end. Calls go through a socket, one at
+a time. Logits stay in the child, because verification needs only a few rows. The stop flag is in shared memory.
 """
 
 import ctypes
@@ -36,7 +35,7 @@ from .rpc import check_lender, rpc
 
 CHILD = "edgespec.backends.llamacpp.lending.child_main"
 SECONDS_TO_END = 10
-SECONDS_TO_BORROW = 20  # the start of the program is in it
+SECONDS_TO_BORROW = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,6 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A work, of a session by its number."""
-
     session: int
     token_ids: IntArray
     parents: IntArray
@@ -120,7 +117,7 @@ class ChildSession:
     def rewind(self, length: int) -> None:
         try:
             self._update("rewind", length)
-        except ModelError:  # the process is gone, and the text with it; the next pass says so
+        except ModelError:
             self.token_ids, self.unread_committed = [], 0
 
     def fork(self) -> "ChildSession":
@@ -134,14 +131,14 @@ class ChildSession:
     def load(self, path: str | Path) -> Any:
         try:
             return self._backend.child.call("load_session", self.number, os.path.abspath(path))
-        finally:  # where it failed the session may be empty: have the process say what it holds
+        finally:  # a failed load may have emptied the session
             self.token_ids.clear()
             self._update("rewind", self._backend.capabilities.context_length)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            with suppress(ModelError):  # the process is gone, and the session with it
+            with suppress(ModelError):
                 self._backend.child.call("close", self.number)
         self.token_ids, self.unread_committed = [], 0
 
@@ -197,17 +194,17 @@ class Child:
         progress: Callable[[int, int], None] = lambda done, total: None,
         seconds: float | None = None,
     ) -> Any:
-        """Call a method in the process.
+        """Call a method in the child.
 
         Args:
             name: of a method of `child_main.Host`.
             arguments: for it.
             progress: called with the numbers that the method reports.
-            seconds: to wait for an answer; None: for ever.
+            seconds: to wait for an answer; None: no limit.
 
         Raises:
             EdgespecError, ValueError: as the method did.
-            ModelError: the process is gone, for example with a lender, or does not answer.
+            ModelError: the child is gone, for example with a lender, or does not answer.
         """
         self._calls += 1
         try:
@@ -216,7 +213,7 @@ class Child:
                 if not self._connection.poll(seconds):
                     raise ModelError(f"no answer from {', '.join(self._lenders)}: a lender lends to one at a time")
                 number, kind, value = pickle.loads(self._message())
-                if number == self._calls and kind != "progress":  # else Ctrl-C came before an answer
+                if number == self._calls and kind != "progress":  # skip answers of interrupted calls
                     break
                 if number == self._calls:
                     progress(*value)
@@ -227,10 +224,9 @@ class Child:
         return value
 
     def _message(self) -> bytes:
-        """The next message, which has begun to come."""
         try:
             return self._connection.recv_bytes()
-        except KeyboardInterrupt:  # where the next one begins is not known
+        except KeyboardInterrupt:  # the start of the next message is unknown
             self._connection.close()
             raise
 
@@ -245,8 +241,8 @@ class Child:
         return f"a lender ({', '.join(self._lenders)}) is gone, or the way to it; its layers went with it{said}"
 
     def end(self, seconds: float = SECONDS_TO_END) -> None:
-        """End the process; after `seconds` it is killed. Safe to call twice."""
-        self._connection.close()  # the process ends when it sees this
+        """Close the socket, and kill the child if it runs after `seconds`; safe to call twice."""
+        self._connection.close()
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -256,16 +252,16 @@ class Child:
 
 
 def flag_in(file: int) -> Any:
-    """Two bytes of memory that every process with a map of this file shares: see `Stop.lie_in`."""
+    """Map two bytes of a file as shared memory; see `Stop.lie_in`."""
     return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
 
 
 def load_in_child(path: str, options: LoadOptions, progress: Progress) -> ChildBackend:
-    """Load a model in a process of its own, with layers in the memory of `options.lenders`.
+    """Load a model in a child process, with layers in the memory of `options.lenders`.
 
     Raises:
-        NoRpc: llama.cpp cannot do so.
-        ModelError: nobody lends there, or the model cannot be loaded.
+        NoRpc: this llama.cpp has no RPC backend.
+        ModelError: no lender answers, or the model cannot be loaded.
         UsageError: an address or an option is wrong.
     """
     lenders = options.lenders
@@ -281,5 +277,5 @@ def load_in_child(path: str, options: LoadOptions, progress: Progress) -> ChildB
         facts = child.call("load", path, options, progress=progress)
         return ChildBackend(path, child, facts)
     except BaseException:
-        child.end(0)  # it may be waiting for a lender
+        child.end(0)
         raise

@@ -1,6 +1,6 @@
-"""Layers in another machine's memory, by llama.cpp's RPC backend: lending it, and borrowing.
+"""Layers in another machine's memory, by llama.cpp's RPC backend.
 
-The protocol knows no passwords, and a program that is sent to it wrongly can crash or worse: loopback and ssh only.
+The protocol has no passwords, and wrong data can crash the receiver or worse: use it with loopback and ssh only.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from ..memory.gpu import ggml, layers_that_fit, overrides
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
 BUILD = 'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python'
 SECONDS_TO_ANSWER = 5.0
-HEAD = b"^(output|token_embd)"  # stays here: logits are many times what goes from layer to layer
+HEAD = b"^(output|token_embd)"  # tensors that stay here: logits are much larger than the rows between layers
 
 
 class NoRpc(EdgespecError):
@@ -35,7 +35,11 @@ def has_rpc() -> bool:
 
 
 def rpc() -> Any:
-    """The library. Raises NoRpc."""
+    """Load the library of the RPC backend.
+
+    Raises:
+        NoRpc: this llama.cpp has no RPC backend.
+    """
     if not has_rpc():
         raise NoRpc
     library = ggml_library("ggml-rpc")
@@ -48,17 +52,17 @@ def rpc() -> Any:
 
 
 def lend(host: str, port: int, threads: int, cache: str | None) -> None:
-    """Lend this machine's processor, or its GPUs, and their memory, until the program is ended.
+    """Lend this machine's GPUs, or else its CPU, and their memory, until the program ends.
 
     Args:
-        host: an IP address to listen at.
-        port: that is free.
-        threads: of the processor.
-        cache: a folder for weights that were received, so that they need not be sent again; None: they are forgotten.
+        host: IP address to listen at.
+        port: free port.
+        threads: CPU threads.
+        cache: folder for received weights, so that they are sent only once; None: no cache.
 
     Raises:
-        NoRpc: llama.cpp cannot do so.
-        EdgespecError: llama.cpp gave up.
+        NoRpc: this llama.cpp has no RPC backend.
+        EdgespecError: llama.cpp cannot listen.
     """
     library, devices = rpc(), ggml()
     llama_cpp.llama_backend_init()
@@ -67,18 +71,18 @@ def lend(host: str, port: int, threads: int, cache: str | None) -> None:
     gpus = [device for device in every if devices.ggml_backend_dev_type(device) != CPU]
     chosen = gpus or [device for device in every if devices.ggml_backend_dev_type(device) == CPU][:1]
     pointers = (ctypes.c_void_p * len(chosen))(*chosen)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # C code that never comes back to Python
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the C code never returns to Python
     folder = cache.encode() if cache else None
     library.ggml_backend_rpc_start_server(f"{host}:{port}".encode(), folder, threads, len(chosen), pointers)
     raise EdgespecError(f"llama.cpp could not listen at {host}:{port}")
 
 
 def check_lender(address: str) -> None:
-    """Refuse an address where nobody answers, for llama.cpp would end the program.
+    """Refuse an address where no lender answers: llama.cpp would end the program.
 
     Raises:
         UsageError: it is no HOST:PORT.
-        ModelError: nobody lends there.
+        ModelError: no lender answers.
     """
     host, _, port = address.rpartition(":")
     if not host or not re.fullmatch(r"\d{1,5}", port):
@@ -92,10 +96,10 @@ def check_lender(address: str) -> None:
 
 
 def borrow(addresses: Sequence[str]) -> Any:
-    """Devices of lenders, as llama.cpp's list of devices for a model: ended by a null pointer.
+    """Devices of lenders, as llama.cpp's null-terminated list of devices for a model.
 
     Raises:
-        NoRpc: llama.cpp cannot do so.
+        NoRpc: this llama.cpp has no RPC backend.
     """
     devices = ggml()
     llama_cpp.llama_backend_init()
@@ -107,13 +111,12 @@ def borrow(addresses: Sequence[str]) -> Any:
 
 
 def lent_options(borrowed: Any) -> dict[str, Any]:
-    """Parameters of a model with layers on lenders, whose output and embedding lie in this machine's memory."""
+    """Model parameters for layers on lenders; `borrowed` must live as long as the model."""
     devices = ctypes.cast(borrowed, ctypes.c_void_p)
     return {"devices": devices, "tensor_buft_overrides": ctypes.addressof(overrides(HEAD))}
 
 
 def memory_of_lenders(borrowed: Any) -> int:
-    """Bytes that lenders say are free."""
     total = 0
     for device in filter(None, borrowed):
         free, whole = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -123,17 +126,17 @@ def memory_of_lenders(borrowed: Any) -> int:
 
 
 def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int, free: int, parts: int) -> int:
-    """`gpu_layers` for a model some of whose layers can be lent: so many that no other one has to be streamed.
+    """`gpu_layers` for lenders: lend only as many layers as avoid streaming.
 
-    A layer here is faster than one over a network, and that one is faster than one from a disk.
+    A local layer is faster than a lent one, and a lent layer is faster than a streamed one.
 
     Args:
         tensors: of the model.
-        room: bytes of this machine's memory that the program may take.
-        needed: of them, by all but the model's weights.
+        room: bytes that the program may take on this machine.
+        needed: bytes of them for everything but the model's weights.
         buffers: bytes that lent layers may need besides their weights.
         free: bytes that lenders have.
-        parts: how many lenders.
+        parts: number of lenders.
     """
     most = layers_that_fit([tensor for tensor in tensors if layer_of(tensor) >= 0], free - buffers, parts)
     count = max(map(layer_of, tensors)) + 1
@@ -145,7 +148,6 @@ def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int,
 
 
 def lent_line(path: str, gpu_layers: int) -> str:
-    """What is lent, for a person."""
     layers = [tensor for part in parts(path) for tensor in read_tensors(part) if layer_of(tensor) >= 0]
     count = max(map(layer_of, layers)) + 1
     lent = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))

@@ -1,13 +1,13 @@
-"""How many layers llama.cpp computes on a GPU where nobody says it: as many as its memory takes.
+"""Number of layers on GPUs, by their free memory.
 
-llama.cpp takes the output and the last layers: `gpu_layers` = n + 1 is n layers; -1 is all, the embedding left out.
+`gpu_layers` = n + 1 is the output and the last n layers; -1 is all layers, without the embedding.
 
-A GPU with memory of its own gets what fits there beside caches, buffers and the draft. On a Mac the GPU computes in the
-memory that the plan is about, and maps the file from the first to the last of its weights, all of which then stay in
-memory. So where layers are streamed, the output is left to the processor (it often lies at the front of the file), and
-only so many layers go to the GPU as leave no streamed one in between.
+A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
+the memory of the plan. It maps the file from the first to the last of its weights, which then stay in memory. So if
+layers are streamed, the output stays on the CPU, because it is often first in the file. The GPU then gets only
+layers without a streamed layer in between.
 
-Experts that are read as they are chosen are left to the processor, too, as llama.cpp's --cpu-moe does.
+Experts that are read as they are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
 """
 
 import ctypes
@@ -23,28 +23,25 @@ from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is
 
 from ..ggml.files import ggml_library, llama_cpp
 
-OUTPUT, EXPERTS = b"^output", rb"_exps\."  # regular expressions of tensors' names
-GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: with memory of its own, or the host's
-RESERVE = 512 << 20  # bytes of each GPU's memory that its libraries take
-MORE = 1 / 32  # by this part more may be streamed so that the GPU has more layers
+OUTPUT, EXPERTS = b"^output", rb"_exps\."
+GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: own memory, or the host's
+RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
+MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, as llama.cpp sees it. Sizes in bytes."""
-
     name: str
-    shared: bool  # it computes in the host's memory
+    shared: bool
     free: int
     used: int = 0  # by this program
 
     @property
     def reserve(self) -> int:
-        """What its libraries will still take."""
         return max(0, RESERVE - self.used)
 
 
-_used_by_others: dict[str, int] = {}  # of each GPU's memory when this program first looked
+_used_by_others: dict[str, int] = {}  # bytes of each GPU at this program's first look
 
 
 def devices() -> list[Device]:
@@ -66,7 +63,6 @@ def devices() -> list[Device]:
 
 @cache
 def ggml() -> Any:
-    """What llama-cpp-python does not name of libggml."""
     library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
     for name, result, arguments in [
         ("ggml_backend_dev_count", size, []),
@@ -98,9 +94,9 @@ def auto_layers(
     Args:
         found: the GPUs.
         tensors: of the model.
-        buffers: bytes of its caches and of what a pass computes.
-        beside: bytes that the draft takes with all it needs.
-        plan: with so many of the last layers kept in memory; raises NoRoom.
+        buffers: bytes of its caches and of a pass.
+        beside: bytes of the draft model, with its buffers.
+        plan: returns a plan that keeps this number of last layers in memory; raises NoRoom.
         platform: of the machine.
     """
     if not found:
@@ -117,26 +113,31 @@ def auto_layers(
             return -1 if weights + beside <= room else 0
         return _beside_streamed(tensors, room, least, plan) if platform == "darwin" else 0
     room = _room(own, buffers)
-    if beside <= room // 2:  # all of a small draft is worth more than a few layers: it makes many passes
+    if beside <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
         room -= beside
     return layers_that_fit(tensors, room, len(own))
 
 
 def _room(own: Sequence[Device], buffers: int) -> int:
-    """Bytes for weights on GPUs with memory of their own."""
     return int(sum(device.free for device in own) * (1 - SAFETY)) - sum(device.reserve for device in own) - buffers
 
 
 def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
-    """How many layers, the output first, go into so many bytes, in so many parts."""
+    """`gpu_layers` for this memory.
+
+    Args:
+        tensors: of the model.
+        room: bytes for weights.
+        parts: number of devices that share `room`.
+    """
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
     for tensor in tensors:
         if layer_of(tensor) >= 0 or is_output(tensor):
-            sizes[layer_of(tensor)] += tensor.size  # the output's is the last one: -1
-    if all(not tensor.name.startswith("output.") for tensor in tensors):  # it is the embedding
+            sizes[layer_of(tensor)] += tensor.size
+    if all(not tensor.name.startswith("output.") for tensor in tensors):  # the embedding is also the output
         sizes[-1] += sum(tensor.size for tensor in tensors if layer_of(tensor) < 0)
-    room -= (parts - 1) * max(sizes)  # a layer is not divided
+    room -= (parts - 1) * max(sizes)
     if sum(sizes) <= room:
         return -1
     fitting = 0
@@ -145,7 +146,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
         if room < 0:
             break
         fitting += 1
-    return fitting if fitting > 1 else 0  # the output alone is not worth the way
+    return fitting if fitting > 1 else 0  # only the output costs more than it gains
 
 
 def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:
@@ -163,7 +164,6 @@ def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Ca
 
 
 def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
-    """What a Mac's GPU maps of each file for the last layers, the output left to the processor."""
     first, spans = count_layers(tensors) - layers, dict[int, Extent]()
     for tensor in tensors:
         if layer_of(tensor) >= first:
@@ -174,7 +174,7 @@ def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
 
 
 def wired(plan: Plan, spans: Sequence[Extent]) -> int:
-    """Bytes streamed, or of experts that do not all stay, inside what a GPU maps: those would stay in memory."""
+    """Bytes of streamed layers and of cached experts in mapped ranges; the GPU would keep them in memory."""
     return sum(
         max(0, min(extent.stop, span.stop) - max(extent.start, span.start))
         for extent in (*plan.cached, *(extent for layer in plan.streamed for extent in layer.extents))
@@ -184,10 +184,10 @@ def wired(plan: Plan, spans: Sequence[Extent]) -> int:
 
 
 def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
-    """Refuse what would keep streamed layers, or all experts, in a Mac's memory.
+    """Refuse GPU layers that keep streamed layers, or all experts, in a Mac's memory.
 
     Raises:
-        UsageError: says what to do.
+        UsageError: names the conflict and the option to change.
     """
     count = count_layers(tensors)
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
@@ -207,13 +207,13 @@ class Override(ctypes.Structure):
 
 
 def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_layers: int, buffers: int) -> bool:
-    """Whether GPUs with memory of their own do not hold the output and so many layers of a mixture with their experts.
+    """True if GPUs with their own memory cannot hold the output and `gpu_layers` layers with their experts.
 
     Args:
         found: the GPUs.
         tensors: of the model.
         gpu_layers: as for `load`, not 0.
-        buffers: bytes of its caches and of what a pass computes.
+        buffers: bytes of its caches and of a pass.
     """
     own = [device for device in found if not device.shared]
     first = 0 if gpu_layers < 0 else count_layers(tensors) + 1 - gpu_layers
@@ -225,7 +225,6 @@ def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_la
 def kept_off(
     plan: Plan | None, gpu_layers: int, no_experts: bool = False, *, platform: str = sys.platform
 ) -> dict[str, Any]:
-    """Parameters of a model that leave to the processor what a GPU with such layers must not have."""
     if gpu_layers == 0:
         return {}
     patterns = [OUTPUT] if plan and plan.streamed and platform == "darwin" else []
@@ -235,6 +234,6 @@ def kept_off(
 
 @cache
 def overrides(*patterns: bytes) -> Any:
-    """For llama.cpp: tensors whose names match one of these lie in the processor's memory."""
+    """Overrides that keep matching tensors in host memory, null-terminated; the cache keeps them alive."""
     here = ggml().ggml_backend_cpu_buffer_type()
     return (Override * (len(patterns) + 1))(*(Override(pattern, here) for pattern in patterns), Override(None, None))

@@ -1,4 +1,4 @@
-"""Hooks of a pass: llama.cpp calls them before each node, and waits until the weights of that node are there."""
+"""Hooks of a pass, which wait until the weights of the next node are in memory."""
 
 from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
@@ -11,7 +11,7 @@ from .skip_padding import SkipPadding
 
 
 class LayerHooks:
-    """llama.cpp calls them with the node of the graph that it computes next; they keep a streamer in step.
+    """Hooks that keep a streamer in step with a pass.
 
     Nodes are named after their layer ("ffn_out-7"). Before it computes, llama.cpp asks node by node which one it shall
     report. It computes up to that node, reports, and goes on. So when it asks right after a report, all nodes before
@@ -20,22 +20,26 @@ class LayerHooks:
     """
 
     def __init__(self, streamer: Streamer) -> None:
-        self.error: BaseException | None = None  # nothing may be raised through C: `forward` raises it
+        self.error: BaseException | None = None  # `forward` raises it, because C code cannot
         self._watched = NodeCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self.nodes = self._watched.nodes
         self.streamer = streamer
-        self.mixture: Mixture | None = None  # whose experts are read as they are chosen
-        self.skip_padding: SkipPadding | None = None  # where the page cache keeps its experts
-        self.stop: Stop | None = None  # when it is set, the pass ends
+        self.mixture: Mixture | None = None
+        self.skip_padding: SkipPadding | None = None
+        self.stop: Stop | None = None
         self._streamed = {layer.index for layer in streamer.plan.streamed}
         self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: there is none in its name
         self._name_of = ggml_base().ggml_get_name
-        self._last_nodes: set[bytes] = set()  # before a streamed layer
+        self._last_nodes: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
-        """A pass starts; arguments as for `Mixture.begin`. Raises ModelError: the weights cannot be read any more."""
+        """Start a pass; arguments as for `Mixture.begin`.
+
+        Raises:
+            ModelError: the weights cannot be read.
+        """
         self.streamer.begin()
         if chooser := self.mixture or self.skip_padding:
             chooser.begin(prompt=prompt, rows=rows, padding=padding)
@@ -54,7 +58,7 @@ class LayerHooks:
 
     def _called(self, tensor: int, ask: bool) -> bool:
         if not ask:
-            return self.error is None  # False ends the pass
+            return self.error is None
         if self.error is not None:
             return True
         try:
@@ -78,7 +82,7 @@ class LayerHooks:
             layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
         if layer < 0:
             layer = self._layer
-        if layer == 0 < self._layer:  # the pass was too large for one graph: here is the next one
+        if layer == 0 < self._layer:  # a large pass has several graphs
             self.finish()
             self._layer = -1
         new = layer > self._layer and layer in self._streamed
@@ -89,7 +93,7 @@ class LayerHooks:
         if not new or self._reported:
             self._layer = max(layer, self._layer)
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
-        # A new layer without a report: a graph unlike the first one. Have this node reported, and enter the layer then.
+        # A new layer without a report: the graph differs from the first pass. Report this node, then enter the layer.
         self._reported = stop or self._learning or name in self._last_nodes or self._layer < layer
         self._name = name
         return self._reported

@@ -1,17 +1,16 @@
 """A mixture of experts in llama.cpp: chosen experts are read, and llama.cpp gets their addresses.
 
-llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor that holds a layer's experts one behind the
-other. Before a layer's experts are computed, `data` of its tensors is set to the slots of `expert_memory.py`, and the
-numbers of the chosen experts to those of their slots. Both are undone, or written anew, in every pass; a pass in which
-that is missed finds the experts in the mapped file: slow, never wrong.
+llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with all experts of a layer. Before a layer's
+experts are computed, `data` points to the slots of `expert_memory.py`, and slot numbers replace the numbers of the
+chosen experts. Each pass restores both. An unchanged node reads the mapped file: slow, never wrong.
 
-Rows of padding choose nothing: the tensor of the numbers is shortened, and what would be computed of them is 0.
+Rows of padding choose no experts: `skip_rows` shortens the tensor of numbers.
 
-The nodes of a layer, by their names in llama-graph.cpp:
+Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 
     ffn_moe_topk            the chosen experts [used, rows], the first columns of a sorted matrix
-    ffn_moe_weights…        how much they count: the last to need the experts' own numbers
-    ffn_moe_gate, …_up      the first weights
+    ffn_moe_weights*        their weights in the sum: the last nodes that need the experts' own numbers
+    ffn_moe_gate, *_up      the first expert weights
     ffn_moe_down            the last
 """
 
@@ -34,16 +33,16 @@ from ..ggml.files import ggml_base, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .planning import all_tensors, find_layers
 
-NEARLY_ALL = 0.9  # of a layer's experts: who wanted so many will want as many of the next layer's
-ADD_ROWS = b"ADD_ID"  # adds a row of a small matrix by the expert's number
+NEARLY_ALL = 0.9  # of a layer's experts: then the pass will want nearly all experts of the next layer
+ADD_ROWS = b"ADD_ID"  # ggml's name of the operation that adds an expert's row of a small matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     name: bytes
     op: bytes
-    sources: tuple[int, ...]  # addresses of tensors; 0: none
-    names: tuple[bytes, ...]  # of these
+    sources: tuple[int, ...]
+    names: tuple[bytes, ...]
 
 
 def node_at(address: int) -> Node:
@@ -55,17 +54,15 @@ def node_at(address: int) -> Node:
 
 
 def root_of(address: int) -> int:
-    """The tensor whose data a view shows, or the tensor itself; 0: none."""
     return (GgmlTensor.from_address(address).view_src or address) if address else 0
 
 
 @dataclass(slots=True)
 class Layer:
     weights: list[tuple[int, int, int]] = field(default_factory=list)  # tensor, its own data, data of slot 0
-    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # small: tensor, data, bytes a row, a copy
+    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # tensor, data, bytes of a row, copy
 
     def tell_slots(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """From now on llama.cpp finds slots."""
         for tensor, _, there in self.weights:
             GgmlTensor.from_address(tensor).data = there
         for tensor, data, size, copy in self.rows:
@@ -74,7 +71,6 @@ class Layer:
             GgmlTensor.from_address(tensor).data = ctypes.addressof(copy)
 
     def tell_experts(self) -> None:
-        """From now on llama.cpp finds experts in the mapped file."""
         for tensor, data, *_ in (*self.weights, *self.rows):
             GgmlTensor.from_address(tensor).data = data
 
@@ -83,37 +79,36 @@ class Mixture:
     """Keeps an `ExpertMemory` in step with a pass. `LayerHooks` calls it for every node."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
-        """
-        Args:
-            memory: where experts lie.
-            used: experts that a token uses.
-            about: under which it is remembered what was used.
+        """Args:
+        memory: slots of experts.
+        used: experts that a token uses.
+        about: key of the remembered expert scores.
         """
         self.memory = memory
         self.about = about
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
-        self._copies: list[Any] = []  # of small matrices, with a row for each slot; layers share them
-        self._users: dict[bytes, tuple[int, int]] = {}  # node -> number of the layer, of the weight that it needs
-        self._first: set[bytes] = set()  # those of them that come first in their layer
-        self._before: set[bytes] = set()  # the nodes before users: a pass stops behind them
-        self._told: list[Layer] = []  # where llama.cpp finds slots
-        self._numbers: tuple[int, int] = (0, 0)  # the tensor of the chosen experts, and its rows without padding
-        self._chosen = -1  # number of the layer whose experts are known
-        self._used: list[int] = []  # its weights whose nodes have come
-        self._nearly_all = False  # of its experts are wanted
+        self._copies: list[Any] = []  # copies of small matrices, a row for each slot; layers share them
+        self._users: dict[bytes, tuple[int, int]] = {}  # node -> indices of its layer and of its weight in the layer
+        self._first: set[bytes] = set()
+        self._before: set[bytes] = set()
+        self._told: list[Layer] = []
+        self._numbers: tuple[int, int] = (0, 0)  # address of the tensor of chosen experts, and its rows without padding
+        self._chosen = -1  # index of the layer whose experts are in slots; -1: none
+        self._used: list[int] = []
+        self._nearly_all = False
         self._prompt, self._rows, self._padding = False, 0, 0
 
     @property
     def counted(self) -> tuple[int, int, int]:
-        """Experts that passes over trees have used, those of them that were in memory, bytes read."""
+        """Experts that passes over trees used, those of them that were in memory, and bytes read."""
         return self.memory.wanted, self.memory.hits, self.memory.bytes_read
 
     def learn(self, addresses: Sequence[int]) -> str:
         """Find the experts' nodes among all nodes of a pass.
 
         Returns:
-            Why the experts cannot be read as they are chosen, or "".
+            Reason that experts cannot be read as they are chosen, or "".
         """
         if not addresses or not is_known(addresses[0]):
             return "this build of llama.cpp has another layout of tensors"
@@ -125,7 +120,7 @@ class Mixture:
             for i, tensor in enumerate(layer.tensors)
         }
         self._layers = [Layer() for _ in numbers]
-        chosen: dict[int, int] = {}  # address of the chosen experts' numbers -> number of the layer
+        chosen: dict[int, int] = {}
         for i, node in enumerate(nodes):
             if node.op == b"MUL_MAT_ID" and node.names[0] in places:
                 if node.name in self._users:
@@ -158,30 +153,30 @@ class Mixture:
         layer.rows.append((address, tensor.data, tensor.nb[1], self._copies[at]))
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
-        """A pass starts.
+        """Start a pass.
 
         Args:
-            prompt: it is over a prompt, which uses nearly all experts.
-            rows: of it.
-            padding: so many of the last of these are not looked at.
+            prompt: the pass reads a prompt, which uses nearly all experts.
+            rows: of the pass.
+            padding: number of last rows that are padding.
 
         Raises:
-            ModelError: the model cannot be read any more.
+            ModelError: the model cannot be read.
         """
         self.memory.begin()
         self._prompt, self._rows, self._padding = prompt, rows, padding
         self._chosen = -1
 
     def asked(self, name: bytes, tensor: int, reported: bool) -> bool:
-        """This node comes next.
+        """Prepare the next node.
 
         Args:
             name: of the node.
             tensor: its address.
-            reported: everything before it is computed.
+            reported: all earlier nodes are computed.
 
         Returns:
-            Whether the pass is to stop behind it.
+            True if the pass must stop after this node.
 
         Raises:
             ModelError: the disk failed.
@@ -192,7 +187,7 @@ class Mixture:
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
-                else:  # its experts are in the mapped file; what came of it in an earlier graph is computed
+                else:  # an earlier graph may have left this layer in slots
                     self._layers[number].tell_experts()
                     self._chosen = -1
             if number == self._chosen:
@@ -201,18 +196,18 @@ class Mixture:
         return name in self._before
 
     def _leave_padding(self, node: int) -> None:
-        """Of this node, which comes next, no row of padding is computed; 0: all are."""
+        """Skip padding rows of the next node; with `node` 0 compute all rows."""
         address, rows = self._numbers
         if not address:
             return
-        if node:  # nothing else needs its memory any more
+        if node:  # all readers of its result memory are computed
             skip_rows(node, address, rows)
         else:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
     def _go_on(self, weight: int, reported: bool) -> None:
-        """This weight of the layer comes next; those before, if that is reported, are done with."""
-        # Of the last layer only rows whose logits are wanted are computed: few or none of a prompt's.
+        """Wait for this weight; for the computed weights before it, prefetch the next layer's experts."""
+        # The last layer computes only wanted rows, which are few or none in a prompt.
         if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
             for used in self._used:
                 self.memory.expect_all(self._chosen + 1, used)
@@ -239,7 +234,7 @@ class Mixture:
         self._nearly_all = len(experts) >= NEARLY_ALL * len(slots)
 
     def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
-        """The chosen experts [rows, used], where llama.cpp has them; those of padding are made the first row's."""
+        """View of the chosen experts [rows, used] in llama.cpp's memory; padding rows get the first row's experts."""
         tensor = GgmlTensor.from_address(address)
         used, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1] // 4
         if rows == 0:
@@ -262,14 +257,13 @@ class Mixture:
         self.memory.finish()
 
     def close(self) -> None:
-        """Stop reading, give memory back, and remember which experts were used."""
         if self.memory.wanted:
             remember(self.about, [residents.scores.round(3).tolist() for residents in self.memory.residents])
         self.memory.close()
 
 
 def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress) -> Mixture | None:
-    """Make ready to read a model's experts as they are chosen; None: the page cache has to keep them.
+    """Prepare reading of experts as they are chosen; None: the page cache must hold them.
 
     Args:
         path: of the model; for a split one its first file.

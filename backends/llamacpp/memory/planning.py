@@ -1,8 +1,7 @@
-"""llama.cpp models larger than memory: what of the weights stays beside a context, and moving the rest.
+"""Plans for llama.cpp models larger than memory.
 
-`plan_memory` has llama.cpp rehearse a context to learn the size of its buffers, and leaves the choice to
-`residency.py`. `start_streaming` has `ring.py` move the weights that do not stay, and `watch.py` keeps the movement in
-step with a pass.
+`plan_memory` has llama.cpp size its buffers without allocation, and `edgespec/weights/plan.py` chooses the weights that
+stay. `start_streaming` starts a `Streamer` for the others; `layer_hooks.py` keeps it in step with a pass.
 """
 
 import re
@@ -45,12 +44,12 @@ from ..ggml.files import (
 from ..lending.rpc import choose_lent, memory_of_lenders
 from .gpu import auto_layers, check_spans, devices, experts_too_large
 
-MIN_NODES = 512  # llama.cpp's own default for n_ubatch; prompts are read in chunks of this size
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # … or of these where every chunk reads weights again
-SHARE = 1 / 4  # of a context, for each further session where memory is counted
-CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
-BESIDE_POOLS = 1 / 32  # of memory, and a MARGIN: libraries' pages, page tables
-ROOM_FOR_BUFFERS = 2 << 30  # when this and twice the weights are free, nothing needs to be counted
+MIN_NODES = 512  # llama.cpp's default for n_ubatch; the smallest number of prompt tokens per pass
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
+SHARE = 1 / 4  # of a context, for each further session where memory is short
+CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
+BESIDE_POOLS = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
+ROOM_FOR_BUFFERS = 2 << 30  # bytes; with this and twice the weights free, memory is not counted
 
 
 def plan_memory(
@@ -64,13 +63,13 @@ def plan_memory(
     lent: bool = False,
     experts_here: bool = False,
 ) -> tuple[Plan | None, ContextSize, list[str]]:
-    """A plan of a model's weights (None: all stay in memory), the context it is made for, and notes for a person.
+    """A plan of a model's weights (None: all stay in memory), its context, and messages for the user.
 
     Args:
         path: of the model.
-        size: of the context that is asked for.
+        size: of the requested context.
         machine: to plan for.
-        memory: bytes for the program and `beside`; None: what is free.
+        memory: bytes for the program and `beside`; None: the free memory.
         beside: files of models that will be loaded, too.
         gpu_layers: as in `LoadOptions`.
         lent: lenders have these layers instead of a GPU.
@@ -78,7 +77,7 @@ def plan_memory(
 
     Raises:
         ModelError: the model cannot be read.
-        UsageError: the memory is too little.
+        UsageError: the memory is too small.
     """
     found = machine.free
     room = _room(memory, machine)
@@ -88,16 +87,15 @@ def plan_memory(
     tensors = all_tensors(path)
     count = count_layers(tensors)
     layers = [] if lent and gpu_layers else find_layers(path, tensors)
-    # The last layers and the output go to the GPU. A Mac's GPU uses the same memory: there they count, and stay.
+    # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
     on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
     gpu: dict[str, Any] = {"kept": on_gpu} if machine.platform == "darwin" and not lent else {"on_device": on_gpu}
     gpu |= {"experts_here": experts_here, "output_here": lent}
-    # Sessions may fill a pass together.
     sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
     beside_it = sum(_weights_and_buffers(other, size) for other in beside)
     needs = [beside_it + needed for needed in _rehearse(path, sizes)]
     plans = _plans(tensors, room, needs, gpu, layers)
-    # Every chunk of a prompt reads what does not stay, so large ones pay, unless their buffers make that much more.
+    # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
     most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)
     best = max(i for i, plan in enumerate(plans) if _bytes_read(plan) <= most)
     if not most:
@@ -120,16 +118,14 @@ def plan_memory(
 
 
 def all_tensors(path: str) -> list[Tensor]:
-    """Of all files of a model."""
     return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
 
 
 def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
-    """The layers of a mixture whose experts can be read as they are chosen; none where that does not work."""
     if not any(EXPERTS.search(tensor.name) for tensor in tensors) or not moves_memory():
         return []
     values = own_values(path)
-    # The last layers of some models foretell tokens, and are not computed.
+    # The last layers of some models predict further tokens (MTP), and are not computed.
     computed = count_layers(tensors) - int(values.get("nextn_predict_layers", 0))
     return find_experts(
         [tensor for tensor in tensors if layer_of(tensor) < computed], int(values.get("expert_count", 0))
@@ -137,7 +133,6 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
 
 
 def keeps_experts(path: str, gpu_layers: int, size: ContextSize) -> bool:
-    """Whether the processor keeps all experts, since a GPU that gets so many layers cannot hold theirs."""
     found = devices() if gpu_layers else []
     tensors = all_tensors(path) if found else []
     if not any(EXPERTS.search(tensor.name) for tensor in tensors):
@@ -149,7 +144,7 @@ def choose_gpu_layers(
     path: str, size: ContextSize, *, machine: Machine, memory: int | None, beside: Sequence[str], resident: bool,
     gpu_memory: int | str | None = None, borrowed: Any = None,
 ) -> int:  # fmt: skip
-    """`gpu_layers` where the user does not say it, for GPUs or lenders; arguments and errors as for `plan_memory`."""
+    """Default of `gpu_layers`, for GPUs or lenders; arguments and errors as for `plan_memory`."""
     if borrowed:
         tensors, needed = all_tensors(path), memory_needs(path, size, beside)
         buffers = needed - private_memory() - MARGIN
@@ -158,7 +153,7 @@ def choose_gpu_layers(
         )
     most = in_bytes(gpu_memory)
     found = devices()
-    if most is not None:  # of which another model of this program may have taken a part
+    if most is not None:
         found = [replace(device, free=min(device.free, max(0, most - device.used))) for device in found]
     if not found:
         if most is None:
@@ -176,10 +171,10 @@ def choose_gpu_layers(
         return None if resident else make_plan(tensors, room, needed, kept=kept)
 
     layers = auto_layers(found, tensors, buffers, beside_it, plan, platform=machine.platform)
-    # Where experts are read as they are chosen a GPU would get the rest. That is not measured: only who asks has it.
+    # The GPU gets no layers if experts are read from disk: that combination is not measured.
     try:
         from_disk = layers > 0 and bool(find_layers(path, tensors)) and plan(0) is not None
-    except NoRoom:  # not without the GPU
+    except NoRoom:
         from_disk = False
     return 0 if from_disk else layers
 
@@ -187,7 +182,11 @@ def choose_gpu_layers(
 def _plans(
     tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> list[Plan | None]:
-    """A plan for each of these needs, which grow, as far as there is one. Raises UsageError: not even the first."""
+    """Plans for ascending `needs`, up to the last that is possible.
+
+    Raises:
+        UsageError: the first is impossible.
+    """
     plans = [_plan(tensors, room, needs[0], gpu, layers)]
     with suppress(UsageError):
         for needed in needs[1:]:
@@ -198,9 +197,9 @@ def _plans(
 def _plan(
     tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
-    """A plan with what experts get of the memory that others leave.
+    """A plan with slots for experts in the memory that is left.
 
-    Where a GPU has layers, and memory does not hold the experts of the others, it gets no layer's experts.
+    If a GPU has layers, and memory cannot hold the experts of the others, all experts stay on the CPU.
     """
     beside = beside_pools(room)
     least = memory_of(layers, 0) + beside if layers else 0
@@ -212,18 +211,16 @@ def _plan(
     if plan is None or not layers:
         return plan
     left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - beside
-    # Linux caches files in pages of up to 2 MiB, and keeps one as long as a part of it is locked.
+    # Linux locks whole pages of the page cache, of up to 2 MiB.
     slots = max(0, most_slots(layers, left - HUGE * len(plan.pinned)))
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
 
 
 def beside_pools(room: int) -> int:
-    """Bytes of memory that are left alone where experts have pools, which do not shrink as page cache does."""
     return MARGIN + int(room * BESIDE_POOLS)
 
 
 def _bytes_read(plan: Plan | None) -> int:
-    """By a pass over a prompt."""
     if plan is None:
         return 0
     missing = 1 - plan.slots_of_experts / plan.experts if plan.slots_of_experts >= 0 else 0
@@ -231,17 +228,16 @@ def _bytes_read(plan: Plan | None) -> int:
 
 
 def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
-    """Bytes for everything but a model's own weights: what is `beside` it, caches, buffers, this program."""
+    """Bytes for caches, buffers, this program and the models in `beside`, without the model's own weights."""
     return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
 
 
 def is_plenty(path: str, memory: int | None, beside: Sequence[str], machine: Machine) -> bool:
-    """True if memory is so plentiful that nothing has to be counted, and weights may be in it twice."""
+    """True if free memory can hold all weights twice, so that nothing is counted."""
     return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < machine.free
 
 
 def _room(memory: int | None, machine: Machine) -> int:
-    """Bytes that the program may take."""
     return memory if memory is not None else int(machine.free * (1 - SAFETY))
 
 
@@ -252,18 +248,17 @@ def _file_sizes(*paths: str) -> int:
 def _weights_and_buffers(path: str, size: ContextSize) -> int:
     weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
     before = private_memory() + MARGIN
-    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before  # a draft has room for each text
+    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before
 
 
 def _buffers(path: str, size: ContextSize) -> int:
-    """Bytes of a model's caches and of what a pass computes."""
     return _rehearse(path, [size])[0] - private_memory() - MARGIN
 
 
 def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
     """Bytes of this program with a model's tokenizer, caches and buffers, but without its weights, for each size.
 
-    llama.cpp goes through the motions without allocating caches and buffers, and says how large they would be.
+    llama.cpp reports the sizes in its log, without allocating caches and buffers.
     """
     model = load_header(path)
     needed = []
@@ -275,7 +270,7 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
             if not context:
                 raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
             llama_cpp.llama_free(context)
-            # "llama_kv_cache: size = 126.00 MiB (…" is all of it; "… KV buffer size = …" is zero in a rehearsal.
+            # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
             kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
             found = [re.search(kinds, line) for line in size_lines]
             needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
@@ -285,19 +280,19 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
 
 
 def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) -> tuple[Streamer, float, str]:
-    """Pin and start to stream the weights of a model that has just been loaded.
+    """Pin weights of a newly loaded model, and start to stream the others.
 
     Args:
         path: of the model; for a split one its first file.
-        plan: what stays and what is streamed.
-        known: addresses of mappings of the same files that are not this model's own.
-        progress: told how much of what stays has been read.
+        plan: of its weights.
+        known: start addresses of mappings that existed before the load.
+        progress: called while pinned weights are read.
 
     Returns:
-        What streams, the disk's bytes per second (0: nothing is streamed), and how pinned weights are kept.
+        The streamer, the disk's bytes per second (0: nothing is streamed), and a note on pinned weights.
 
     Raises:
-        ModelError: it cannot be read or mapped.
+        ModelError: the model cannot be read or mapped.
     """
     files = parts(path)
     mapped = list[Mapping]()
@@ -306,7 +301,7 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
             new = [mapping for mapping in mappings(part) if mapping.start not in known]
             if not new:
                 raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
-            # Pieces of another model of the same file that is streamed come and go; they are smaller than a fresh one.
+            # Another streamed model of the same file may add smaller mappings meanwhile.
             mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
     try:
         store = open_store(files, mapped, plan)
@@ -316,7 +311,7 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
                 store.drop(plan.cached)
             store.look_up(plan.looked_up)
             store.preload(plan.pinned, progress)
-            speed = measure_disk(files, plan)  # by now the disk has read all that loading had asked for
+            speed = measure_disk(files, plan)  # the disk is idle: earlier reads are complete
             how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
             return Streamer(plan, store, how.threads, how.size), speed, store.note
         except BaseException:

@@ -1,7 +1,7 @@
-"""A probe model computes as a large model does: a copy of its file with one layer of each kind.
+"""Probe models: copies of a model's file with one layer of each kind.
 
-Types and shapes of weights, the cache and the pass decide which kernel llama.cpp takes. The number of layers does not.
-So row classes are found in seconds, however large the model is.
+Types and shapes of weights, cache and pass select llama.cpp's kernels; the number of layers does not. So a probe model
+finds the row classes of a large model in seconds.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from ..ggml.files import keep_log, last_log, llama_cpp, parts, read_tensors
 from .attention import ALIKE
 
 LEAST_LAYERS = 2
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are in no plan
-HEADROOM = 1 << 28  # bytes of the disk that stay free
-# In `computing`: weights are kept in another order, for other kernels.
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems in memory, which no plan counts
+HEADROOM = 1 << 28  # bytes that stay free on the disk
+# In `computing`: weights are repacked for other kernels.
 REPACKED: dict[str, str | int | None] = {"repacked": True}
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
-    """One layer of each kind, by the names and sizes of its tensors; at least `LEAST_LAYERS`, if the model has them."""
+    """One layer of each kind, by tensor names and sizes; at least `LEAST_LAYERS`, if the model has them."""
     layers: dict[int, list[tuple[str, int]]] = {}
     for tensor in tensors:
         if (layer := layer_of(tensor)) >= 0:
@@ -43,10 +43,10 @@ def kinds(tensors: list[Tensor]) -> list[int]:
 
 
 def _place(needed: int) -> str:
-    """A folder for `needed` bytes: the system's temporary folder, unless it is too small or in memory.
+    """The temporary folder, or else the home folder, with disk space for `needed` bytes.
 
     Raises:
-        ModelError: there is none.
+        ModelError: neither has room.
     """
     for place in (gettempdir(), str(Path.home())):
         usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
@@ -57,7 +57,7 @@ def _place(needed: int) -> str:
 
 @contextmanager
 def probe_file(path: str) -> Iterator[str]:
-    """The path of a probe model's file, removed at the end.
+    """Path of a probe model's file, which is removed after the `with`.
 
     Raises:
         ModelError: it cannot be made.
@@ -80,7 +80,11 @@ def probe_file(path: str) -> Iterator[str]:
 
 
 def probe_options(path: str, computing: Computing) -> LoadOptions:
-    """Options with which a probe model computes as a model of this `computing`. Raises ModelError: there are none."""
+    """Options for a probe model of a model with this `computing`.
+
+    Raises:
+        ModelError: a probe model would compute in another way.
+    """
     if computing.get("gpu_layers") not in (0, -1) or "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in ALIKE | REPACKED}

@@ -1,7 +1,7 @@
-"""A mixture of experts in memory: rows of padding choose no experts.
+"""Rows of padding choose no experts, in a mixture that fits in memory.
 
-Passes are padded to a row class (`exact.py`), plain decoding often to two rows. Most work of a mixture is that of its
-experts, row by row: the second row would nearly double it. For experts that are read from disk see `mixture.py`.
+Most work of a mixture is that of its experts, row by row, so a row of padding would nearly double plain decoding.
+`mixture.py` does this for experts that are read from disk.
 """
 
 from itertools import pairwise
@@ -21,8 +21,6 @@ def has_experts(path: str) -> bool:
 
 
 class SkipPadding:
-    """llama.cpp calls it with the node that it computes next. It has the interface of `LayerHooks`."""
-
     streamer = mixture = error = None
     wait_seconds = 0.0
 
@@ -32,14 +30,13 @@ class SkipPadding:
         self._watched = NodeCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self._name_of = ggml_base().ggml_get_name
-        self._users: set[bytes] = set()  # nodes: products with chosen experts
-        self._before: set[bytes] = set()  # those before them, behind which a padded pass stops
+        self._users: set[bytes] = set()
+        self._before: set[bytes] = set()
         self._rows = self._padding = 0
         self._reported = False
-        self._cut: set[int] = set()  # tensors of chosen experts that are shortened
+        self._cut: set[int] = set()  # addresses of shortened tensors of chosen experts
 
     def learn(self, context: Any) -> None:
-        """Find the experts' nodes; none where they cannot be looked into."""
         addresses = self._watched.nodes(context)
         if not addresses or not is_known(addresses[0]):
             return
@@ -50,7 +47,7 @@ class SkipPadding:
                 self._before.add(node_at(before).name)
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
-        """A pass starts; arguments as for `Mixture.begin`."""
+        """Start a pass; arguments as for `Mixture.begin`."""
         self._rows, self._padding, self._reported = rows, 0 if prompt else padding, False
 
     def _called(self, tensor: int, ask: bool) -> bool:
@@ -64,7 +61,7 @@ class SkipPadding:
             if self._reported and (numbers in self._cut or GgmlTensor.from_address(numbers).ne[1] == self._rows):
                 skip_rows(tensor, numbers, self._rows - self._padding)
                 self._cut.add(numbers)
-            elif numbers in self._cut:  # something else may need the memory of its result
+            elif numbers in self._cut:  # its result memory may be in use, so compute all rows
                 GgmlTensor.from_address(numbers).ne[1] = self._rows
         self._reported = name in self._before
         return self._reported

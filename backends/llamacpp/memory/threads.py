@@ -24,19 +24,25 @@ from typing import Any
 
 from ..ggml.files import ggml_library
 
-WINDOW = 0.25  # seconds between two looks at the processors: /proc/stat counts in hundredths
-LOOKS = 3  # a few milliseconds apart, at what runs in this moment
-CROWDED, CALM = 0.5, 0.25  # processors others keep busy: from here on threads make room; below here they come back
-SPLIT_CELLS = 256  # with more cells than these, attention for one node depends on the number of threads
+WINDOW = 0.25  # minimum seconds between two samples of /proc/stat, whose unit is 10 ms
+LOOKS = 3
+CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
+SPLIT_CELLS = 256  # cells above which one node's attention depends on the number of threads
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds of processor time since some start."""
+    """Seconds of CPU time since some start.
 
-    at: float  # the clock
-    everybody: float  # on the processors this process may use
-    own: float  # of this process
+    Attributes:
+        at: monotonic clock.
+        everybody: used on the CPUs that this process may use.
+        own: used by this process.
+    """
+
+    at: float
+    everybody: float
+    own: float
 
 
 def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
@@ -45,7 +51,7 @@ def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
     Args:
         stat: the text of /proc/stat.
         processors: those to count.
-        nice: count programs of low priority, too: they hardly disturb one that is not.
+        nice: count programs of low priority; they hardly slow down one of normal priority.
     """
     rows = (line.split() for line in stat.splitlines() if line.startswith("cpu"))
     total = 0
@@ -70,7 +76,6 @@ def usage_now() -> Usage | None:
 
 
 def busy_processors(before: Usage, after: Usage, was_crowded: bool) -> float:
-    """Processors that other programs keep busy, 0.0 where that is too few to make room for."""
     used = (after.everybody - before.everybody) - (after.own - before.own)
     others = used / (after.at - before.at)
     return others if others >= (CALM if was_crowded else CROWDED) else 0.0
@@ -84,7 +89,7 @@ def others_run() -> bool:
             running = re.search(rb"^procs_running (\d+)", Path("/proc/stat").read_bytes(), re.MULTILINE)
             if running and int(running[1]) <= sum(_runs(path) for path in Path("/proc/self/task").iterdir()):
                 return False
-    except OSError:  # nobody knows
+    except OSError:
         pass
     return True
 
@@ -92,7 +97,7 @@ def others_run() -> bool:
 def _runs(task: Path) -> bool:
     try:
         return (task / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
-    except OSError:  # it has ended
+    except OSError:
         return False
 
 
@@ -100,10 +105,10 @@ def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
     """Threads for a pass.
 
     Args:
-        threads: what it gets on a machine that does nothing else.
-        others: processors that other programs keep busy.
+        threads: on an idle machine.
+        others: CPUs that other programs use.
         nodes: tokens in the pass.
-        cells: most cells of the cache that are in use.
+        cells: maximum number of cells in use.
     """
     if others == 0 or (nodes == 1 and cells > SPLIT_CELLS):
         return threads
@@ -111,12 +116,12 @@ def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
 
 
 class OtherLoad:
-    """Other programs on this machine, looked at now and then.
+    """Load of other programs, sampled at intervals.
 
     Args:
-        usage: reads the processors.
-        changed: called with True when other programs begin to keep processors busy, with False when they end.
-        others_run: whether they do in this moment: since a look long ago, much may have begun and ended.
+        usage: returns the current usage.
+        changed: called with True when other programs begin to use CPUs, with False when they stop.
+        others_run: True if they run now; it confirms a sample over a long interval.
     """
 
     def __init__(
@@ -125,14 +130,12 @@ class OtherLoad:
         self._usage, self._changed, self._others_run = usage, changed, others_run
         self._last = usage()
         self._others = 0.0
-        self._pass_ended = 0.0  # the clock
+        self._pass_ended = 0.0
 
     def pass_ended(self, now: float) -> None:
-        """One of this process's own passes was made; `now` as below."""
         self._pass_ended = now
 
     def others(self, now: float) -> float:
-        """Processors that other programs keep busy; `now` is the monotonic clock's time."""
         if self._last is None or now - self._last.at < WINDOW:
             return self._others
         usage = self._usage()
@@ -147,17 +150,16 @@ class OtherLoad:
 
 
 class ShortWaits:
-    """Threads that wait for each other go to sleep soon instead of keeping a processor busy for some milliseconds.
+    """Short waits: threads that wait for each other sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so by itself when it manages more threads than there are processors, so another thread here has it
-    start as many as that takes; they sleep. Their end brings the long waits back. Without GNU's OpenMP nothing happens.
+    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2, which
+    sleeps until the switch is off. Without GNU's OpenMP nothing happens.
     """
 
     def __init__(self) -> None:
         self._done: threading.Event | None = None
 
     def switch(self, on: bool) -> None:
-        """Wait shortly, or as the program was told to at its start."""
         if self._done:
             self._done.set()
             self._done = None
@@ -168,19 +170,17 @@ class ShortWaits:
 
 
 def _hold_team(start_team: Any, done: threading.Event) -> None:
-    nothing = ctypes.CDLL(None).free  # a C function that may be called with NULL
+    nothing = ctypes.CDLL(None).free  # C function that accepts NULL
     start_team(nothing, None, 2, 0)
     done.wait()
 
 
 @cache
 def crowd() -> OtherLoad:
-    """This machine's other programs: one for all models of the process."""
     return OtherLoad(usage_now, ShortWaits().switch, others_run)
 
 
 def compute_cores() -> int:
-    """Cores worth a compute thread: those this process may use; on a Mac the performance cores."""
     if sys.platform == "darwin":
         size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
         libc = ctypes.CDLL(None)

@@ -3,10 +3,10 @@
 from ..context import kv_types
 from ..ggml.files import FILE_TYPE_BF16, FILE_TYPE_F16, FILE_TYPE_F32
 
-# Most a logit moves with the shape of its pass and with the order of cells in the cache, by general.file_type. Kernels
-# for quantised and for 16-bit weights round the activations, too, so one flipped bit grows from layer to layer.
-# Measured with SmolLM2 as the largest difference over a vocabulary: Q4_1 1.31, BF16 0.43, F16 0.18, and F32, whose
-# cache has 32 bits, 6e-5; but 1.6e-3 in a small Gemma 3, since llama.cpp looks GELU up in a table of 16 bits.
+# Maximum change of a logit by the shape of its pass and the order of cells, by general.file_type. Kernels for quantised
+# and 16-bit weights also round activations, so one flipped bit grows from layer to layer. Measured maxima with SmolLM2:
+# Q4_1 1.31, BF16 0.43, F16 0.18, F32 (with a float32 cache) 6e-5. A small Gemma 3 in F32 has 1.6e-3, because llama.cpp
+# computes GELU from a 16-bit table.
 TOLERANCE_QUANTISED = 1.5
 TOLERANCES = {FILE_TYPE_F32: 0.01, FILE_TYPE_F16: 0.3, FILE_TYPE_BF16: 0.8}
 # By the type of keys and values: a quantised cache rounds a flipped bit up to a step of its own. Measured with
@@ -16,7 +16,6 @@ TOLERANCE_OF_4_BITS = 10.0
 
 
 def tolerance(file_type: bytes, kv_type: str | None) -> float:
-    """Most a logit moves, by general.file_type and by the type of keys and values that was asked for."""
     weights = TOLERANCES.get(file_type, TOLERANCE_QUANTISED)
     types = kv_types(kv_type) if kv_type else ()
     return max([weights, *(CACHE_TOLERANCES.get(name, TOLERANCE_OF_4_BITS) for name in types)])

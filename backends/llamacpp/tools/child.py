@@ -13,14 +13,14 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def serve(work: Callable[[dict[str, Any], Say], None]) -> None:
-    """Do the job in the first argument; end, and remove its `out`, when standard input ends.
+    """Do the job in the first argument; when standard input ends, remove its `out` and exit.
 
     Args:
         work: called with the job and a function that sends a line to the parent.
     """
     job: dict[str, Any] = json.loads(sys.argv[1])
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print where they like
+    os.dup2(2, 1)  # libraries may print to standard output
 
     def give_up(*_: object) -> None:
         for file in filter(None, [job.get("out"), *job.get("remove", ())]):
@@ -36,7 +36,7 @@ def serve(work: Callable[[dict[str, Any], Say], None]) -> None:
         print(json.dumps(line), file=lines, flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        # C code does not come back to Python for a signal; the parent closes standard input as well.
+        # C code ignores Python's handlers; the parent closes standard input as well.
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -1,8 +1,6 @@
-"""An importance matrix as a program: how much each column of a weight matters, from what it is multiplied with.
+"""Program that makes an importance matrix, as llama.cpp's tools/imatrix: sums of squares of each weight's inputs.
 
-For each product of a layer the squares of its input are added up while a text is read, as llama.cpp's own tools/imatrix
-does; the file that is written has that tool's form. The job: source, out, text (a file), chunks (of 512 tokens).
-Lines to the parent: {done, total} chunks.
+The job: source, out, text (a file), chunks (of 512 tokens). Lines to the parent: {done, total} chunks.
 """
 
 import ctypes
@@ -20,14 +18,12 @@ from ..memory.threads import compute_cores
 from ..vocab import load_vocab
 from .child import Say, serve
 
-TOKENS = 512  # in a chunk, which is read as a text of its own
-LEAST_ROWS = 16  # as llama.cpp's tool: single rows are not worth the stop
+TOKENS = 512
+LEAST_ROWS = 16  # as in llama.cpp's tools/imatrix
 F32, I32 = 0, 26  # ggml_type
 
 
 class Collector:
-    """Adds up squares while the graph is computed."""
-
     def __init__(self) -> None:
         self.sums: dict[str, NDArray[np.float64]] = {}  # [experts, columns]
         self.counts: dict[str, NDArray[np.float64]] = {}  # [experts]
@@ -58,7 +54,7 @@ class Collector:
                     values = view(rows)  # [n3, n2, rows, columns]
                     self._add(name, 1, np.array([0]), np.square(values).sum((0, 1, 2))[None], values[..., 0].size)
             return wanted or not ask
-        except BaseException as error:  # nothing may be raised through C
+        except BaseException as error:  # C code cannot pass an exception on
             self.error = self.error or error
             return not ask
 
@@ -80,7 +76,6 @@ class Collector:
 
 
 def view(tensor: GgmlTensor, kind: Any = np.float32) -> NDArray[Any]:
-    """A tensor's values in host memory, last axis first in ggml's order."""
     size = tensor.nb[3] * tensor.ne[3]
     memory = (ctypes.c_char * size).from_address(tensor.data)
     shape, strides = tuple(reversed(tensor.ne)), tuple(reversed(tensor.nb))
@@ -88,7 +83,11 @@ def view(tensor: GgmlTensor, kind: Any = np.float32) -> NDArray[Any]:
 
 
 def collect(path: str, token_ids: list[int], say: Say) -> Collector:
-    """Read a text in chunks of `TOKENS`. Raises ModelError: it cannot be evaluated."""
+    """Evaluate tokens in chunks of `TOKENS`.
+
+    Raises:
+        ModelError: llama.cpp cannot evaluate them.
+    """
     model = load_model(path, use_extra_bufts=False, n_gpu_layers=0)
     collector = Collector()
     params = llama_cpp.llama_context_default_params()
@@ -107,7 +106,7 @@ def collect(path: str, token_ids: list[int], say: Say) -> Collector:
             batch.n_tokens = TOKENS
             for i, token in enumerate(token_ids[chunk * TOKENS : (chunk + 1) * TOKENS]):
                 batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, i, 1, 0
-                batch.logits[i] = True  # else the last layer sees only the rows whose logits are wanted
+                batch.logits[i] = True  # else the last layer has only wanted rows
             if llama_cpp.llama_decode(context, batch) != 0:
                 raise ModelError(f"{path}: {TOKENS} tokens cannot be evaluated")
             if collector.error:
@@ -122,7 +121,6 @@ def collect(path: str, token_ids: list[int], say: Say) -> Collector:
 
 
 def write(collector: Collector, out: str, origin: str, chunks: int) -> None:
-    """In the form of llama.cpp's tools/imatrix."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(out, "")

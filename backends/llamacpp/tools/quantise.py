@@ -1,10 +1,11 @@
 """llama.cpp's quantiser as a program: it reports only in its log, cannot be stopped, and writes in place.
 
 The job: source, out, type (of llama_ftype, or "" to copy), types ([regular expression, ggml type]), drop (layers),
-imatrix (a file of `imatrix.py`'s, or "unknown" in a rehearsal), notes (keys and texts for the header), requantise,
+imatrix (a file of `imatrix.py`'s, or "unknown" for a rehearsal), notes (keys and texts for the header), requantise,
 rehearse.
-Lines to the parent: {tensor, done, total}; at the end {bytes: of all tensors as they lie in the file,
-tensors: {name: type before}}.
+
+Lines to the parent: {tensor, done, total}; at the end {bytes: of all tensors in the file, with padding,
+tensors: {name: old type}}.
 """
 
 import ctypes
@@ -27,13 +28,12 @@ FTYPES = {
     if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"))
 }
 ALIGNMENT = 32  # bytes, of tensors in a file
-# "[   1/ 272]  token_embd.weight  - [  576, 49152,     1,     1], type =   bf16, size =    54.00 MiB ->    28.69 …"
+# "[   1/ 272]  token_embd.weight  - [  576, 49152,     1,     1], type =   bf16, size =    54.00 MiB ->    28.69 MiB"
 LINE = re.compile(r"\[ *(\d+)/ *(\d+)\] +(\S+) +- \[([\d, ]+)\], type = +(\w+), ")
 NEW_TYPE = re.compile(r"(?:MiB \(|converting to )(\w+)")
 
 
 def ggml_types() -> dict[str, int]:
-    """Types of tensors by name, such as q6_K."""
     name = ggml_base().ggml_type_name
     name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
     found = {i: name(i) for i in range(llama_cpp.GGML_TYPE_COUNT)}
@@ -48,14 +48,12 @@ def row_size(type_: int, width: int) -> int:
 
 
 class _Log:
-    """Reads what the quantiser tells, which comes in bits of lines."""
-
     def __init__(self, say: Say) -> None:
         self.bytes = 0
-        self.tensors: dict[str, str] = {}  # and their types before
+        self.tensors: dict[str, str] = {}  # name -> old type
         self.complaints: list[str] = []
         self._say, self._text = say, ""
-        self._shape, self._type = list[int](), ""  # of the tensor that is told of
+        self._shape, self._type = list[int](), ""
         self._types = {name.lower(): number for name, number in ggml_types().items()}
 
     def take(self, level: int, text: bytes, user_data: Any) -> None:
@@ -67,11 +65,11 @@ class _Log:
         *lines, self._text = self._text.split("\n")
         for line in lines:
             self._line(line)
-        if match := LINE.match(self._text):  # told when it begins
+        if match := LINE.match(self._text):  # the first part of a line names the tensor
             self._say({"tensor": match[3], "done": int(match[1]) - 1, "total": int(match[2])})
 
     def _line(self, line: str) -> None:
-        if match := LINE.match(line):  # its end may follow after a word on something else
+        if match := LINE.match(line):  # other messages may stand before the rest of the line
             self.tensors[match[3]] = match[5].upper()
             self._shape, self._type = [int(number) for number in match[4].split(",")], match[5]
         if new := NEW_TYPE.search(line):
@@ -87,7 +85,7 @@ class _Log:
 
 
 def read_imatrix(path: str) -> dict[str, Float32Array]:
-    """Mean squares of what each weight's columns are multiplied with: name -> [columns · experts].
+    """Mean squares of each weight's inputs: name -> [columns · experts].
 
     Raises:
         ModelError: not an importance matrix in a GGUF.
@@ -111,7 +109,7 @@ def read_imatrix(path: str) -> dict[str, Float32Array]:
 
 
 def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
-    """llama.cpp's parameters for a job; `keep` gets what they point to."""
+    """llama.cpp's parameters for a job, valid as long as `keep`, which gets the memory they point to."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.dry_run, params.allow_requantize = job["rehearse"], job["requantise"]
     if job["type"]:
@@ -128,7 +126,6 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
         params.tt_overrides = rows
         keep.append(rows)
     if job["imatrix"]:
-        # In a rehearsal it only matters that there is one.
         known = job["imatrix"] == "unknown"
         matrix = {"none": np.zeros(1, np.float32)} if known else read_imatrix(job["imatrix"])
         entries = (llama_cpp.llama_model_imatrix_data * (len(matrix) + 1))()
@@ -140,14 +137,19 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
     notes = (llama_cpp.llama_model_kv_override * (len(job["notes"]) + 1))()
     for note, (key, text) in zip(notes, job["notes"].items(), strict=False):
         note.tag, note.key = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, key.encode()
-        note.value.val_str = text.encode()[:127].decode("utf-8", "ignore").encode()  # whole characters
+        note.value.val_str = text.encode()[:127].decode("utf-8", "ignore").encode()
     params.kv_overrides = notes
     keep.append(notes)
     return params
 
 
 def work(job: dict[str, Any], say: Say) -> None:
-    """Quantise, or rehearse it. Raises ModelError: llama.cpp refused."""
+    """Quantise, or rehearse it.
+
+    Raises:
+        ModelError: llama.cpp refused.
+        UsageError: the type is unknown.
+    """
     if job["type"] and job["type"] not in FTYPES:
         raise UsageError(f"there is no type {job['type']!r}; there are: {', '.join(sorted(FTYPES))}")
     log, keep = _Log(say), list[Any]()
