@@ -147,7 +147,7 @@ class Cells:
         return True
 
     def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
-        """Copy a session's cells from position `start` on, all of one tile, to the same offsets of a tile at the end."""
+        """Copy a session's cells from `start` on, all of one tile, to the same offsets of a tile at the end."""
         self.fill((start - self.end) % TILE, sessions)
         with self._copied(session, start, session.cached):
             session.replaced(start, self.padding_id, self.end)

@@ -152,8 +152,8 @@ class OtherLoad:
 class ShortWaits:
     """Short waits: threads that wait for each other sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2, which
-    sleeps until the switch is off. Without GNU's OpenMP nothing happens.
+    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2,
+    which sleeps until the switch is off. Without GNU's OpenMP nothing happens.
     """
 
     def __init__(self) -> None:
