@@ -30,7 +30,7 @@ from .ggml.signals import Signals
 EXTRA_IDS = 2  # sequence ids: one for waste, one for padding
 # llama.cpp reuses a cell behind a sliding window if it has only one sequence id (llama-kv-cache.cpp: find_slot).
 IN_WINDOWS = 2
-MUCH_WASTE = 1024  # cells
+MUCH_WASTE = 1024
 
 
 @dataclass(slots=True)
@@ -62,7 +62,6 @@ class Rows:
         self.padding += count
 
     def fill(self, shape: RowClass, seq: int) -> None:
-        """Pad to a row class; the output matrix needs a row class as well, so add wanted rows."""
         self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
         self.wanted += also_wanted(self.wanted, len(self.tokens), shape)
 
@@ -147,7 +146,7 @@ class Cells:
         return True
 
     def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
-        """Copy a session's cells from position `start` on, all of one tile, to the same offsets of a tile at the end."""
+        """Copy a session's cells from `start` on, all of one tile, to the same offsets of a tile at the end."""
         self.fill((start - self.end) % TILE, sessions)
         with self._copied(session, start, session.cached):
             session.replaced(start, self.padding_id, self.end)
@@ -221,7 +220,6 @@ class Cells:
             yield data
 
     def put(self, data: Any, ids: Sequence[int]) -> bool:
-        """Fill the next cells with one of the `parts`, for these ids; False if llama.cpp refuses."""
         seq = self.padding_id
         if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
             return False

@@ -74,7 +74,6 @@ class LlamaVocab:
         return text.decode("utf-8", "replace")
 
     def kind(self, token_id: int) -> int:
-        """Kind of a token: llama_token_attr in llama.h."""
         held = self._open()
         return int(llama_cpp.llama_vocab_get_attr(held.vocab, token_id))
 

@@ -1,8 +1,8 @@
 """Attention over one row with the kernel for a few rows.
 
 With keys and values of one float type, llama.cpp's CPU backend has three attention kernels with different rounding.
-They are for one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). Without this module a pass over one
-row needs a row of padding, and takes 1.5 times as long.
+They are for one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). Without this module a
+pass over one row needs a row of padding, and takes 1.5 times as long.
 
 `ggml_backend_cpu_set_use_ref` gives one row the kernel for a few rows. It also selects slower weight kernels for more
 rows, and other rotations for 8-bit caches. So it is on for one row only, with float types.

@@ -14,8 +14,8 @@ class LayerHooks:
     """Hooks that keep a streamer in step with a pass.
 
     Nodes are named after their layer ("ffn_out-7"). llama.cpp asks node by node which one to report, computes up to
-    that node, and reports it. So a question right after a report means that all earlier nodes are computed. The first pass
-    reports every node, and finds the last node before each streamed layer. Later passes stop only there.
+    that node, and reports it. So a question right after a report means that all earlier nodes are computed. The first
+    pass reports every node, and finds the last node before each streamed layer. Later passes stop only there.
     """
 
     def __init__(self, streamer: Streamer) -> None:
@@ -28,7 +28,7 @@ class LayerHooks:
         self.skip_padding: SkipPadding | None = None
         self.stop: Stop | None = None
         self._streamed = {layer.index for layer in streamer.plan.streamed}
-        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: no layer in its name
+        self._layer_of: dict[bytes, int] = {}
         self._name_of = ggml_base().ggml_get_name
         self._last_nodes: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
@@ -81,7 +81,7 @@ class LayerHooks:
             layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
         if layer < 0:
             layer = self._layer
-        if layer == 0 < self._layer:  # a large pass has several graphs
+        if layer == 0 < self._layer:
             self.finish()
             self._layer = -1
         new = layer > self._layer and layer in self._streamed

@@ -87,7 +87,7 @@ class Mixture:
         self.about = about
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
-        self._copies: list[Any] = []  # copies of small matrices, a row for each slot; layers share them
+        self._copies: list[Any] = []
         self._users: dict[bytes, tuple[int, int]] = {}  # node -> indices of its layer and of its weight in the layer
         self._first: set[bytes] = set()
         self._before: set[bytes] = set()

@@ -4,7 +4,8 @@ llama.cpp's threads wait for each other hundreds of times in a pass, so one thre
 with one other busy program, a pass takes 4 to 25 times as long with 2 threads, and at most twice as long with one.
 
 The number of threads must not change results. It does so only for passes of one node over at least 512 cells.
-There flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp). These passes keep their threads, with short waits, so that the system can move them.
+There flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells
+up to a multiple of 256). These passes keep their threads, with short waits, so that the system can move them.
 """
 
 import ctypes
@@ -60,7 +61,6 @@ def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
 
 
 def usage_now() -> Usage | None:
-    """Current usage; None where the system does not report it."""
     if sys.platform != "linux":
         return None
     try:
@@ -149,8 +149,8 @@ class OtherLoad:
 class ShortWaits:
     """Short waits: threads that wait for each other sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2, which
-    sleeps until the switch is off. Without GNU's OpenMP nothing happens.
+    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2,
+    which sleeps until the switch is off. Without GNU's OpenMP nothing happens.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class ShortWaits:
 
 
 def _hold_team(start_team: Any, done: threading.Event) -> None:
-    nothing = ctypes.CDLL(None).free  # C function that accepts NULL
+    nothing = ctypes.CDLL(None).free
     start_team(nothing, None, 2, 0)
     done.wait()
 

@@ -49,7 +49,7 @@ def row_size(type_: int, width: int) -> int:
 class _Log:
     def __init__(self, say: Say) -> None:
         self.bytes = 0
-        self.tensors: dict[str, str] = {}  # name -> old type
+        self.tensors: dict[str, str] = {}
         self.complaints: list[str] = []
         self._say, self._text = say, ""
         self._shape, self._type = list[int](), ""
@@ -64,7 +64,7 @@ class _Log:
         *lines, self._text = self._text.split("\n")
         for line in lines:
             self._line(line)
-        if match := LINE.match(self._text):  # the first part of a line names the tensor
+        if match := LINE.match(self._text):
             self._say({"tensor": match[3], "done": int(match[1]) - 1, "total": int(match[2])})
 
     def _line(self, line: str) -> None:
