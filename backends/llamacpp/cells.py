@@ -100,7 +100,8 @@ class Holder(Protocol):
 
 class Cells:
     def __init__(self, context: Any, ids: int, window: int = 0) -> None:
-        """Args:
+        """
+        Args:
         context: llama.cpp's.
         ids: sequence ids of sessions; those behind them are used here.
         window: tokens of the sliding window of some layers; 0: none.

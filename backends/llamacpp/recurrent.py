@@ -161,7 +161,7 @@ class LlamaRecurrentSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._in_place = -1  # node whose cells follow those of `text`
+        self._in_place = -1
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}

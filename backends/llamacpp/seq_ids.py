@@ -26,7 +26,8 @@ class Borrower(Protocol):
 
 class SeqIds:
     def __init__(self, sessions: int, count: int, share: int = 1) -> None:
-        """Args:
+        """
+        Args:
         sessions: maximum number of open sessions.
         count: number of ids.
         share: ids that each session owns.

@@ -203,7 +203,7 @@ class LlamaSession(NodeSession):
 
     @property
     def _can_keep(self) -> bool:
-        return not self._backend.in_order
+        return not self._backend.in_order  # kept nodes would leave gaps between cells
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, count = len(self.token_ids), len(path)

@@ -78,7 +78,8 @@ class Mixture:
     """Keep an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every node."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
-        """Args:
+        """
+        Args:
         memory: slots of experts.
         used: experts that a token uses.
         about: key of the remembered expert scores.

@@ -27,7 +27,7 @@ FTYPES = {
     for name in dir(llama_cpp)
     if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"))
 }
-ALIGNMENT = 32  # bytes, of tensors in a file
+ALIGNMENT = 32
 # "[   1/ 272]  token_embd.weight  - [  576, 49152,     1,     1], type =   bf16, size =    54.00 MiB ->    28.69 MiB"
 LINE = re.compile(r"\[ *(\d+)/ *(\d+)\] +(\S+) +- \[([\d, ]+)\], type = +(\w+), ")
 NEW_TYPE = re.compile(r"(?:MiB \(|converting to )(\w+)")
