@@ -161,7 +161,7 @@ class LlamaRecurrentSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._in_place = -1
+        self._in_place = -1  # node whose cells follow those of `text`
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}
@@ -353,7 +353,7 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
     positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
-        most_rows = min(most_rows, TILE - 1)  # longer passes round differently
+        most_rows = min(most_rows, TILE - 1)  # tiles round differently
     found = [RowLogits() for _ in batch]  # copies, because a pass may take several calls of llama.cpp
     try:
         for session in sessions:

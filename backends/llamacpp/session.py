@@ -107,7 +107,7 @@ class LlamaSession(NodeSession):
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         super().__init__(backend)
         self._memory = backend.memory
-        self.seq_ids = seq_ids
+        self.seq_ids = seq_ids  # own ids first, then lent ids
         self._own_count = len(seq_ids)
         self.cached = 0
         self.marks: list[int] = []

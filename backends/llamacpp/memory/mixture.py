@@ -187,7 +187,7 @@ class Mixture:
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
-                else:  # an earlier graph may have left this layer in slots
+                else:  # use the mapped file; nodes of an earlier graph are computed
                     self._layers[number].tell_experts()
                     self._chosen = -1
             if number == self._chosen:
@@ -200,7 +200,7 @@ class Mixture:
         address, rows = self._numbers
         if not address:
             return
-        if node:  # all readers of its result memory are computed
+        if node:  # earlier users of its result memory are computed
             skip_rows(node, address, rows)
         else:
             GgmlTensor.from_address(address).ne[1] = self._rows
