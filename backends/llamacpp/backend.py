@@ -69,7 +69,7 @@ class LlamaBackend:
         self.model = model
         self.context = context
         window = llama_cpp.llama_model_n_swa(model)
-        self.copies = not window and "lenders" not in computing  # copies of cells cost less than new rows
+        self.copies = not window and "lenders" not in computing
         self.files: Sequence[str] = ()
         self.row_hook: Callable[[int], None] = lambda rows: None
         self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)

@@ -36,7 +36,7 @@ class Batch:
         self._wanted[:total] = 0
         self._wanted[rows.wanted] = 1
         counts = [len(node_ids) for node_ids in rows.ids]
-        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)  # the struct points into it
+        self._flat = np.array([*chain.from_iterable(rows.ids)], np.int32)
         address = self._flat.__array_interface__["data"][0]
         self._id_counts[:total] = counts
         self._id_pointers[:total] = [address + 4 * start for start in accumulate(counts[:-1], initial=0)]

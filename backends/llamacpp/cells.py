@@ -30,7 +30,7 @@ from .ggml.signals import Signals
 EXTRA_IDS = 2  # sequence ids: one for waste, one for padding
 # llama.cpp reuses a cell behind a sliding window if it has only one sequence id (llama-kv-cache.cpp: find_slot).
 IN_WINDOWS = 2
-MUCH_WASTE = 1024  # cells
+MUCH_WASTE = 1024
 
 
 @dataclass(slots=True)
@@ -62,7 +62,6 @@ class Rows:
         self.padding += count
 
     def fill(self, shape: RowClass, seq: int) -> None:
-        """Pad to a row class; the output matrix needs a row class as well, so add wanted rows."""
         self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
         self.wanted += also_wanted(self.wanted, len(self.tokens), shape)
 
@@ -101,7 +100,8 @@ class Holder(Protocol):
 
 class Cells:
     def __init__(self, context: Any, ids: int, window: int = 0) -> None:
-        """Args:
+        """
+        Args:
         context: llama.cpp's.
         ids: sequence ids of sessions; those behind them are used here.
         window: tokens of the sliding window of some layers; 0: none.
@@ -221,7 +221,6 @@ class Cells:
             yield data
 
     def put(self, data: Any, ids: Sequence[int]) -> bool:
-        """Fill the next cells with one of the `parts`, for these ids; False if llama.cpp refuses."""
         seq = self.padding_id
         if llama_cpp.llama_state_seq_set_data(self._context, data, len(data), seq) == 0:
             return False

@@ -1,5 +1,3 @@
-"""Loading GGUF files with llama.cpp: a plan first, then the model."""
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -237,7 +235,6 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         cells=size.tokens(model) if options.sessions > 1 and size.share < 1 and not lanes else None,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
-    # Streamed passes wait for weights, so other programs' threads matter little.
     yielding = 0 if options.threads or capabilities.streams else params.n_threads
     if yielding:
         crowd()

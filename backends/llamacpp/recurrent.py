@@ -137,8 +137,6 @@ class Lane:
 
 
 class LlamaRecurrentSession(NodeSession):
-    """See `edgespec.loop.backend.Session`."""
-
     _backend: Owner
 
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
@@ -149,7 +147,7 @@ class LlamaRecurrentSession(NodeSession):
         self._free = others[-KEPT_STATES - 1 :]
         self._lanes = others[: -KEPT_STATES - 1]  # free lanes in rising order: some models require adjacent ids
         self._after_prompt = False
-        self._tips: dict[int, int] = {}  # node -> lane that ended with it
+        self._tips: dict[int, int] = {}
         super().__init__(backend)
 
     def _forget_nodes(self) -> None:
@@ -287,7 +285,7 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def _can_keep(self) -> bool:
-        return False  # only the end of a path has a state
+        return False
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length = len(self.token_ids)
@@ -302,7 +300,7 @@ class LlamaRecurrentSession(NodeSession):
         if length >= self._states.last:
             return
         at = self._states.before(length)
-        if at:  # load an earlier state; then cells can be removed
+        if at:
             self._copy_state(self._states.kept[at], self._text)
         self._remove(self._text, at if at else -1)
         self._drop(self._states.cut(at))
@@ -346,7 +344,7 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
     positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
-        most_rows = min(most_rows, TILE - 1)  # longer passes round differently
+        most_rows = min(most_rows, TILE - 1)  # tiles round differently
     found = [RowLogits() for _ in batch]  # copies, because a pass may take several calls of llama.cpp
     try:
         for session in sessions:

@@ -19,7 +19,8 @@ class Borrower(Protocol):
 
 class SeqIds:
     def __init__(self, sessions: int, count: int, share: int = 1) -> None:
-        """Args:
+        """
+        Args:
         sessions: maximum number of open sessions.
         count: number of ids.
         share: ids that each session owns.
@@ -36,7 +37,6 @@ class SeqIds:
         return self._own.pop(0)
 
     def close(self, ids: Sequence[int]) -> None:
-        """Take back a closed session's ids, which no cell may carry."""
         self._own.append(list(ids[: self._share]))
         self.give_back(ids[self._share :])
 
@@ -44,7 +44,6 @@ class SeqIds:
         self._free += ids
 
     def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
-        """Ids for a session's leaves, its present ids first, without those in `taken`."""
         others = (other.seq_ids[self._share :] for other in sessions if other is not session)
         return (seq for seq in chain(session.seq_ids, self._free, *others) if seq not in taken)
 

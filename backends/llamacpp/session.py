@@ -79,14 +79,12 @@ def depth_first(parents: list[int], first: int) -> list[int]:
 
 
 class LlamaSession(NodeSession):
-    """See `edgespec.loop.backend.Session`."""
-
     _backend: Owner
 
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         super().__init__(backend)
         self._memory = backend.memory
-        self.seq_ids = seq_ids
+        self.seq_ids = seq_ids  # own ids first, then lent ids
         self._own_count = len(seq_ids)
         self.cached = 0
         self.marks: list[int] = []
@@ -95,7 +93,7 @@ class LlamaSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._base = self._top = 0  # first cell of the nodes, and the cell after the last
+        self._base = self._top = 0
         self._cells: list[int] = []
         self._seqs: list[int] = []  # by node: an id whose path contains it
         self.tips: dict[int, int] = {}
@@ -121,7 +119,7 @@ class LlamaSession(NodeSession):
             path = [leaf]
             while parents[path[-1]] >= first:
                 path.append(parents[path[-1]] - first)
-            old = parents[path[-1]]  # evaluated earlier, or -1
+            old = parents[path[-1]]
             seq = self._seqs[old] if old >= 0 else -1
             if old < 0 or tips.get(seq) != old:
                 seq = next(free, -1)
@@ -185,7 +183,7 @@ class LlamaSession(NodeSession):
         return not self._backend.in_order  # kept nodes would leave gaps between cells
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
-        length, count = len(self.token_ids), len(path)  # `count`: nodes of the path that keep their cells
+        length, count = len(self.token_ids), len(path)
         if self._backend.in_order:
             # Give up cells behind a gap, because later tokens would fill the gap out of order.
             count = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))

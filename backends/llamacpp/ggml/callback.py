@@ -11,7 +11,8 @@ class NodeCallback:
     """Calls a function twice for a node: before, with a question (report it?); if so, again after it is computed."""
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
-        """Args:
+        """
+        Args:
         called: gets a tensor's address and True for the question; returns True to get a report, or to continue.
         """
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)

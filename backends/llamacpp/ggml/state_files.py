@@ -11,7 +11,7 @@ from edgespec.errors import SessionFileError
 
 from .files import last_log, llama_cpp
 
-LENGTH = struct.Struct("<Q")  # length of a part, in bytes, before it
+LENGTH = struct.Struct("<Q")
 
 
 def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 from .files import llama_cpp
 
-ABORTED = 2
+ABORTED = 2  # llama_decode's status
 
 
 class Stop:
     """A flag that any thread can set; in shared memory, also another process."""
 
     def __init__(self, context: Any, asked: bool) -> None:
-        """Args:
+        """
+        Args:
         context: llama.cpp's.
         asked: install the callback; it is free on a CPU, but Metal waits for each part of a pass.
         """

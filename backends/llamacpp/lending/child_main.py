@@ -24,7 +24,7 @@ class Host:
         self._last = 0
 
     def borrow(self, lenders: list[str]) -> None:
-        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)  # llama.cpp has its address
+        self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)
 
     def load(self, path: str, options: LoadOptions) -> Facts:
         plan = plan_here(path, options, this_machine(), self._borrowed)

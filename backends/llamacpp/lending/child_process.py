@@ -58,8 +58,6 @@ class Part:
 
 
 class ChildBackend:
-    """See `edgespec.loop.backend.Backend`; made by `load_in_child`."""
-
     name = "llamacpp"
 
     def __init__(self, path: str, child: "Child", facts: Facts) -> None:
@@ -98,8 +96,6 @@ class ChildBackend:
 
 
 class ChildSession:
-    """See `edgespec.loop.backend.Session`."""
-
     def __init__(self, backend: ChildBackend, number: int) -> None:
         self.number = number
         self.token_ids: list[int] = []
@@ -131,7 +127,7 @@ class ChildSession:
     def load(self, path: str | Path) -> Any:
         try:
             return self._backend.child.call("load_session", self.number, os.path.abspath(path))
-        finally:  # a failed load may have emptied the session
+        finally:
             self.token_ids.clear()
             self._update("rewind", self._backend.capabilities.context_length)
 
@@ -149,8 +145,6 @@ class ChildSession:
 
 
 class ChildLogits:
-    """See `edgespec.loop.backend.Logits`."""
-
     def __init__(self, child: "Child", index: int) -> None:
         self._child, self._index = child, index
 

@@ -34,7 +34,7 @@ class Device:
     name: str
     shared: bool
     free: int
-    used: int = 0  # by this program
+    used: int = 0
 
     @property
     def reserve(self) -> int:
@@ -146,7 +146,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
         if room < 0:
             break
         fitting += 1
-    return fitting if fitting > 1 else 0  # only the output costs more than it gains
+    return fitting if fitting > 1 else 0
 
 
 def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:

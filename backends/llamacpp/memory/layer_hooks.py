@@ -82,7 +82,7 @@ class LayerHooks:
             layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
         if layer < 0:
             layer = self._layer
-        if layer == 0 < self._layer:  # a large pass has several graphs
+        if layer == 0 < self._layer:
             self.finish()
             self._layer = -1
         new = layer > self._layer and layer in self._streamed

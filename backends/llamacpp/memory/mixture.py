@@ -79,7 +79,8 @@ class Mixture:
     """Keeps an `ExpertMemory` in step with a pass. `LayerHooks` calls it for every node."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
-        """Args:
+        """
+        Args:
         memory: slots of experts.
         used: experts that a token uses.
         about: key of the remembered expert scores.
@@ -88,7 +89,7 @@ class Mixture:
         self.about = about
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
-        self._copies: list[Any] = []  # copies of small matrices, a row for each slot; layers share them
+        self._copies: list[Any] = []
         self._users: dict[bytes, tuple[int, int]] = {}  # node -> indices of its layer and of its weight in the layer
         self._first: set[bytes] = set()
         self._before: set[bytes] = set()
@@ -187,7 +188,7 @@ class Mixture:
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
-                else:  # an earlier graph may have left this layer in slots
+                else:  # use the mapped file; nodes of an earlier graph are computed
                     self._layers[number].tell_experts()
                     self._chosen = -1
             if number == self._chosen:
@@ -200,7 +201,7 @@ class Mixture:
         address, rows = self._numbers
         if not address:
             return
-        if node:  # all readers of its result memory are computed
+        if node:  # earlier users of its result memory are computed
             skip_rows(node, address, rows)
         else:
             GgmlTensor.from_address(address).ne[1] = self._rows

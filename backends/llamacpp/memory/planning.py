@@ -49,7 +49,7 @@ CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each
 SHARE = 1 / 4  # of a context, for each further session where memory is short
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 BESIDE_POOLS = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
-ROOM_FOR_BUFFERS = 2 << 30  # bytes; with this and twice the weights free, memory is not counted
+ROOM_FOR_BUFFERS = 2 << 30
 
 
 def plan_memory(
@@ -228,12 +228,10 @@ def _bytes_read(plan: Plan | None) -> int:
 
 
 def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
-    """Bytes for caches, buffers, this program and the models in `beside`, without the model's own weights."""
     return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
 
 
 def is_plenty(path: str, memory: int | None, beside: Sequence[str], machine: Machine) -> bool:
-    """True if free memory can hold all weights twice, so that nothing is counted."""
     return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < machine.free
 
 
@@ -311,7 +309,7 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
                 store.drop(plan.cached)
             store.look_up(plan.looked_up)
             store.preload(plan.pinned, progress)
-            speed = measure_disk(files, plan)  # the disk is idle: earlier reads are complete
+            speed = measure_disk(files, plan)
             how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
             return Streamer(plan, store, how.threads, how.size), speed, store.note
         except BaseException:

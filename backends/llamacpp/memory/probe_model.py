@@ -22,9 +22,8 @@ from ..ggml.files import keep_log, last_log, llama_cpp, parts, read_tensors
 from .attention import ALIKE
 
 LEAST_LAYERS = 2
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems in memory, which no plan counts
+IN_MEMORY = ("tmpfs", "ramfs")
 HEADROOM = 1 << 28  # bytes that stay free on the disk
-# In `computing`: weights are repacked for other kernels.
 REPACKED: dict[str, str | int | None] = {"repacked": True}
 
 

@@ -34,7 +34,7 @@ class SkipPadding:
         self._before: set[bytes] = set()
         self._rows = self._padding = 0
         self._reported = False
-        self._cut: set[int] = set()  # addresses of shortened tensors of chosen experts
+        self._cut: set[int] = set()
 
     def learn(self, context: Any) -> None:
         addresses = self._watched.nodes(context)
@@ -47,7 +47,6 @@ class SkipPadding:
                 self._before.add(node_at(before).name)
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
-        """Start a pass; arguments as for `Mixture.begin`."""
         self._rows, self._padding, self._reported = rows, 0 if prompt else padding, False
 
     def _called(self, tensor: int, ask: bool) -> bool:

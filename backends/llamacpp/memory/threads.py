@@ -170,7 +170,7 @@ class ShortWaits:
 
 
 def _hold_team(start_team: Any, done: threading.Event) -> None:
-    nothing = ctypes.CDLL(None).free  # C function that accepts NULL
+    nothing = ctypes.CDLL(None).free
     start_team(nothing, None, 2, 0)
     done.wait()
 

@@ -20,7 +20,7 @@ def serve(work: Callable[[dict[str, Any], Say], None]) -> None:
     """
     job: dict[str, Any] = json.loads(sys.argv[1])
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print to standard output
+    os.dup2(2, 1)
 
     def give_up(*_: object) -> None:
         for file in filter(None, [job.get("out"), *job.get("remove", ())]):

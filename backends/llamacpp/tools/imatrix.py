@@ -19,7 +19,7 @@ from ..vocab import load_vocab
 from .child import Say, serve
 
 TOKENS = 512
-LEAST_ROWS = 16  # as in llama.cpp's tools/imatrix
+LEAST_ROWS = 16
 F32, I32 = 0, 26  # ggml_type
 
 
@@ -54,7 +54,7 @@ class Collector:
                     values = view(rows)  # [n3, n2, rows, columns]
                     self._add(name, 1, np.array([0]), np.square(values).sum((0, 1, 2))[None], values[..., 0].size)
             return wanted or not ask
-        except BaseException as error:  # C code cannot pass an exception on
+        except BaseException as error:
             self.error = self.error or error
             return not ask
 

@@ -27,7 +27,7 @@ FTYPES = {
     for name in dir(llama_cpp)
     if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"))
 }
-ALIGNMENT = 32  # bytes, of tensors in a file
+ALIGNMENT = 32
 # "[   1/ 272]  token_embd.weight  - [  576, 49152,     1,     1], type =   bf16, size =    54.00 MiB ->    28.69 MiB"
 LINE = re.compile(r"\[ *(\d+)/ *(\d+)\] +(\S+) +- \[([\d, ]+)\], type = +(\w+), ")
 NEW_TYPE = re.compile(r"(?:MiB \(|converting to )(\w+)")
@@ -50,7 +50,7 @@ def row_size(type_: int, width: int) -> int:
 class _Log:
     def __init__(self, say: Say) -> None:
         self.bytes = 0
-        self.tensors: dict[str, str] = {}  # name -> old type
+        self.tensors: dict[str, str] = {}
         self.complaints: list[str] = []
         self._say, self._text = say, ""
         self._shape, self._type = list[int](), ""
@@ -65,7 +65,7 @@ class _Log:
         *lines, self._text = self._text.split("\n")
         for line in lines:
             self._line(line)
-        if match := LINE.match(self._text):  # the first part of a line names the tensor
+        if match := LINE.match(self._text):
             self._say({"tensor": match[3], "done": int(match[1]) - 1, "total": int(match[2])})
 
     def _line(self, line: str) -> None:
