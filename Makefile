@@ -3,6 +3,7 @@ PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 BIN := .venv/bin
 DROP := 10-13
+ORDER ?= -p no:randomly
 
 .PHONY: run pair test test-all lint clean
 
@@ -21,11 +22,11 @@ build/draft.gguf: .venv/pair
 
 # In two processes at once: a module's tests mostly run in one of them, and share what they load.
 test: .venv/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ORDER)
 
 # Also whole grids, long searches and soaks: half an hour.
 test-all: .venv/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal --exhaustive
+	$(BIN)/python -m pytest -n 2 --dist worksteal --exhaustive $(ORDER)
 
 lint: .venv/test
 	$(BIN)/ruff check .
