@@ -25,6 +25,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
 from conftest import Run
+from edgespec.backends.common import loader as loader_module
 from edgespec.backends.llamacpp import engine as llamacpp_engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.context import ContextSize
@@ -35,7 +36,6 @@ from edgespec.backends.llamacpp.memory.planning import MIN_NODES
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loading import row_classes
 from edgespec.loading.pair import open_backends
-from edgespec.loop import engines
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import generate_tokens
@@ -645,7 +645,7 @@ def test_the_least_memory_named_works_and_less_does_not(tiny: Path) -> None:
 
 
 def has_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(engines, "this_machine", lambda: replace(this_machine(), free=free))
+    monkeypatch.setattr(loader_module, "this_machine", lambda: replace(this_machine(), free=free))
 
 
 def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from edgespec.weights.plan import MARGIN, SAFETY
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
-from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
@@ -214,17 +213,14 @@ class TorchEngine(Engine):
         device = cast(TorchBackend, draft).device
         return left_of("gpu_memory", memory, torch.cuda.memory_reserved(device) if device.type == "cuda" else 0)
 
-    def open(
-        self, path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any
-    ) -> TorchBackend:
-        """As `Engine.open`; `copies` as for `load_folder`."""
-        return load_folder(
-            path, self.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()).options, copies
-        )
-
 
 engine = TorchEngine()
-load = loader(engine)
+
+
+def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
+    """Plan and load at once, as `common.loader`; `copies` as for `load_folder`."""
+    plan = engine.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine())
+    return load_folder(path, plan.options, copies)
 
 
 def load_folder(
