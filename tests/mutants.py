@@ -226,7 +226,7 @@ MUTANTS = [
         "tree.py",
         "new.get(parents[node], -1)",
         "new.get(parents[node], 0)",
-        "test_contract.py::test_a_draft_keeps_what_lies_below_a_commit[reference]",
+        "test_tree.py::test_a_kept_node_without_a_kept_parent_is_a_top",
     ),
     # The loop.
     mutant(

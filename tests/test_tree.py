@@ -15,6 +15,7 @@ from edgespec.loop.tree import (
     is_leaf,
     make_tree,
     only,
+    parents_among,
     path_to,
     ranked,
     root_only,
@@ -151,3 +152,7 @@ def test_nothing_to_cut_gives_the_same_tree():
     tree = make_tree([1, 2, 3], [-1, 0, 0], [0, -1, -1])
     assert best_of(tree, 2, 2) is tree
     assert len(best_of(tree, 2, 1)) == 2
+
+
+def test_a_kept_node_without_a_kept_parent_is_a_top():
+    assert parents_among([-1, 0, 0, 1, 3], [1, 3, 4]) == [-1, 0, 1]
