@@ -394,6 +394,19 @@ class Breaking(NonePlanner):
         return super().propose(context, budget)
 
 
+def test_a_text_is_counted_before_its_reader_hears_of_the_end():
+    scheduler, counted = Scheduler(backend(), planners("none", 1), budget=1), []
+
+    def emit(event):
+        if isinstance(event, Ended):
+            counted.append(dict(scheduler.counts.requests))
+
+    scheduler.submit(Request(PROMPTS[1], SamplingParams(), max_tokens=3), emit)
+    while not counted:
+        scheduler.step()
+    assert counted == [{"length": 1}]
+
+
 def test_an_error_of_one_text_ends_only_that():
     target = backend(sessions=2)
     scheduler = Scheduler(target, [Breaking(), NonePlanner()], budget=4)

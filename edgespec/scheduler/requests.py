@@ -183,9 +183,12 @@ class Handle:
         self.stats.finish_reason = "stop" if self.text.stopped else "length"
 
     def end(self, error: Exception | None) -> None:
-        """Report the end; after an interruption perhaps twice, but always."""
         self.ended = self.ended or Ended(error, self._rest)
         self.status = Status.DONE
+
+    def tell_end(self) -> None:
+        """Report the end; after an interruption perhaps twice, but always."""
+        assert self.ended
         self.tell(self.ended)
 
     def tell(self, event: Event, tokens: Sequence[int] = ()) -> None:

@@ -320,13 +320,12 @@ class Scheduler:
             self._finish(handle, error)
 
     def _finish(self, handle: Handle, error: Exception | None) -> None:
-        if handle.ended:
-            handle.end(None)
-            return
-        if error is not None:
-            with self._queue.changed:
-                if handle.is_idle_work:
-                    handle.cancel()
-            handle.stats.finish_reason = "interrupted"
-        handle.end(error)
-        self.counts.add_end(handle)
+        if not handle.ended:
+            if error is not None:
+                with self._queue.changed:
+                    if handle.is_idle_work:
+                        handle.cancel()
+                handle.stats.finish_reason = "interrupted"
+            handle.end(error)
+            self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
+        handle.tell_end()

@@ -243,7 +243,7 @@ class SessionPool:
             if lane.phase is Phase.SETTLED:
                 continue
             if handle and handle.ended:
-                handle.end(None)
+                handle.tell_end()
             elif handle:
                 restart(handle)
             self.renew(lane)
