@@ -45,6 +45,7 @@ class Guard:
         hosts: Collection[str] = (),
         origins: Collection[str] = (),
         slow_reader: float = SLOW_READER,
+        count: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
         """
         Args:
@@ -54,6 +55,7 @@ class Guard:
             hosts: allowed names besides addresses and names of this machine.
             origins: of allowed pages, besides this server's own.
             slow_reader: seconds that a client may leave data unread.
+            count: called with path and status of each answer of `app`.
         """
         self._app = app
         self._error_body = error_body
@@ -61,6 +63,7 @@ class Guard:
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
         self._slow_reader = slow_reader
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,6 +79,7 @@ class Guard:
         async def patient(message: Message) -> None:
             nonlocal left
             if message["type"] == "http.response.start":
+                self._count(scope["path"], message["status"])
                 message = {**message, "headers": [*message["headers"], *SAFETY]}
             try:
                 await asyncio.wait_for(send(message), self._slow_reader)
