@@ -116,37 +116,19 @@ class Model:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 512,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> Iterator[Chunk]:
         """Generate, token by token.
 
         Args:
             prompt: raw text, or messages for the model's chat template.
-            max_tokens: most tokens to generate.
-            stop: strings that end the output; not part of it.
-            grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
-                from. It changes no output. It is cut to the context's length.
             stats: filled in while it runs.
             progress: called with (prompt tokens prefilled, prompt tokens in all).
-            sampling: fields of `SamplingParams` to change for this call.
-
-        Raises:
-            UsageError: empty prompt, or a value out of range.
-            ContextFull: the prompt does not fit into the context.
-            Closed: the model was closed.
+            options: as for `request`, and errors as there.
         """
-        request = self.request(
-            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
-        )
-        TextStream(self.target.vocab, stop)  # raises UsageError for bad stop strings
-        return self._stream(request, stats, progress)
+        return self._stream(self.request(prompt, **options), stats, progress)
 
     def _stream(
         self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
@@ -159,22 +141,16 @@ class Model:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 512,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> AsyncIterator[Chunk]:
         """As `stream`, for asyncio: other tasks run meanwhile, and their requests share passes with this one.
 
         A task that is cancelled, or leaves the loop, ends its request after the pass under way. To leave early, wrap
         the iterator in `contextlib.aclosing`.
         """
-        request = self.request(
-            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
-        )
+        request = self.request(prompt, **options)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
@@ -201,7 +177,22 @@ class Model:
         prediction: str = "",
         **sampling: Any,
     ) -> Request:
-        """The request that `stream` submits; arguments and errors as there."""
+        """The request that `stream` submits.
+
+        Args:
+            prompt: as for `stream`.
+            max_tokens: most tokens to generate.
+            stop: strings that end the output; not part of it.
+            grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
+            prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
+                from. It changes no output. It is cut to the context's length.
+            sampling: fields of `SamplingParams` to change for this call.
+
+        Raises:
+            UsageError: empty prompt, or a value out of range.
+            ContextFull: the prompt does not fit into the context.
+            Closed: the model was closed.
+        """
         self._check_open()
         params = replace(self.sampling, **_known(sampling))
         if max_tokens < 1:
@@ -209,14 +200,9 @@ class Model:
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar else None
-        return Request(
-            prompt_ids,
-            params,
-            max_tokens,
-            tuple(stop),
-            grammar=compiled,
-            hint_texts=self.hint_texts(prompt_ids, prediction),
-        )
+        hint_texts = self.hint_texts(prompt_ids, prediction)
+        TextStream(self.target.vocab, stop)  # refuses an empty stop string
+        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, hint_texts=hint_texts)
 
     def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
         """Texts from which the sequences of one prompt copy draft tokens; None: there are none."""
@@ -265,7 +251,6 @@ class Model:
         if k < 1:
             raise UsageError(f"k is {k}, but must be at least 1")
         first = self.request(prompt, **options)
-        TextStream(self.target.vocab, first.stop)
         hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
         requests = [
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
