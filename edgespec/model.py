@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 from warnings import warn
@@ -98,7 +99,6 @@ class Model:
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
         self._owned: list[Backend] = []
         self._closed = False
-        self._compiler: Compiler | None = None
         self._at_close: Callable[[], None] = lambda: None
         self._notes: list[str] = []
 
@@ -221,9 +221,11 @@ class Model:
             MissingPackage: llguidance is not installed.
         """
         self._check_open()
-        if self._compiler is None:
-            self._compiler = Compiler(self.target.vocab)
         return self._compiler.compiled(grammar)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self.target.vocab)
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Generate and return everything at once; arguments as for `stream`."""

@@ -28,7 +28,6 @@ from edgespec.cli.options import (
     outdated,
 )
 from edgespec.cli.pairs import pair
-from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import choose_backend, find_engine, load_vocab
@@ -131,10 +130,10 @@ def run(
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
-    session = SessionFile(resume) if resume else None
+    session = _session_file(resume) if resume else None
     _pull(model, options, yes)
     with _loaded(model, options) as loaded:
-        earlier = session.load(loaded) if session else None
+        earlier = loaded.scheduler.load(session) if session and session.exists() else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier and text is None:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
@@ -145,7 +144,7 @@ def run(
 
             messages = chat(loaded, system, show_drafts, answer_options, earlier)
             if session:
-                session.save(loaded, messages)
+                loaded.scheduler.save(session, messages)
             return
         question = text if raw else user_messages(text, system)
         result = GenerationResult()
@@ -156,9 +155,19 @@ def run(
         else:
             click.echo(click.style(result.stats.summary(), dim=True), err=True)
         if session:
-            session.save(loaded, earlier)
+            loaded.scheduler.save(session, earlier)
     if interrupted:
         sys.exit(130)
+
+
+def _session_file(name: str) -> Path:
+    """Checked before a model is loaded. Raises UsageError: no file can have this name."""
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise UsageError(f"--resume {name}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"--resume {name}: is a folder; give the name of a file")
+    return path
 
 
 def _prompt(prompt: str | None) -> str | None:

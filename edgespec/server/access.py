@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -95,19 +96,17 @@ class Guard:
 
     def refused(self, scope: Scope) -> Refused | None:
         """The refusal; None: the request may pass."""
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        host = headers.get("host", [])
+        headers = Headers(scope=scope)
+        host = headers.getlist("host")
         if len(host) != 1 or not self._known(host[0]):
             return Refused(403, f"this server does not answer for the host {', '.join(host)!r}; see --allow-host")
-        for origin in headers.get("origin", []):
+        for origin in headers.getlist("origin"):
             if origin != f"{scope['scheme']}://{host[0]}" and origin not in self._origins:
                 return Refused(403, f"pages of {origin!r} may not use this server; see --allow-origin")
-        if "origin" not in headers and "cross-site" in headers.get("sec-fetch-site", []):
+        if "origin" not in headers and "cross-site" in headers.getlist("sec-fetch-site"):
             return Refused(403, "another site's page may not use this server")
         if scope["method"] in ("POST", "PUT", "PATCH"):
-            kind = ", ".join(headers.get("content-type", [""])).partition(";")[0].strip().lower()
+            kind = ", ".join(headers.getlist("content-type")).partition(";")[0].strip().lower()
             if kind != "application/json":
                 return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
         public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER)
@@ -129,9 +128,9 @@ class Guard:
         except ValueError:
             return name in LOCAL_NAMES or name.endswith(".localhost") or name in self._hosts
 
-    def _has_key(self, headers: dict[str, list[str]]) -> bool:
-        sent = [value.removeprefix("Bearer ").strip() for value in headers.get("authorization", [])]
-        sent += headers.get("x-api-key", [])
+    def _has_key(self, headers: Headers) -> bool:
+        sent = [value.removeprefix("Bearer ").strip() for value in headers.getlist("authorization")]
+        sent += headers.getlist("x-api-key")
         found = False
         for value in sent:
             for key in self._keys:

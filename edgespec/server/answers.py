@@ -9,8 +9,8 @@ from edgespec.server.conversation import Piece, Thought
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.tool_calls import Call
 
-Listener = Callable[[Event], None]
-Submit = Callable[[Request, Listener], Handle]
+Emit = Callable[[Event], None]  # for any thread
+Submit = Callable[[Request, Emit], Handle]
 
 
 @dataclass
@@ -108,14 +108,14 @@ class Answers:
         """(number of the answer, event) until all have ended; None after `ping_seconds` of silence; an early end
         raises.
         """
-        queue, handles = asyncio.Queue[tuple[int, Event]](), list[Handle]()
+        loop, queue, handles = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), list[Handle]()
         try:
             for number, answer in enumerate(self.all):
 
-                def listen(event: Event, number: int = number) -> None:
-                    queue.put_nowait((number, event))
+                def emit(event: Event, number: int = number) -> None:
+                    loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
-                handles.append(self._submit(answer.request, listen))
+                handles.append(self._submit(answer.request, emit))
                 answer.stats = handles[-1].stats
             left = set(range(len(handles)))
             while left:
@@ -166,16 +166,6 @@ class Answers:
     def account(self) -> dict[str, Any]:
         stats = [answer.stats.as_dict() for answer in self.all]
         return {"seed": self.all[0].request.sampling.seed, "stats": stats}
-
-
-def in_loop(listener: Listener) -> Listener:
-    """A listener for any thread; it calls the given one in the server's loop."""
-    loop = asyncio.get_running_loop()
-
-    def emit(event: Event) -> None:
-        loop.call_soon_threadsafe(listener, event)
-
-    return emit
 
 
 @dataclass(frozen=True, slots=True)

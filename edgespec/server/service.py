@@ -16,7 +16,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
 from edgespec.model import Model
 from edgespec.scheduler.requests import Handle, Request
-from edgespec.server.answers import Answer, Answers, Listener, in_loop
+from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import Question
 from edgespec.server.errors import Refused
 from edgespec.server.output_format import OutputFormat
@@ -151,6 +151,6 @@ class Service:
         finally:
             self._preparing -= wanted
 
-    def submit(self, request: Request, listener: Listener) -> Handle:
-        """Submit a request, or take over an equal one; `listener` is called in the server's loop."""
-        return self.typing_ahead.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
+    def submit(self, request: Request, emit: Emit) -> Handle:
+        """Submit a request, or take over an equal one."""
+        return self.typing_ahead.take_over(request, emit) or self.model.scheduler.submit(request, emit)

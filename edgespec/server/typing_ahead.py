@@ -11,7 +11,7 @@ from typing import Any
 
 from edgespec.model import Model
 from edgespec.scheduler.requests import Event, Handle, Request
-from edgespec.server.answers import Listener, in_loop
+from edgespec.server.answers import Emit
 
 MOST_TYPING = 8
 KEPT_SECONDS = 60.0
@@ -30,8 +30,11 @@ class Prepared:
         self.request = request
         self._scheduler = scheduler
         self._kept = list[Event]()
-        self._listener: Listener = self._kept.append
-        self.handle = self._scheduler.submit(request, in_loop(lambda event: self._listener(event)), idle_limit=tokens)
+        self._emit: Emit = self._kept.append
+        loop = asyncio.get_running_loop()
+        self.handle = self._scheduler.submit(
+            request, lambda event: loop.call_soon_threadsafe(self._pass_on, event), idle_limit=tokens
+        )
         self._end: asyncio.TimerHandle | None = None
         self.keep()
 
@@ -52,14 +55,17 @@ class Prepared:
         typed = self.request.prompt_ids[:-1]
         return typed == list(prompt_ids[: len(typed)])
 
-    def adopt(self, listener: Listener) -> bool:
-        """Make it a real request; `listener` gets all its events; False: it gave way to a request, or failed."""
+    def _pass_on(self, event: Event) -> None:
+        self._emit(event)
+
+    def adopt(self, emit: Emit) -> bool:
+        """Make it a real request; `emit` gets all its events; False: it gave way to a request, or failed."""
         if not self._scheduler.promote(self.handle):
             return False
         self._stop_timer()
-        self._listener = listener
+        self._emit = emit
         for event in self._kept:
-            listener(event)
+            emit(event)
         return True
 
     def _stop_timer(self) -> None:
@@ -72,7 +78,7 @@ class TypingAhead:
         self._model = model
         self._latest: OrderedDict[str, Prepared] = OrderedDict()
 
-    def take_over(self, request: Request, listener: Listener) -> Handle | None:
+    def take_over(self, request: Request, emit: Emit) -> Handle | None:
         """The handle of an equal request that has begun, if it is still there.
 
         Prompts that this request begins with, but for the last token, are dropped.
@@ -80,7 +86,7 @@ class TypingAhead:
         for name, prepared in self._latest.items():
             if prepared.request == request:
                 del self._latest[name]
-                return prepared.handle if prepared.adopt(listener) else None
+                return prepared.handle if prepared.adopt(emit) else None
         for name, prepared in list(self._latest.items()):
             if prepared.begins(request.prompt_ids):
                 del self._latest[name]
