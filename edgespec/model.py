@@ -59,7 +59,7 @@ class GenerationResult:
 
     @property
     def finish_reason(self) -> str:
-        """ "stop", "length", or "interrupted"."""
+        """One of stop, length, and interrupted."""
         return self.stats.finish_reason
 
 
@@ -76,8 +76,12 @@ class Model:
         *,
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
+        system: str | None = None,
         pace: AutoState | None = None,
         targets: Targets | None = None,
+        notes: Sequence[str] = (),
+        owned: Sequence[Backend] = (),
+        at_close: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -85,8 +89,12 @@ class Model:
             planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are batched.
             budget: most draft tokens of a request per pass.
             sampling: default of `generate` and `chat`; None: greedy.
+            system: system message of a `chat` with a single question.
             pace: pass times that the planners know, by which requests share a pass.
             targets: several targets, used instead of `target` and the planners.
+            notes: for a user, besides the target's.
+            owned: closed with this.
+            at_close: called once.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -94,13 +102,11 @@ class Model:
         self.planners = [planner] if isinstance(planner, Planner) else list(planner)
         self.budget = budget
         self.sampling = sampling or SamplingParams()
-        self.system: str | None = None
+        self.system = system
         cost = pace.target if pace else None
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
-        self._owned: list[Backend] = []
         self._closed = False
-        self._at_close: Callable[[], None] = lambda: None
-        self._notes: list[str] = []
+        self._notes, self._owned, self._at_close = notes, owned, at_close
 
     def _check_open(self) -> None:
         """Raises Closed: to call an engine that was freed would end the process."""
@@ -402,7 +408,7 @@ def load(
             target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
-        return _as_entry_says(Model(remote, [], budget=budget, targets=writer), entry)
+        return Model(remote, [], budget=budget, targets=writer, **_defaults(entry))
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
@@ -417,23 +423,22 @@ def load(
             make_planner(planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options)
             for _ in range(parallel)
         ]
-        model = _as_entry_says(Model(backends[0], planners, budget=budget, pace=pace), entry)
+        defaults, at_close = _defaults(entry), lambda: None
+        if fixed and drafted:
+            defaults["notes"] += _note_on_budget(budget, limits.exact)
+        if pace and planner != "none" and remember:
+            sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
+            at_close = recall_auto_state(pace, sources, backends[0], options)
+        return Model(backends[0], planners, budget=budget, pace=pace, owned=backends, at_close=at_close, **defaults)
     except BaseException:
         close_all(backends)
         raise
-    model._owned = backends
-    if fixed and drafted:
-        model._notes += _note_on_budget(budget, limits.exact)
-    if pace and planner != "none" and remember:
-        sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
-        model._at_close = recall_auto_state(pace, sources, backends[0], options)
-    return model
 
 
-def _as_entry_says(model: Model, entry: Entry) -> Model:
-    model.sampling, model._notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
-    model.system = entry.defaults.system
-    return model
+def _defaults(entry: Entry) -> dict[str, Any]:
+    """Arguments of `Model` that models.yaml and the model's own file give."""
+    sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
+    return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
 
 
 def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:

@@ -1,7 +1,6 @@
 """Constrained decoding by a JSON schema, a regular expression, or a Lark grammar, with the package llguidance.
 
-The mask depends on earlier tokens alone, so drafts change nothing. A forced continuation joins the tree, and forbidden
-draft tokens leave it.
+The mask depends on earlier tokens only, so drafts change nothing.
 """
 
 import json
@@ -35,7 +34,7 @@ class Grammar:
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-    """JSON by a schema. Free white space is forbidden: models loop in it.
+    """JSON by a schema, without free white space: models loop in it.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -81,7 +80,7 @@ class Tokenizer:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary."""
+    """Compiles grammars for a vocabulary."""
 
     def __init__(self, vocab: Vocab) -> None:
         """Args:

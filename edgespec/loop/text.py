@@ -10,20 +10,17 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Vocab
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+Message = Mapping[str, Any]  # role and content
 
 
 class TextStream:
-    """Turns tokens into text that can be shown at once.
-
-    Never lets out half a UTF-8 character, nor the beginning of what may become a stop string.
-    """
+    """Turns tokens into text, without half a character or what may become a stop string."""
 
     def __init__(self, vocab: Vocab, stop: Sequence[str] = (), shown: Collection[int] = ()) -> None:
         """
         Args:
             vocab: the tokenizer.
-            stop: strings that end the text; they are not part of it.
+            stop: strings that end the output; not part of it.
             shown: control tokens whose names are part of it.
 
         Raises:
@@ -36,15 +33,15 @@ class TextStream:
         self._shown = {token: vocab.token_text(token).encode() for token in shown}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self.stopped = False  # a stop string was found: the text is complete
-        self.stop_found: str | None = None  # which it was
+        self.stopped = False
+        self.stop_found: str | None = None  # the stop string that ended it
 
     def push(self, token_id: int) -> str:
-        """The text that is certain after one more token; may be empty."""
+        """Add a token; return the output that is certain now, perhaps none."""
         return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """End of the text, held back until now."""
+        """The output that was held back."""
         text = self._release(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return text

@@ -132,7 +132,7 @@ class Guard:
         sent = [value.removeprefix("Bearer ").strip() for value in headers.getlist("authorization")]
         sent += headers.getlist("x-api-key")
         found = False
-        for value in sent:
+        for value in sent:  # all of them: the time does not tell which key is right
             for key in self._keys:
                 found |= hmac.compare_digest(value.encode("latin-1", "replace"), key)
         return found

@@ -61,7 +61,7 @@ def role_of(role: Any, roles: Sequence[str], where: str, param: str) -> str:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message: a string, null, or text parts; raises Refused for other parts, such as images."""
+    """Content as one string; raises Refused for parts that are no text, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     found = list[str]()

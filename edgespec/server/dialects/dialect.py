@@ -26,10 +26,10 @@ class Writer(ABC):
 
     @abstractmethod
     def after(self, number: int, event: Event) -> Iterable[ServerSent]:
-        """What an event of the answer with this number adds."""
+        """Called with each event and the number of its answer."""
 
     def silent(self) -> Iterable[ServerSent]:
-        """What keeps the connection open while nothing is generated."""
+        """Called from time to time while nothing is generated, to keep the connection open."""
         return [(None, None)]
 
     def end(self) -> Iterable[ServerSent]:

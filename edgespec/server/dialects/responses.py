@@ -136,7 +136,7 @@ class ResponsesWriter(Writer):
         }  # fmt: skip
         self._parts, self._numbers = Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
-        self._text: dict[str, Any] | None = None  # where deltas of the text go; it stays open to the end
+        self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
         self._calls = 0
 
     def whole(self) -> dict[str, Any]:
