@@ -1,7 +1,7 @@
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def run(
 
 
 def _session_file(name: str) -> Path:
-    """Checked before a model is loaded. Raises UsageError: no file can have this name."""
+    """Raises UsageError: no file can have this name."""
     path = Path(name)
     if not path.parent.is_dir():
         raise UsageError(f"--resume {name}: there is no folder {path.parent}")
@@ -307,18 +307,9 @@ def doctor(model: str, backend: str | None, as_json: bool, forget_costs: bool, *
         return
     from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
-    def look(say: Callable[[str], None] = lambda what: None) -> list[Any]:
-        if backend:
-            return [diagnose(model, backend=backend, say=say, **options)]
-        return compare(model, say=say, **options)
-
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status("looking") as status:
-            found = look(lambda what: status.update(f"measuring: {what}"))
-    else:
-        found = look()
+    with LoadingBar(model) as bar:
+        options["say"] = lambda what: bar.say(f"measuring: {what}")
+        found = [diagnose(model, backend=backend, **options)] if backend else compare(model, **options)
     if as_json:
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
         click.echo(json.dumps(as_dict(found[0]) | others))

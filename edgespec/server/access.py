@@ -1,9 +1,7 @@
-"""Access: any page in a browser can reach a local server, so requests are checked in four ways.
+"""Any page in a browser can reach a local server, so Host, Origin, type of the body, and key are checked.
 
-1. The Host must be one that no attacker's name server can answer for.
-2. An Origin must be this server's or an allowed one.
-3. Bodies must be JSON, which no page can send to another origin unasked.
-4. The key.
+The Host must be one that no attacker's name server can answer for. Bodies must be JSON, which no page can send to
+another origin unasked.
 """
 
 import asyncio

@@ -61,7 +61,6 @@ class Service:
         return replace(known, temperature=1.0) if known == SamplingParams() else known
 
     async def start(self, question: Question) -> Answers:
-        """Errors as for `prepare`."""
         return Answers(await self.prepare(question), self.submit, self.ping_seconds)
 
     async def prepare(self, question: Question) -> list[Answer]:

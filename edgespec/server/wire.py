@@ -23,8 +23,6 @@ Body = TypeVar("Body", bound="Lenient")
 
 
 class Lenient(BaseModel):
-    """Unknown fields are ignored."""
-
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 

@@ -37,7 +37,6 @@ class ChatBody(ChoicesBody):
 
 
 def question_of(body: ChatBody) -> Question:
-    """Raises Refused or UsageError."""
     tools, most = tools_of(body), body.top_logprobs or 0
     check_log_probs("top_logprobs", most)
     options = {**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})}

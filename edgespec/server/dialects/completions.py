@@ -23,7 +23,6 @@ class CompletionBody(ChoicesBody):
 
 
 def question_of(body: CompletionBody) -> Question:
-    """Raises Refused."""
     if body.echo or body.suffix or (body.best_of or 1) > body.n:
         raise Refused(400, "echo, suffix and best_of are not supported")
     check_log_probs("logprobs", body.logprobs)

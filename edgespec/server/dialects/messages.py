@@ -46,7 +46,6 @@ async def count_tokens(http: HttpRequest) -> Response:
 
 
 def question_of(body: MessagesBody) -> Question:
-    """Raises Refused."""
     stop = body.stop_sequences or ()
     return Question(body.sampling, conversation_of(body), max_tokens=body.max_tokens, stop=stop)
 

@@ -32,7 +32,6 @@ class ResponsesBody(OpenAIBody):
 
 
 def question_of(body: ResponsesBody) -> Question:
-    """Raises Refused or UsageError."""
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
     form = (body.text or {}).get("format")
