@@ -218,8 +218,8 @@ def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content
     refused(run, "bench", str(path), code=2, says=says)
 
 
-def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(smollm2: Path) -> None:
-    done = start("run", str(smollm2), "Why is the sky blue?", "-n", "24", *ANY_PASSES)
+def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(smollm2_whole: Path) -> None:
+    done = start("run", str(smollm2_whole), "Why is the sky blue?", "-n", "24", *ANY_PASSES)
     assert "light" in done.stdout
     assert "acceptance length" in done.stderr
 
