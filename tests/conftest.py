@@ -119,6 +119,12 @@ def _row_classes_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def whole_grid(request: pytest.FixtureRequest) -> bool:
+    """Whether a test tries all combinations of what it loads a model for; else such that hold every value."""
+    return bool(request.config.getoption("exhaustive"))
+
+
+@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Run the command with arguments: exit code, standard output, standard error.
 

@@ -352,7 +352,7 @@ def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path) ->
 
     child, terminal = pty.fork()
     if child == 0:
-        os.environ["TERM"] = "xterm"
+        os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody tells where the cursor is
         os.execv(sys.executable, [*EDGESPEC, "run", str(smollm2), "-n", "30", "--planner", "none", *ANY_PASSES])
     seen = b""
 
