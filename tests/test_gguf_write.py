@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec
 
 import gguf
 from conftest import Run
-from edgespec.backends.llamacpp.ggml import files
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import small_llama
@@ -41,24 +38,6 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_write, "CHUNKS", 1)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Work that has a process of its own is done here, where llama.cpp and NumPy are loaded already."""
-
-    def work(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
-        said = list[dict[str, Any]]()
-        work = import_module(f"edgespec.backends.llamacpp.tools.{module}").work
-        try:
-            work(json.loads(json.dumps(job)), said.append)
-        except EdgespecError as error:
-            raise ModelError(f"{job['source']}: {error}") from error
-        return said[-1]
-
-    monkeypatch.setattr(gguf_write, "_child", work)
-    yield
-    files.llama_cpp.llama_log_set(files._log_callback, None)  # quantising has set another
 
 
 def tensor_bytes(path: Path) -> int:
