@@ -115,6 +115,9 @@ def test_the_program_runs() -> None:
     found = call("wall", "--target-ms", "1", "--shares", "0.5", "--acceptances", "0.8", "--copies", "2")
     assert "all sequences equal" in found
     bad = subprocess.run(
-        [sys.executable, str(SCRIPT), "wall", "--by", "cows", "--target-ms", "1"], capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), "wall", "--by", "cows", "--target-ms", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
