@@ -2,7 +2,8 @@
 
     the engine's bytes | JSON of `Saved` | length and checksum of the JSON, MARK
 
-Engines write their bytes themselves, and first. A file gets its name when it is whole; checksums show later damage.
+The engine's bytes come first, since engines write files themselves. A file gets its name when it is whole; checksums
+show later damage.
 """
 
 import hashlib

@@ -1,16 +1,5 @@
 """Verification: accept exactly the tokens that the target itself would have sampled.
 
-Glossary
-    target      the big model whose output is wanted
-    draft       the small model that proposes tokens
-    sequence    the tokens of one prompt and its output
-    tree        draft tokens after the last committed token, the root
-    pass        one forward of a model over all nodes it is given
-    accepted    draft tokens that equal the target's own samples
-    bonus       the target's sample where the tree has no such child: one in every pass
-    output      accepted + [bonus]; its length is the acceptance length
-    step        propose a tree, one pass of the target, verify, accept
-
 A node's logits give the target's sample for the position after it, and this sample does not depend on the tree (see
 `sampling.py`). So `walk` steps to the child with the sampled token until there is none. This is Algorithm 1 of SpecExec
 (arXiv 2406.02532), with the tree's logits as its cache.
@@ -28,7 +17,7 @@ class Walk:
 
     Attributes:
         path: nodes to commit: the root, then the accepted nodes.
-        output: token ids: accepted + [bonus].
+        output: token ids of the accepted nodes, then the bonus token, which is the target's next.
     """
 
     path: list[int]

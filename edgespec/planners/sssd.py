@@ -6,9 +6,9 @@ After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3
     datastore   other documents, by a suffix array
     hints       a predicted answer, and the output of siblings (`hint_texts.py`)
 
-For each source and matched length, the tokens after the matches make a tree of counts. A fitted calibration makes each
-share count / total a probability (`sssd_calibration.py`), of which a token has the highest of all sources. The most
-probable `budget` paths are the draft tree.
+For each source and matched length, the tokens after the matches make a tree of counts. A fitted calibration turns each
+share count / total into a probability (`sssd_calibration.py`); the highest that any source gives a token counts. The
+`budget` most probable paths are the draft tree.
 
 The paper calibrates whole paths; here single steps are calibrated, so that no child outranks its parent. It also sums
 the datastore's counts over matched lengths, which is worth the same. Matches of 0 tokens are an addition: where nothing
