@@ -1,6 +1,6 @@
 """Constrained decoding by a JSON schema, a regular expression, or a Lark grammar, with the package llguidance.
 
-The mask of a token depends only on the tokens before it, so drafts change nothing.
+The mask depends on earlier tokens only, so drafts change nothing.
 """
 
 import json

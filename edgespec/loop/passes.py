@@ -85,17 +85,14 @@ def prefill(
     want_last: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Logits, int] | None:
-    """Make `token_ids` the session's committed tokens, keeping the prefix that it holds.
+    """Make `token_ids` the session's committed tokens, keeping the prefix it already holds.
 
     Args:
         backend: the session's backend.
-        session: any session; its uncommitted nodes are dropped.
+        session: any session, committed tokens, uncommitted nodes and all.
         token_ids: the tokens wanted.
-        want_last: return the last token's logits.
-        progress: called with (tokens done, all tokens) before the first and after every pass.
-
-    Returns:
-        With `want_last`, the logits and the last token's node in them; else None.
+        want_last: return the logits that follow the last token, and the node they belong to.
+        progress: called with (tokens done, tokens in all) before the first and after every pass.
 
     Raises:
         ContextFull: the tokens do not fit.
@@ -123,13 +120,13 @@ def prefill(
 class PromptRetries:
     """Decides after ContextFull whether a prompt is read again from its beginning, in an emptied session.
 
-    Engines may reorder their cache during a prefill, and its cells cannot be continued then.
+    That helps if the cache was reordered during the prefill, so that its cells cannot be continued.
     """
 
     left: int = 1
 
     def allow(self, limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
-        """Use one retry; False if none is left, or if the tokens would not fit into an empty session either."""
+        """Use one retry; False if none is left, or if an empty session would have no more room."""
         if self.left == 0 or not session.token_ids or len(token_ids) > limits.context_length:
             return False
         self.left -= 1
@@ -144,14 +141,9 @@ def prompt_work(
     want_last: bool = False,
     most: int | None = None,
 ) -> Work:
-    """The next part of a prompt.
+    """The next part of a prompt whose beginning is the session's committed tokens; the session has no nodes.
 
-    Args:
-        limits: the backend's.
-        session: its committed tokens are the prompt's beginning, and it has no nodes.
-        token_ids: the prompt.
-        want_last: the last token's logits are wanted.
-        most: tokens; default: as many as a pass takes, and always where rows depend on each other (`blocks`).
+    `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
     """
     exact, start = limits.exact, len(session.token_ids)
     if short := is_short(limits, len(token_ids)):

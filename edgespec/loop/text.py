@@ -9,23 +9,21 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Vocab
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 
 
 class TextStream:
-    """Turns tokens into text that is final: no half of a UTF-8 character, no beginning of a stop string.
+    """Turns tokens into text that can be shown at once.
 
-    Attributes:
-        stopped: a stop string was found, and the output is complete.
-        stop_found: this stop string.
+    Never lets out half a UTF-8 character, nor the beginning of what may become a stop string.
     """
 
     def __init__(self, vocab: Vocab, stop: Sequence[str] = (), shown: Collection[int] = ()) -> None:
         """
         Args:
             vocab: the tokenizer.
-            stop: strings that end the output and are not part of it.
-            shown: control tokens whose names are part of the output.
+            stop: strings that end the text; they are not part of it.
+            shown: control tokens whose names are part of it.
 
         Raises:
             UsageError: a stop string is empty.
@@ -37,15 +35,15 @@ class TextStream:
         self._shown = {token: vocab.token_text(token).encode() for token in shown}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self.stopped = False
-        self.stop_found: str | None = None
+        self.stopped = False  # a stop string was found: the text is complete
+        self.stop_found: str | None = None  # which it was
 
     def push(self, token_id: int) -> str:
-        """Text that becomes final with `token_id`; may be empty."""
+        """The text that is certain after one more token; may be empty."""
         return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """The rest of the output, held back until now."""
+        """End of the text, held back until now."""
         text = self._release(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return text
@@ -66,7 +64,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -82,12 +80,12 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson`, with the arguments that templates pass."""
+    """The filter `tojson`, with the arguments that templates give it."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _generation_tag() -> Any:
-    """The tag `generation`, by which templates mark text to train on: it renders its content unchanged."""
+    """The tag `generation`, by which templates mark what is trained on: what is in it, as it is."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -123,25 +121,26 @@ def chat_text(
     tools: Sequence[Message] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """A conversation as text, by the model's chat template.
+    """A conversation as a text, by the model's own chat template.
 
-    The template is a program in a downloaded file, so it runs in Jinja's sandbox.
+    The template is a program from a downloaded file, so it runs in Jinja's sandbox, with the globals
+    that Hugging Face's `apply_chat_template` gives it.
 
     Args:
         vocab: the model's tokenizer.
-        messages: as {"role": "user", "content": "Hi"}.
+        messages: who says what.
         answer: end with the beginning of the assistant's answer.
         tools: functions that the assistant may call, as JSON schemas.
-        more: further variables of the template, such as enable_thinking.
+        more: what else the template is told, such as enable_thinking.
 
     Raises:
-        UsageError: the model has no chat template, `messages` are no messages, or the template refuses them.
+        UsageError: the model has no chat template, these are no messages, or the template refuses them.
         ModelError: the template is broken.
     """
     if vocab.chat_template is None:
         raise UsageError("this model has no chat template: use --raw (in Python: generate with a text)")
     for message in messages:
-        if not isinstance(message, Mapping):  # a template would leave it out without an error
+        if not isinstance(message, Mapping):  # a template would show nothing of it, and say nothing
             raise UsageError(f"a message is {message!r}, but must be like {{'role': 'user', 'content': 'Hi'}}")
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -158,7 +157,6 @@ def chat_text(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
     )
     environment.filters["tojson"] = _as_json
-    # The globals of Hugging Face's `apply_chat_template`.
     environment.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
         template = environment.from_string(vocab.chat_template)
@@ -166,5 +164,5 @@ def chat_text(
         return template.render(dict(more or {}) | known | ({"tools": tools} if tools else {}))
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # of the template's own operations
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # it goes through what it was told as it comes
         raise UsageError(f"the model's chat template cannot show these messages: {error}") from error
