@@ -49,10 +49,10 @@ def pair(
         check_picture,
         check_writable,
         figures,
+        pair_table,
         picture,
         ranking,
         recommendation,
-        table,
     )
     from edgespec.measure.recording import questions
 
@@ -92,7 +92,7 @@ def pair(
     for _, one in measured:
         for note in one.notes:
             click.echo(click.style(note, dim=True), err=True)
-        click.echo(json.dumps(_as_json(one)) if as_json else f"{table(one)}\n{recommendation(one)}")
+        click.echo(json.dumps(_as_json(one)) if as_json else f"{pair_table(one)}\n{recommendation(one)}")
     if find and good and not as_json:
         click.echo(ranking(measured))
     if png:
