@@ -381,7 +381,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     alternate prompt by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy
     unless options say otherwise.
     """
-    from edgespec.measure.texts import read_prompts, run_bench, bench_table
+    from edgespec.measure.texts import bench_table, read_prompts, run_bench
 
     sampling = _sampling(options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
