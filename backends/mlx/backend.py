@@ -56,7 +56,7 @@ from .tree import TreeCache, cut_rows, wrap_ropes
 
 __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
-DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
+DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 CELLS_OF_SMALL = 8
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
@@ -283,7 +283,10 @@ def padded(work: Work, first: int, shape: RowClass) -> Work:
 
 
 class MlxEngine(Engine):
-    """See `Engine`. Loads folders in the form of the Hugging Face hub, as mlx-lm reads them."""
+    """See `Engine`. Loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
+
+    `memory`: default what is free, on a Mac what its GPU can hold. If it is short, weights are streamed.
+    """
 
     supported = frozenset({"memory", "draft_files"})
 
@@ -299,17 +302,12 @@ load = loader(engine)
 
 
 def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBackend:
-    """
-    Args:
-        path: of the folder.
-        options: `memory` is by default the free memory, on a Mac what its GPU can hold; weights that do not fit are
-            streamed.
-        progress: of reading weights.
+    """Load a model folder.
 
     Raises:
-        ModelError: the folder is missing, incomplete, damaged, or has a model that cannot read a tree, or that must
+        ModelError: the folder is missing, incomplete, damaged, or holds a model that cannot read a tree, or that must
             be written again to be streamed.
-        UsageError: an option is out of range, or the memory is too small for the model.
+        UsageError: an option is out of range, or the memory too little for the model.
     """
     context_length, budget, sessions = options.context_length, options.budget, options.sessions
     for name, value, low, high in [
@@ -363,14 +361,7 @@ def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBacke
 
 
 def _stream(model: Any, layout: Layout, plan: Plan, progress: Progress, path: str) -> tuple[LayerSweep, Sequence[str]]:
-    """Read the weights that stay, and start to stream the others.
-
-    Returns:
-        The streaming, and messages for the user.
-
-    Raises:
-        ModelError: the files cannot be read.
-    """
+    """Read what stays, and start to stream the rest; and notes for a person. Raises ModelError."""
     store = open_slots(layout, plan)
     try:
         sweep = LayerSweep(model, layout, plan, progress, store)

@@ -73,7 +73,7 @@ from .session import Placement, TorchSession
 
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
-DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
+DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 MIN_NODES = 512  # tokens of a prompt's chunk
 MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
 
@@ -199,27 +199,19 @@ class TorchBackend:
 
 
 class TorchEngine(Engine):
-    """See `Engine`."""
+    """See `Engine`. Loads model folders: config.json, safetensors files and a tokenizer.
+
+    `threads`: for all models of the process; default PyTorch's choice. `device`: "cuda", "cuda:1", "mps" or "cpu";
+    default the first of these that is there. `dtype`: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear
+    layers; default as in the folder. `gpu_layers`: the others are streamed from host memory; default as many as
+    `gpu_memory` takes. `gpu_memory`: models that were loaded before count. `memory`: layers that neither the GPU nor
+    this can hold are streamed from disk.
+    """
 
     supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        """See `Engine.plan`.
-
-        Args:
-            path: of a folder with config.json, safetensors files and a tokenizer.
-            options: of these, the engine supports:
-                threads: for all models of the process; default PyTorch's choice.
-                device: "cuda", "cuda:1", "mps" or "cpu"; default the first of these that the machine has.
-                dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default as in the folder.
-                gpu_layers: other layers are streamed from host memory; default as many as `gpu_memory` can hold.
-                gpu_memory: bytes, with the models that were loaded before.
-                memory: bytes of host memory; layers that fit neither there nor on the GPU are streamed from disk.
-            machine: not used.
-
-        Raises:
-            UsageError: an option is out of range.
-        """
+        """See `Engine.plan`. Raises MissingPackage: nf4 was asked for without bitsandbytes."""
         _check_options(options)
         return LoadPlan(path=path, options=options)
 
@@ -238,7 +230,7 @@ engine = TorchEngine()
 
 
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
-    """Plan and load in one call, as `common.loader`; `copies` as for `load_folder`."""
+    """Plan and load at once, as `common.loader`; `copies` as for `load_folder`."""
     plan = engine.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine())
     return load_folder(path, plan.options, copies)
 
@@ -246,16 +238,12 @@ def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, *
 def load_folder(
     path: str, options: LoadOptions, copies: Callable[[Any, int], CopyEngine] | None = None
 ) -> TorchBackend:
-    """
+    """Load a model folder; errors as for `TorchEngine.plan`.
+
     Args:
         path: of the folder.
         options: that were checked.
         copies: makes the copy engine for a device and a number of buffers, instead of CUDA's.
-
-    Raises:
-        MissingPackage: dtype is nf4, and bitsandbytes is not installed.
-        ModelError: the folder is missing or damaged, or its model cannot hold a tree.
-        UsageError: the options do not fit the device, or the memory is too small.
     """
     place = find_device(options.device)
     if options.gpu_memory is not None and place.type != "cuda" and copies is None:
@@ -349,7 +337,7 @@ def assemble(
     shape = cache_shape(config, context_length + max_nodes)
     held = 0
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device)  # by a draft model, which is loaded first
+        held = torch.cuda.memory_reserved(device)  # by a draft that was loaded before
         free = torch.cuda.mem_get_info(device)[0] + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
@@ -360,7 +348,7 @@ def assemble(
         caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         if host and not host.apart:
-            fixed -= WORKSPACE
+            fixed -= WORKSPACE  # a processor has none
         streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form, gpu_layers)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
