@@ -8,7 +8,7 @@ from .signals import Signals
 
 
 class NodeCallback:
-    """Asks a function before each node if the node is to be reported, and calls it again after a reported node."""
+    """Calls a function before each node, to ask if the node is to be reported, and again after a reported node."""
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
         """
