@@ -1,7 +1,7 @@
 """Cells of llama.cpp's cache, kept in the order of each session's tokens.
 
-llama.cpp puts tokens into the first free cells. It would also fill a gap before other sessions' cells, so that attention
-adds up in another order. To prevent this:
+llama.cpp puts tokens into the first free cells. It would also fill a gap before other sessions' cells, and attention
+would add up in another order. To prevent this:
 
     cells 0 to end - 1    in use: committed tokens, nodes, and waste
     waste                 unused cells with ids of their own, so that llama.cpp does not reuse them

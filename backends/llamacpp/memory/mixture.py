@@ -217,7 +217,7 @@ class Mixture:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
     def _go_on(self, weight: int, reported: bool) -> None:
-        """Wait for this weight; for computed ones, whose overflow blocks are free, prefetch the next layer's experts."""
+        """Wait for this weight; prefetch the next layer's experts for computed weights (free overflow blocks)."""
         # In a prompt, the last layer computes few rows or none.
         if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
             for used in self._used:
