@@ -16,6 +16,7 @@ import edgespec
 from edgespec.errors import UsageError
 from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import NgramIndex
+from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
@@ -97,6 +98,7 @@ PLANNERS = {"none": NonePlanner, "sssd": SssdPlanner, "specexec": SpecExecPlanne
 BOUNDARIES = [
     (ReferenceSession, "commit"), (ReferenceSession, "rewind"), (ReferenceBackend, "forward"),
     (Generation, "begin"), (Generation, "accept"), (Generation, "accept_prompt"), (Generation, "propose"),
+    (Prefill, "resume"), (Prefill, "read"), (Prefill, "commit"), (Generation, "read_draft_part"),
     (Handle, "begin"), (Handle, "write"), (Handle, "end"), (Handle, "restart"), (Queue, "remove"),
     (Lane, "accept"), (SessionPool, "assign"), (SessionPool, "begin"), (SessionPool, "release"), (SessionPool, "renew"),
     *((kind, "observe") for kind in PLANNERS.values()), *((kind, "begin") for kind in PLANNERS.values()),

@@ -31,7 +31,7 @@ def context(text, sampling=SAMPLINGS[0], room=32):
 class Resting(AheadPlanner):
     """Goes on from pass to pass alone, not while the target works."""
 
-    def beside(self, nodes):
+    def while_target_runs(self, nodes):
         return nullcontext()
 
 

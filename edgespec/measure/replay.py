@@ -82,6 +82,8 @@ def replay(
     planner.begin(prompt_ids)
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
+        while reading := planner.unread(token_ids):
+            reading.read(reading.work())
         started = perf_counter()
         proposal = run_one(planner.propose(context, budget))
         tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))

@@ -227,9 +227,9 @@ class AheadPlanner(SpecExecPlanner):
     def stats(self) -> PlannerStats:
         return replace(super().stats, hidden_seconds=self._hidden_seconds, went_on=self._went_on)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._went_ahead, self._went_on, self._hidden_seconds = False, 0, 0.0
-        super().begin(prompt_ids, read=read)
+        super().begin(prompt_ids)
 
     def _begun(self, context: Context, budget: int) -> Search:
         search = self._search

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.tree import DraftTree, Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
-from edgespec.planners.drafting import agreed
+from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # what is believed of a draft before it was asked
@@ -72,6 +73,7 @@ class Drafting(Candidate):
         self._state = state
         self._patience, self._first_asked = patience, 0
         self._agreement_here = Share(0.98)  # as `AutoState.agreement`, of this sequence alone
+        self._wanted = 0  # tokens of the sequence that the draft is to read before it is asked
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
@@ -80,7 +82,15 @@ class Drafting(Candidate):
         likely = self._may_try
         if times := self._state.target.at(length):
             likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
-        self.planner.begin(prompt_ids, read=likely)
+        self._wanted = length if likely else 0
+        self.planner.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        return self.planner.unread(token_ids[: self._wanted]) if self._unread(self._wanted) > 1 else None
+
+    def is_ready(self, token_ids: Sequence[int]) -> bool:
+        self._wanted = len(token_ids)
+        return self._unread(self._wanted) <= 1 + CATCH_UP
 
     def estimate(self, context: Context, budget: int) -> float:
         if (depth := self._depth(context, budget)) <= 0:

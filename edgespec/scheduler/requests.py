@@ -6,7 +6,7 @@ from threading import Lock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
-from edgespec.loop.backend import Vocab, Work
+from edgespec.loop.backend import Backend, Vocab, Work
 from edgespec.loop.generate import LogProbs, Step
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
@@ -184,6 +184,8 @@ class Handle:
 
     def end(self, error: Exception | None) -> None:
         self.ended = self.ended or Ended(error, self._rest)
+        if error is not None:
+            self.stats.finish_reason = "interrupted"
         self.status = Status.DONE
 
     def tell_end(self) -> None:
@@ -205,16 +207,16 @@ class Handle:
 
 
 class CurrentPass:
-    def __init__(self, interrupt: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._closed = False
-        self._interrupt = interrupt
+        self._model: Backend | None = None
         self._handles: list[Handle] = []
         self._lock = Lock()
 
     @contextmanager
-    def of(self, handles: list[Handle]) -> Iterator[None]:
+    def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:
         with self._lock:
-            self._handles = handles
+            self._handles, self._model = handles, model
         self.check()
         try:
             yield
@@ -229,8 +231,8 @@ class CurrentPass:
     def check(self) -> None:
         """Interrupt the pass under way if no request needs it, from any thread."""
         with self._lock:
-            if self._handles and (self._closed or all(handle.cancelled for handle in self._handles)):
-                self._interrupt()
+            if self._handles and self._model and (self._closed or all(one.cancelled for one in self._handles)):
+                self._model.interrupt()
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ one pool, new requests empty the least recently used idle ones. A `DiskCache` sa
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation
-from edgespec.loop.passes import Pass, PromptRetries, common_prefix, start_of
+from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
 from edgespec.loop.planner import Planner
 from edgespec.loop.session_files import beside, has, load_beside
 from edgespec.loop.shapes import whole_tiles
@@ -44,7 +44,6 @@ class Lane:
     phase: Phase = Phase.SETTLED
     used: int = 0
     passed: int = 0
-    retries: PromptRetries = field(default_factory=PromptRetries)
     source: "Lane | None" = None  # shares this session's first `forked` cells
     forked: int = 0
     looked_at: bool = False
@@ -55,7 +54,15 @@ class Lane:
 
     @property
     def unread(self) -> int:
-        return self.generation.unread if self.generation else 0
+        return self.generation.prompt.unread if self.generation else 0
+
+    @property
+    def draft_prompt(self) -> Prefill | None:
+        return self.generation.draft_prompt if self.generation else None
+
+    @property
+    def may_write(self) -> bool:
+        return self.generation is not None and not self.unread and self.draft_prompt is None
 
     @property
     def is_active(self) -> bool:
@@ -171,7 +178,7 @@ class SessionPool:
         lane = self._idle_for(handle.request.prompt_ids)
         self._requests += 1
         lane.phase, lane.generation = Phase.CHANGING, None
-        lane.retries, lane.looked_at = PromptRetries(PROMPT_RETRIES), False
+        lane.looked_at = False
         lane.handle, lane.used = handle, self._requests
         return lane
 
@@ -191,6 +198,7 @@ class SessionPool:
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             hint_texts=request.hint_texts,
         )  # fmt: skip
+        lane.generation.prompt.retries = PROMPT_RETRIES
         lane.generation.begin()
         lane.forked = min(lane.forked, len(lane.session.token_ids))
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
