@@ -11,6 +11,8 @@ from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.shapes import RowClass
 from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
 
+NO_NODES = np.zeros(0, np.intp)
+
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
@@ -59,6 +61,8 @@ def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp
     """The nodes that pay and fit: at most `budget`, best first, the root left out."""
     if proposal.nodes is not None:
         return proposal.nodes[:budget]
+    if len(proposal.tree) == 1:
+        return NO_NODES
     return ranked(proposal.tree.parents, proposal.tree.log_probs, budget, max_leaves)
 
 

@@ -85,8 +85,12 @@ def depths(parents: ArrayLike) -> IntArray:
 
 def root_only(token_id: int) -> DraftTree:
     """The tree without draft tokens: a pass over it is plain decoding."""
-    zero = np.zeros(1, np.int32)
-    return DraftTree(np.array([token_id], np.int32), zero - 1, np.zeros(1), zero, zero)
+    return DraftTree(np.array([token_id], np.int32), ABOVE_ROOT, CERTAIN, ZERO, ZERO)
+
+
+ZERO, ABOVE_ROOT, CERTAIN = np.zeros(1, np.int32), np.full(1, -1, np.int32), np.zeros(1)
+for shared in (ZERO, ABOVE_ROOT, CERTAIN):
+    shared.flags.writeable = False
 
 
 def chain_of(token_ids: Sequence[int], source: Source = Source.DRAFT) -> DraftTree:
