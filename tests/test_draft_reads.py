@@ -59,9 +59,13 @@ def drafting(draft, sessions=2, **options):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature):
+@pytest.mark.parametrize("known", [False, True], ids=["", "known to the target"])
+def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature, known):
     draft = Draft(shape)
     _, scheduler = drafting(draft)
+    if known:
+        Reader(scheduler, LONG_PROMPT, max_tokens=1, plain=True)
+        run(scheduler)
     first = Reader(scheduler, 1, temperature, 1, 40)
     while not first.tokens:
         scheduler.step()
@@ -76,6 +80,7 @@ def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature):
         assert len(first.tokens) > told or first.ended
         steps += bool(chunks)
     assert steps >= 3
+    assert (long.stats.cached_tokens > 100) == known
     run(scheduler)
     first.check()
     long.check()
