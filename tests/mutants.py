@@ -586,8 +586,8 @@ MUTANTS = [
     mutant(
         "slots-heir-counts-too-little",
         "session_pool.py",
-        "if heir is None or heir.forked <= kept:",
-        "if forks:",
+        "if heir and heir.forked > kept:",
+        "if heir and not forks:",
         "test_held.py::test_forks_count_once_when_their_source_moves_on",
     ),
     mutant(

@@ -44,7 +44,7 @@ class Lane:
     phase: Phase = Phase.SETTLED
     used: int = 0
     passed: int = 0
-    source: "Lane | None" = None  # shares this session's first `forked` cells
+    source: "Lane | None" = None  # shares its first `forked` cells
     forked: int = 0
     looked_at: bool = False
 
@@ -200,7 +200,6 @@ class SessionPool:
         )  # fmt: skip
         lane.generation.prompt.retries = PROMPT_RETRIES
         lane.generation.begin()
-        lane.forked = min(lane.forked, len(lane.session.token_ids))
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
             if not self.forget_oldest():
                 break
@@ -221,7 +220,6 @@ class SessionPool:
         path, on_disk = cache.best(prompt) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
             self._pass_on(lane, 0)
-            lane.source = None
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
 
@@ -260,7 +258,6 @@ class SessionPool:
         lane.phase = Phase.CHANGING
         lane.handle = lane.generation = None
         self._pass_on(lane, 0)
-        lane.source, lane.forked = None, 0
         with suppress(Exception):  # tried again later; then it ends one request
             lane.session.close()
             lane.session = self._target.open()
@@ -274,7 +271,6 @@ class SessionPool:
     def empty(self, lane: Lane) -> None:
         phase, lane.phase = lane.phase, Phase.CHANGING
         self._pass_on(lane, 0)
-        lane.source, lane.forked = None, 0
         lane.session.rewind(0)
         lane.phase = phase
 
@@ -323,7 +319,6 @@ class SessionPool:
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
         self._pass_on(lane, 0)
-        lane.source = None
         note = lane.session.load(path)
         load_beside(path, lane.draft)
         return note
@@ -372,13 +367,12 @@ class SessionPool:
         """Call before truncating to `kept` tokens: the fork that shares most counts the shared cells from now on."""
         forks = [other for other in self.lanes if other.source is lane and other.forked]
         heir = max(forks, key=lambda other: other.forked, default=None)
-        if heir is None or heir.forked <= kept:
-            return
-        for other in forks:
-            other.source = heir
-        heir.source, lane.source = lane.source, heir
-        lane.forked, forked = min(heir.forked, kept), lane.forked
-        heir.forked = min(heir.forked, forked) if heir.source else 0
+        if heir and heir.forked > kept:
+            for other in forks:
+                other.source = heir
+            heir.source, lane.source = lane.source, heir
+            heir.forked, lane.forked = min(heir.forked, lane.forked), heir.forked
+        lane.forked = min(lane.forked, kept)
 
     def _needed(self, request: Request) -> int:
         return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
