@@ -9,7 +9,7 @@ from test_auto import GivenCost, GivenShare
 from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run
 
 from edgespec.errors import ContextFull, Interrupted, ModelError
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
@@ -111,10 +111,10 @@ def test_a_plain_request_has_the_draft_read_nothing():
 
 def test_without_a_scheduler_the_draft_reads_the_prompt_before_the_first_tree():
     draft, target, stats = Draft(sessions=1), backend(sessions=1), GenerationStats()
-    steps = generate_tokens(
+    steps = Generation(
         target, target.open(), SpecExecPlanner(draft, depth=4), LONG, SamplingParams(),
         max_tokens=4, budget=8, stats=stats,
-    )  # fmt: skip
+    ).steps()  # fmt: skip
     next(steps)
     assert draft.parts == [150, len(LONG) - 151, 1]
 

@@ -1,7 +1,7 @@
 """The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
 `verify.walk` and `sampling.sample` alone decide the tokens. The caller of a `Generation` makes the passes, so that
-several sequences can share one:
+several sequences can share one; `Generation.steps` makes those of one sequence:
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    the nodes that the pass has room for
@@ -272,6 +272,16 @@ class Generation:
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
+    def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
+        """Read the prompt and run to the end, with passes of this sequence alone; as `read_prompt`."""
+        self.read_prompt(progress)
+        while not self.finished:
+            self.read_draft()
+            pass_ = self.cut(run_one(self.propose()))
+            with self.while_target_runs(pass_):
+                logits = self.target.forward([pass_.work])[0]
+            yield self.accept(pass_, logits)
+
     def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
@@ -290,33 +300,6 @@ def told(row: Float32Array, token: int, count: int) -> LogProbs:
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()
     return LogProbs(float(row[token]) - total, [(int(i), float(row[i]) - total) for i in ids])
-
-
-def generate_tokens(
-    target: Backend,
-    session: Session,
-    planner: Planner,
-    prompt_ids: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    max_tokens: int,
-    budget: int,
-    stats: GenerationStats,
-    stop_ids: frozenset[int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Step]:
-    """Run one generation to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
-    generation = Generation(
-        target, session, planner, prompt_ids, sampling,
-        max_tokens=max_tokens, budget=budget, stats=stats, stop_ids=stop_ids,
-    )  # fmt: skip
-    generation.read_prompt(progress)
-    while not generation.finished:
-        generation.read_draft()
-        pass_ = generation.cut(run_one(generation.propose()))
-        with generation.while_target_runs(pass_):
-            logits = target.forward([pass_.work])[0]
-        yield generation.accept(pass_, logits)
 
 
 def until_stop(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:

@@ -67,7 +67,7 @@ def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Rec
 def replay(
     planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
 ) -> Replay:
-    """Draft a recorded output, as `generate.generate_tokens` would.
+    """Draft a recorded output, as `Generation.steps` would.
 
     Args:
         planner: a planner that touches no target.

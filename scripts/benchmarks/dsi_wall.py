@@ -17,7 +17,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from benchmarks.dsi import TOKENS, dsi_round, seconds_of
 from edgespec.errors import EdgespecError, Interrupted, UsageError
 from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
@@ -120,10 +120,10 @@ class Measured:
 
 
 def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
-    rounds = generate_tokens(
+    rounds = Generation(
         target, target.open(), NonePlanner(), prompt, sampling,
         max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
-    )  # fmt: skip
+    ).steps()  # fmt: skip
     return [token for round_ in rounds for token in round_.tokens]
 
 
