@@ -190,7 +190,7 @@ def test_a_request_whose_report_is_interrupted_ends_and_others_go_on(after):
 
         for prompt in (3, 1, 2):
             readers.append(Reader(scheduler, prompt, 0.7, prompt, 12))
-        readers[0].handle._emit = emit
+        readers[0].handle.emit = emit
         with suppress(KeyboardInterrupt):
             run(scheduler)
         run(scheduler)

@@ -93,35 +93,38 @@ class Status(Enum):
     DONE = "done"
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
-    """A request on its way. Any thread may call `cancel`, only the scheduler all else."""
+    """A request on its way. Any thread may call `cancel`, only the scheduler all else.
 
-    def __init__(
-        self,
-        request: Request,
-        emit: Callable[[Event], None],
-        stats: GenerationStats,
-        vocab: Vocab,
-        idle_limit: int | None = None,
-    ) -> None:
-        """Raises UsageError for an empty stop string."""
-        self.request = request
-        self.stats = stats
-        self.status = Status.WAITING
-        self.cancelled = False
-        self.idle_limit = idle_limit
-        self.when_cancelled: Callable[[], None] = lambda: None
-        self.since = perf_counter()
-        self.ended: Ended | None = None
-        self._emit = emit
-        self._vocab = vocab
-        self._told = list[int]()  # tokens that the reader has
-        self._repeated = 0  # of them, those decoded since the last restart
-        self._rest = ""
+    Attributes:
+        idle_limit: see `Scheduler.submit`.
+        since: `perf_counter()` when it was submitted.
+
+    Raises:
+        UsageError: a stop string is empty.
+    """
+
+    request: Request
+    emit: Callable[[Event], None]
+    stats: GenerationStats
+    vocab: Vocab
+    when_cancelled: Callable[[], None]
+    idle_limit: int | None = None
+    status: Status = Status.WAITING
+    cancelled: bool = False
+    since: float = field(default_factory=perf_counter)
+    ended: Ended | None = None
+    text: TextStream = field(init=False)
+    _told: list[int] = field(default_factory=list)  # tokens that the reader has
+    _repeated: int = 0  # of them, those decoded since the last restart
+    _rest: str = ""
+
+    def __post_init__(self) -> None:
         self.text = self._new_text()
 
     def _new_text(self) -> TextStream:
-        return TextStream(self._vocab, self.request.stop, self.request.shown)
+        return TextStream(self.vocab, self.request.stop, self.request.shown)
 
     @property
     def is_idle_work(self) -> bool:
@@ -196,7 +199,7 @@ class Handle:
     def tell(self, event: Event, tokens: Sequence[int] = ()) -> None:
         """Pass an event, which reports `tokens`, to the reader; a reader that fails is gone."""
         try:
-            self._emit(event)
+            self.emit(event)
             self._told.extend(tokens)
             self._repeated += len(tokens)
         except Exception:

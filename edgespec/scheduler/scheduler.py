@@ -85,8 +85,8 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self.target.vocab, idle_limit)
-        handle.when_cancelled = self._on_cancel
+        stats = GenerationStats() if stats is None else stats
+        handle = Handle(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit)
         self._queue.put(handle)
         return handle
 

@@ -111,8 +111,7 @@ class Targets:
         """
         if request.grammar or request.log_probs is not None:
             raise UsageError("grammars and log-probabilities do not work with several targets")
-        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self._vocab)
-        handle.when_cancelled = self._wake
+        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self._vocab, self._wake)
         self.thread = threading.Thread(target=self._decode, args=(handle,), daemon=True)
         self.thread.start()
         return handle
