@@ -620,6 +620,13 @@ MUTANTS = [
         "test_search.py::test_only_the_origin_moves",
     ),
     mutant(
+        "drafting-reads-beyond-its-context",
+        "drafting.py",
+        "or length >= self.draft.capabilities.context_length",
+        "or length < 0",
+        "test_draft_reads.py::test_a_draft_whose_context_is_full_reads_no_further",
+    ),
+    mutant(
         "auto-late-draft-reads-at-once",
         "candidates.py",
         "return self._unread(self._wanted) <= 1 + CATCH_UP",

@@ -27,7 +27,7 @@ class Draft(ReferenceBackend):
     """Notes the prompts' tokens of each pass, and fails when it is told to."""
 
     def __init__(self, shape="any", **options):
-        super().__init__(DRAFT, context_length=300, **{"sessions": 2, "max_nodes": 150} | options)
+        super().__init__(DRAFT, **{"context_length": 300, "sessions": 2, "max_nodes": 150} | options)
         if SHAPES[shape]:
             self.keep_to(SHAPES[shape])
         self.parts, self.readers, self.failing = [], [], lambda batch: None
@@ -117,6 +117,17 @@ def test_without_a_scheduler_the_draft_reads_the_prompt_before_the_first_tree():
     ).steps()  # fmt: skip
     next(steps)
     assert draft.parts == [150, len(LONG) - 151, 1]
+
+
+def test_a_draft_whose_context_is_full_reads_no_further():
+    draft = Draft(sessions=1, context_length=90)
+    _, scheduler = drafting(draft, sessions=1)
+    reader = Reader(scheduler, 3, 0.7, 1, 200)
+    run(scheduler)
+    assert reader.ended.error is None
+    reader.check()
+    assert reader.stats.drafted > 0
+    scheduler.close()
 
 
 def test_an_error_in_a_chunk_ends_its_request_alone():

@@ -5,6 +5,7 @@ from contextlib import suppress
 from linecache import getline
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession
@@ -257,6 +258,20 @@ class TestDrive:
         assert (scheduler.active, scheduler.waiting) == (0, 0)
         assert stats.finish_reason == "interrupted"
         assert scheduler.counts.requests == {"interrupted": 1}
+        scheduler.close()
+
+    def test_ctrl_c_leaves_no_turn_taken(self, monkeypatch):
+        scheduler = Scheduler(backend(sessions=1), planners("none", 1), budget=4)
+        request = Request(PROMPTS[1], SamplingParams(), 12)
+        for interrupted in ("step", "_admit"):
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler, interrupted, Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    next(drive.events(scheduler, request))
+            assert not scheduler.turn.locked()
+        found = [event for event in drive.events(scheduler, request) if isinstance(event, Wrote)]
+        assert [chunk.token_id for event in found for chunk in event.chunks] == alone(1, 0.0, 0, 12)
+        assert scheduler.thread is None
         scheduler.close()
 
     def test_a_file_is_not_loaded_while_all_sessions_are_busy(self, tmp_path):

@@ -149,7 +149,7 @@ class Generation:
 
     @property
     def draft_prompt(self) -> Prefill | None:
-        """What the draft is to read before the next `propose`, with `read_draft` or `read_draft_part`."""
+        """Tokens for the draft to read before the next `propose`: by `read_draft`, or in parts. None: go on."""
         return self._planner.unread(self.token_ids) if self._budget else None
 
     def read_draft(self) -> None:

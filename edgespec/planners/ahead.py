@@ -297,12 +297,10 @@ class AheadPlanner(SpecExecPlanner):
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
-        late = False
-        if self._worker.busy:
-            if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
-                self._drafter.evaluated = 0
-                return
-            late = self._worker.late
+        if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
+            self._drafter.evaluated = 0
+            return
+        late = self._worker.late
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):

@@ -8,19 +8,18 @@ A draft that was asked little gets the benefit of the doubt, which fades as it i
 tried a few times and then not again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner
-from edgespec.loop.tree import DraftTree, Proposal, ranked
+from edgespec.loop.tree import Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import CATCH_UP, agreed
@@ -102,42 +101,31 @@ class Drafting(Candidate):
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
-        draft_times = self._draft_times(length, context.sequences)
-        hindsight = None
-        if times and draft_times:
-            hindsight = partial(
-                chain_goodput, behind=self._unread(length), deepest=self._depth(context, budget), cost=times,
-                draft_cost=draft_times, head=context.head,
-            )  # fmt: skip
+        draft_times, unread = self._draft_times(length, context.sequences), self._unread(length)
         tree = (yield from self.planner.propose(context, budget)).tree
-        seconds = self.planner.stats.draft_seconds - before
+        drafting = self.planner.stats.draft_seconds - before
         leaves = context.max_leaves
         found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         rate = 0.0
         if times:
-            nodes, rate = best_part(tree, seconds, times, budget=budget, max_leaves=leaves, head=context.head)
-        expected = float(np.exp(tree.log_probs[nodes]).sum())
-        return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, tree, found, seconds, hindsight))
+            nodes, rate = best_part(tree, drafting, times, budget=budget, max_leaves=leaves, head=context.head)
+
+        def learn(tokens: Sequence[int], seconds: float) -> None:
+            hits, asked = agreed(tree, found, tokens)
+            self._state.agreement.add(hits, asked)
+            self._agreement_here.add(hits, asked)
+            if times and draft_times and seconds:
+                # With what is known now: that the draft agreed less than believed is counted once.
+                depth = self._depth(context, budget)
+                rate_hoped = chain_goodput(self._agreement, unread, depth, times, draft_times, context.head)
+                self._state.worth.add(len(tokens), rate_hoped * (seconds + drafting))
+
+        return Offer(Proposal(tree, nodes), rate, float(np.exp(tree.log_probs[nodes]).sum()), learn)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         super().observe(tokens, seconds)
         if tokens:
             self._agreement_here.fade(1)
-
-    def _learn(
-        self,
-        tree: DraftTree,
-        found: NDArray[np.intp],
-        drafting: float,
-        hindsight: Callable[[float], float] | None,
-        tokens: Sequence[int],
-        seconds: float,
-    ) -> None:
-        hits, asked = agreed(tree, found, tokens)
-        self._state.agreement.add(hits, asked)
-        self._agreement_here.add(hits, asked)
-        if hindsight and seconds:  # with what is known now: that the draft agreed less than believed is counted once
-            self._state.worth.add(len(tokens), hindsight(self._agreement) * (seconds + drafting))
 
     @property
     def _agreement(self) -> float:

@@ -18,7 +18,7 @@ from edgespec.loop.tree import DraftTree
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
 BATCHES = 16  # passes over which the mean batch fades
-CATCH_UP = 64  # tokens that a draft reads within `propose`, or at once within `foresee`
+CATCH_UP = 64  # most generated tokens that `propose` reads, and tokens that one `foresee` reads
 
 
 class Drafter:
@@ -47,8 +47,9 @@ class Drafter:
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         """See `Planner`: all of a prompt, but of generated tokens only what is too much for `propose`."""
-        known = len(self.session.token_ids)
-        if len(token_ids) - 1 <= known + (CATCH_UP if known >= self._prompt_length - 1 else 0):
+        known, length = len(self.session.token_ids), len(token_ids)
+        enough = known + (CATCH_UP if known >= self._prompt_length - 1 else 0)
+        if length - 1 <= enough or length >= self.draft.capabilities.context_length:
             return None
         self._prefill.token_ids = token_ids[:-1]
         return self._prefill

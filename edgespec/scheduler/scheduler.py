@@ -173,7 +173,7 @@ class Scheduler:
         self.pool.mark(Phase.SETTLED)
 
     def end_cancelled(self) -> None:
-        if not self.turn.locked():  # else whoever has it makes steps
+        if not self.turn.locked():  # else another thread makes steps
             with self.turn:
                 self.pool.recover(self._queue.put_back)
                 self._end_cancelled()
@@ -224,7 +224,7 @@ class Scheduler:
             lane.report_read()
 
     def _read_draft(self) -> None:
-        """One chunk, of the sequence that has waited longest; one that was not read has no turn in the next pass."""
+        """Read one chunk, of the sequence that has waited longest. It is decoded when its draft has read all."""
         lanes = self.pool.with_work
         if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
             with self._failing([lane]), suppress(Interrupted):
