@@ -85,8 +85,8 @@ class Prefill:
         session: any session, committed tokens, uncommitted nodes and all.
         token_ids: the tokens wanted; the prefix that the session already holds is kept.
         want_last: the logits that follow the last token are needed.
-        retries: how often all may be read again after ContextFull. That helps if the cache was reordered meanwhile, so
-            that its cells cannot be continued.
+        retries: how often all may be read again after ContextFull. An emptied session has room if the cache was
+            reordered meanwhile, so that its cells cannot be continued.
     """
 
     backend: Backend
