@@ -347,7 +347,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     alternate prompt by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy
     unless options say otherwise.
     """
-    from edgespec.measure.texts import read_prompts, run_bench, table
+    from edgespec.measure.texts import bench_table, read_prompts, run_bench
 
     sampling = _sampling(options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
@@ -356,7 +356,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
             model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
             ready=bar.stop, **options,
         )  # fmt: skip
-    click.echo(json.dumps(report) if as_json else table(report))
+    click.echo(json.dumps(report) if as_json else bench_table(report))
     if report["unexplained"]:
         raise EdgespecError(f"{report['unexplained']} divergences from plain decoding are not ties: this is a bug")
 

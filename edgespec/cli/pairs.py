@@ -83,7 +83,7 @@ def pair(
     for _, one in measured:
         for note in one.notes:
             click.echo(click.style(note, dim=True), err=True)
-        click.echo(json.dumps(_as_json(one)) if as_json else f"{report.table(one)}\n{report.recommendation(one)}")
+        click.echo(json.dumps(_as_json(one)) if as_json else f"{report.pair_table(one)}\n{report.recommendation(one)}")
     if find and good and not as_json:
         click.echo(report.ranking(measured))
     if png:
