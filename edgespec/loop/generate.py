@@ -273,7 +273,7 @@ class Generation:
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
-        """Read the prompt and decode to the end; no other sequence shares the passes. Arguments as for `read_prompt`."""
+        """Read the prompt and decode to the end, in passes of its own. Arguments as for `read_prompt`."""
         self.read_prompt(progress)
         while not self.finished:
             self.read_draft()
