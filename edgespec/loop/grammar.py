@@ -80,7 +80,7 @@ class Tokenizer:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary."""
+    """Compiles grammars for a vocabulary."""
 
     def __init__(self, vocab: Vocab) -> None:
         """Args:
@@ -221,7 +221,4 @@ class Constraint:
 
 
 def _bits(mask: bytes, size: int) -> NDArray[np.bool_]:
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
-    found = np.zeros(size, np.bool_)
-    found[: len(bits)] = bits
-    return found
+    return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=size).astype(np.bool_)
