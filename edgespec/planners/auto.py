@@ -152,11 +152,11 @@ class Candidate(ABC):
         self.planner.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """As for `Planner`, if it is likely to be asked."""
+        """As for `Planner`; None also if it will hardly be asked."""
         return self.planner.unread(token_ids)
 
     def is_ready(self, token_ids: Sequence[int]) -> bool:
-        """It is to be asked now. False: it has too much to read, which is `unread` from now on."""
+        """Prepare to be asked; False: its draft must read too much, which `unread` returns from now on."""
         return True
 
     @abstractmethod
