@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def draft_prompt(self) -> Prefill | None:
-        """Tokens for the draft to read before the next `propose`: by `read_draft`, or in parts. None: go on."""
+        """Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none."""
         return self._planner.unread(self.token_ids) if self._budget else None
 
     def read_draft(self) -> None:
@@ -296,7 +296,7 @@ class Generation:
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
-        """Read the prompt and decode to the end, in passes of its own. Arguments as for `read_prompt`."""
+        """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
         self.read_prompt(progress)
         while not self.finished:
             self.read_draft()

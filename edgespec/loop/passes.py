@@ -79,14 +79,15 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Prefill:
-    """Tokens on their way into a session: `work`, then `read` or `commit`, while some are `unread`.
+    """Makes tokens the committed tokens of a session: `work`, then `read` or `commit`, while some are `unread`.
 
     Attributes:
-        session: any session, committed tokens, uncommitted nodes and all.
-        token_ids: the tokens wanted; the prefix that the session already holds is kept.
-        want_last: the logits that follow the last token are needed.
-        retries: how often all may be read again after ContextFull. An emptied session has room if the cache was
-            reordered meanwhile, so that its cells cannot be continued.
+        backend: the session's backend.
+        session: any session; its uncommitted nodes are dropped.
+        token_ids: the tokens wanted; a prefix that the session holds is kept.
+        want_last: the last token's logits are wanted.
+        retries: how often all may be read again after ContextFull: an emptied session has room if the cache was
+            reordered meanwhile, so that its cells could not be continued.
     """
 
     backend: Backend

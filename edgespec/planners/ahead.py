@@ -217,8 +217,8 @@ class AheadPlanner(SpecExecPlanner):
         Args:
             draft: a loaded draft model with the target's vocabulary.
             sequences: number of sequences that are generated at once, with sessions of this draft.
-            top_up: draft further before the target's pass; False: the target starts at once, if need be with the root
-                only (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            top_up: draft further before the target's pass; False: it begins at once, if need be with the root only
+                (pre-verify and post-verify of PEARL, arXiv 2408.11850).
             forks: most of `AheadSearch.forks` that are read first while the target runs (the branches of SpecBranch,
                 arXiv 2506.01979).
             nice: the thread gives way to others, since target and draft share processors.

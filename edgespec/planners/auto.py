@@ -18,7 +18,7 @@ from edgespec.loop.tree import DraftTree, Proposal, only, root_only
 from edgespec.planners.guard import Guard
 from edgespec.planners.path_cost import rows_of
 
-BELIEF = 4.0  # expected things as which a prior value counts
+BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # plain passes that another plain pass's number of experts costs, until it is measured
 FURTHER = 16  # largest tree, in nodes of the largest pass measured: larger passes cannot be predicted
 PATIENCE = 64  # tokens in memory, beyond the prompt's number, before a draft is first asked: it costs a tenth of them
@@ -233,7 +233,7 @@ class AutoPlanner(Planner):
     def _may_propose(self, context: Context) -> bool:
         """True if enough passes over one node were measured.
 
-        Sequences that share passes make no such passes, so those of earlier runs count, or streamed paths need none.
+        Sequences that share passes make none of these: earlier runs must have made them, but streamed paths need none.
         """
         state = self._state
         if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):

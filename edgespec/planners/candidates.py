@@ -18,7 +18,7 @@ from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
-DOUBT = 0.2  # added to the share, over the root of the tokens asked: a draft that was asked little is tried
+DOUBT = 0.2  # added to the share, over the root of the tokens asked: a new draft is tried
 EARLIER = 4  # tokens of earlier sequences that count as one of this sequence
 MOST_EARLIER = 64  # most tokens of earlier sequences that count
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
