@@ -20,7 +20,7 @@ from edgespec.planners.path_cost import rows_of
 
 BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # plain passes that another plain pass's number of experts costs, until it is measured
-FURTHER = 16  # largest tree, in nodes of the largest pass measured: larger passes cannot be predicted
+FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
 PATIENCE = 64  # tokens in memory, beyond the prompt's number, before a draft is first asked: it costs a tenth of them
 PLAIN = 3  # plain passes measured before anything is proposed: the first after loading may take twice as long
 PLAIN_STREAMED = 1  # the same with streamed weights: processors differ in the cost of nodes
