@@ -1,16 +1,14 @@
-"""Plan and load in one call."""
-
 from collections.abc import Callable
 from typing import Any
 
-from edgespec.loop.engines import Engine, LoadOptions
+from edgespec.loop.engines import Engine, load_at_once
 from edgespec.machine.this_machine import this_machine
 
 
 def loader(engine: Engine) -> Callable[..., Any]:
-    """A function of a path and fields of `LoadOptions` (`exact` "off" by default) that loads a model here."""
+    """`load_at_once` on this machine, of a path and options."""
 
     def load(path: str, **options: Any) -> Any:
-        return engine.load(engine.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()))
+        return load_at_once(engine, path, this_machine(path, engine.gpus(options.get("device"))), **options)
 
     return load
