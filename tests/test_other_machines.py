@@ -144,3 +144,20 @@ def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
     assert f"only {format_size(WIRED_SHARE * GIB)} are free" in found.told[0]
     with pytest.raises(NoRoom):
         engine.plan(folder, LoadOptions(), replace(MAC, gpus=(replace(gpu, limit=MIB),)))
+
+
+def test_only_the_gpu_that_is_used_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking takes some of its memory."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from edgespec.backends.torch.backend import engine
+
+    looked = list[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: looked.append(name) or (5 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: GIB)
+    measured, other = Gpu("cuda:0", False, 5 * GIB, GIB, 8 * GIB), Gpu("cuda:1", False, 0)
+    assert engine.gpus(None) == engine.gpus("cuda") == [measured, other]
+    assert engine.gpus("cuda:1")[1] == replace(measured, name="cuda:1")
+    assert engine.gpus("cpu") == [replace(other, name="cuda:0"), other]
+    assert looked == ["cuda:0", "cuda:0", "cuda:1"]

@@ -5,13 +5,13 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import Plan
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import ContextSize, check_options, kept_of, make_context
+from .context import LLAMA_MAX_SEQ, ContextSize, kept_of, make_context
 from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
@@ -80,7 +80,7 @@ class LlamaEngine(Engine):
         return find_gpus()
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        check_options(options.context_length, options.budget, options.sessions, options.threads)
+        check_sizes(options, LLAMA_MAX_SEQ)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
@@ -152,19 +152,13 @@ def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
-    path, options, size, weights, borrowed = plan.path, plan.options, plan.size, plan.weights, plan.borrowed
+    path, options, weights = plan.path, plan.options, plan.weights
     notes, computing = list(plan.notes or ()), dict(way)
     before = mappings_of(path, plan.machine) if weights else []
-    bitwise = _is_bitwise(options, plan.gpu_layers, borrowed)
-    params_of_model: dict[str, Any] = {"use_extra_bufts": REPACKED.keys() <= way.keys()}
-    if weights:
-        params_of_model["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    if borrowed:
-        params_of_model |= lent_options(borrowed)
+    bitwise = _is_bitwise(options, plan.gpu_layers, plan.borrowed)
+    if plan.borrowed:
         notes.append(lent_line(path, plan.gpu_layers))
-    else:
-        params_of_model |= kept_off(weights, plan.gpu_layers, plan.experts_here, platform=plan.machine.platform)
-    model = load_model(path, n_gpu_layers=plan.gpu_layers, **params_of_model)
+    model = load_model(path, **_model_params(plan, way))
     watch: LayerHooks | SkipPadding | None = None
     context = None
     try:
@@ -172,13 +166,14 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             if reason := why_not(model):
                 raise ModelError(f"{path}: {reason}; use another model")
             computing = {name: value for name, value in computing.items() if name not in ALIKE}
+        speed = 0.0
         if weights:
             streamer, speed, kept = start_streaming(path, weights, plan.machine, before, progress)
             watch = LayerHooks(streamer)
         elif bitwise and has_experts(path):
             watch = SkipPadding()
         streams = bool(weights and weights.streamed)
-        size = size.of(model)
+        size = plan.size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and weights.slots_of_experts >= 0
@@ -187,7 +182,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         elif watch and weights and weights.cached and bitwise:
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
-        if streams or chosen or borrowed:
+        if streams or chosen or plan.borrowed:
             params.op_offload = False  # a GPU that helps with long prompts would read weights before they are loaded
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
@@ -209,26 +204,18 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         llama_cpp.llama_model_free(model)
         raise
     lanes = most_paths(model, options.budget, options.sessions)
-    capabilities = Capabilities(
-        context_length=size.length(model),
-        max_nodes=size.max_nodes,
-        max_wanted=params.n_outputs_max,
-        max_leaves=lanes or size.max_leaves,
-        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+    capabilities = _capabilities(model, size, lanes, params.n_outputs_max)
+    capabilities = replace(
+        capabilities,
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
-        layers=llama_cpp.llama_model_n_layer(model),
         experts=watch.mixture.shape if watch and watch.mixture else None,
-        paths=lanes > 0,
-        gaps=lanes > 0,  # row classes do not apply: the rows of a pass depend on its paths
-        spare_leaves=None if lanes else size.ids - size.own_ids * options.sessions,
-        cells=size.tokens(model) if options.sessions > 1 and size.share < 1 and not lanes else None,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
-    yielding = 0 if options.threads or capabilities.streams else params.n_threads
+    yielding = 0 if options.threads or streams else params.n_threads
     if yielding:
         crowd()
-    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(borrowed) - 1} if borrowed else {})
+    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(plan.borrowed) - 1} if plan.borrowed else {})
     backend = LlamaBackend(
         model, context, capabilities, options.sessions, options.in_order, watch, yielding, ids=ids,
         computing=computing,
@@ -237,3 +224,29 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         backend.row_hook = row_hook(processors[0])
     backend.notes, backend.plan, backend.files = notes, weights, parts(path)
     return backend
+
+
+def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
+    """Arguments of `load_model`."""
+    params: dict[str, Any] = {"n_gpu_layers": plan.gpu_layers, "use_extra_bufts": REPACKED.keys() <= way.keys()}
+    if plan.weights:
+        params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    if plan.borrowed:
+        return params | lent_options(plan.borrowed)
+    return params | kept_off(plan.weights, plan.gpu_layers, plan.experts_here, platform=plan.machine.platform)
+
+
+def _capabilities(model: Any, size: ContextSize, lanes: int, most_wanted: int) -> Capabilities:
+    """Capabilities of a model that is not streamed; `lanes` are its paths in a tree, 0: no layer is recurrent."""
+    return Capabilities(
+        context_length=size.length(model),
+        max_nodes=size.max_nodes,
+        max_wanted=most_wanted,
+        max_leaves=lanes or size.max_leaves,
+        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+        layers=llama_cpp.llama_model_n_layer(model),
+        paths=lanes > 0,
+        gaps=lanes > 0,  # row classes do not apply: the rows of a pass depend on its paths
+        spare_leaves=None if lanes else size.ids - size.own_ids * size.sessions,
+        cells=size.tokens(model) if size.sessions > 1 and size.share < 1 and not lanes else None,
+    )

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
@@ -52,6 +52,7 @@ from .tree import TreeCache, cut_rows
 
 __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
+MOST_SESSIONS = 256
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 CELLS_OF_SMALL = 8
 BLOCKS = 64  # rows of the block-maximum trick in device_top
@@ -302,13 +303,7 @@ class MlxEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> MlxPlan:
         """See `Engine.plan`. Raises ModelError also for a folder that must be written again to be streamed."""
-        for name, value, low, high in [
-            ("context length", options.context_length, 0, 2**24),
-            ("budget", options.budget, 1, 2**15),
-            ("sessions", options.sessions, 1, 256),
-        ]:
-            if not low <= value <= high:
-                raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
+        check_sizes(options, MOST_SESSIONS)
         memory, before = in_bytes(options.memory), process.private_memory()
         lazy, vocab = open_model(path), load_vocab(path)
         used = machine.used + max(0, process.private_memory() - before)

@@ -18,7 +18,7 @@ import torch
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
@@ -70,6 +70,7 @@ from .session import Placement, TorchSession
 
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
+MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 MIN_NODES = 512  # prompts are read in chunks of this size
 MIN_NODES_ON_GPU = 2048  # … and of this where every chunk may cost all weights a trip to the GPU
@@ -224,7 +225,9 @@ class TorchEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> TorchPlan:
         """See `Engine.plan`. Which layers stay is decided by `choose_placement`, once their sizes are known."""
-        _check_options(options)
+        check_sizes(options, MOST_SESSIONS)
+        if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
+            raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
         device = find_device(options.device, machine.gpus)
         gpu = next((gpu for gpu in machine.gpus if gpu.name == device and not gpu.shared), None)
         if options.gpu_memory is not None and not gpu:
@@ -419,16 +422,3 @@ def _out_of_memory(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"no memory on the device for {what}: {first_line(error)}") from error
-
-
-def _check_options(options: LoadOptions) -> None:
-    for name, value, low, high in [
-        ("context length", options.context_length, 0, 2**24),
-        ("budget", options.budget, 1, 2**15),
-        ("sessions", options.sessions, 1, 2**10),
-        ("threads", options.threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-    if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
-        raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")

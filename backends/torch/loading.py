@@ -16,6 +16,7 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
+from edgespec.weights.plan import layers_on_gpu
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
@@ -244,7 +245,7 @@ def choose_placement(
         return Placement(streamed, streamed)
     count = count_resident(memory, sizes, fixed)
     if gpu_layers is not None:
-        asked = len(sizes) if gpu_layers < 0 else min(len(sizes), max(0, gpu_layers - 1))
+        asked = layers_on_gpu(gpu_layers, len(sizes))
         if asked > count:
             raise NoRoom(
                 f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(sizes)} fit"

@@ -51,8 +51,8 @@ class CopyEngine(Protocol):
     def close(self) -> None: ...
 
 
-class HostCopies:
-    """Where computation and weights share one memory: copies at once."""
+class HostCopies(CopyEngine):
+    """Where computation and weights share one memory: copies at once, so there is nothing to wait for."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         pass
@@ -60,20 +60,8 @@ class HostCopies:
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         target.copy_(source)
 
-    def wait(self, buffer: int) -> None:
-        pass
-
-    def release(self, buffer: int) -> None:
-        pass
-
-    def finish(self, buffer: int) -> None:
-        pass
-
     def waited(self) -> float:
         return 0.0
-
-    def close(self) -> None:
-        pass
 
 
 class CudaCopies:

@@ -254,6 +254,18 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
 
 
+def check_sizes(options: LoadOptions, most_sessions: int) -> None:
+    """Raises UsageError: a number is out of range."""
+    for name, value, low, high in [
+        ("context length", options.context_length, 0, 2**24),
+        ("budget", options.budget, 1, 2**15),
+        ("sessions", options.sessions, 1, most_sessions),
+        ("threads", options.threads or 1, 1, 1024),
+    ]:
+        if not low <= value <= high:
+            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
+
+
 def choose_backend(folder: bool, machine: Machine) -> str:
     """The built-in engine for a model file, or for a model folder.
 

@@ -18,7 +18,7 @@ from typing import Any
 from edgespec.errors import NoRoom, UsageError
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import EXPERTS as EXPERT
-from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of
+from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of, layers_on_gpu
 
 from ..ggml.files import ggml_library, llama_cpp
 
@@ -176,9 +176,7 @@ def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
     Raises:
         UsageError: names the conflict and the option to change.
     """
-    count = count_layers(tensors)
-    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    if wired(plan, gpu_spans(tensors, on_gpu)):
+    if wired(plan, gpu_spans(tensors, layers_on_gpu(gpu_layers, count_layers(tensors)))):
         what = (
             "experts, and keep all of them in memory"
             if plan.cached

@@ -26,18 +26,28 @@ from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
-from edgespec.weights.plan import EXPERTS, MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
+from edgespec.weights.plan import (
+    EXPERTS,
+    MARGIN,
+    SAFETY,
+    Plan,
+    Tensor,
+    count_layers,
+    layer_of,
+    layers_on_gpu,
+    make_plan,
+)
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize
 from ..ggml.files import (
+    all_tensors,
     file_size,
     last_log,
     llama_cpp,
     load_header,
     parts,
-    read_tensors,
     size_lines,
 )
 from ..lending.rpc import choose_lent, memory_of_lenders
@@ -160,7 +170,7 @@ class MemoryPlanner:
         count = count_layers(self.tensors)
         layers = [] if lent and gpu_layers else self.find_layers()
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
-        on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+        on_gpu = layers_on_gpu(gpu_layers, count)
         shares = self.machine.platform == "darwin" and not lent
         gpu: dict[str, Any] = {"kept" if shares else "on_device": on_gpu}
         gpu |= {"experts_here": experts_here, "output_here": lent}
@@ -190,10 +200,6 @@ class MemoryPlanner:
                 f"{self.path} lies on {kind}, which may compress: reading costs processor time, and may be slow"
             )
         return plan, sizes[best], notes
-
-
-def all_tensors(path: str) -> list[Tensor]:
-    return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
 
 
 def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
