@@ -720,6 +720,20 @@ MUTANTS = [
         "test_server.py::test_a_slow_schema_stops_no_other_request",
     ),
     mutant(
+        "service-grammars-wait-uncounted",
+        "service.py",
+        "scheduler.waiting + self._preparing",
+        "scheduler.waiting",
+        "test_server.py::test_requests_that_wait_for_a_grammar_count_as_waiting",
+    ),
+    mutant(
+        "answers-end-twice",
+        "answers.py",
+        "if number not in left:",
+        "if False:",
+        "test_server.py::test_an_end_that_is_reported_twice_counts_once",
+    ),
+    mutant(
         "responses-turns-split",
         "responses.py",
         'found[-1].role == "assistant" and not thought',

@@ -6,7 +6,10 @@ from edgespec.machine.this_machine import this_machine
 
 
 def loader(engine: Engine) -> Callable[..., Any]:
-    """`load_at_once` on this machine, of a path and options."""
+    """
+    Returns:
+        A function of a path and fields of `LoadOptions` as keywords; `exact` is "off" unless given.
+    """
 
     def load(path: str, **options: Any) -> Any:
         return load_at_once(engine, path, this_machine(path, engine.gpus(options.get("device"))), **options)

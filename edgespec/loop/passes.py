@@ -1,4 +1,4 @@
-"""Assembles passes: the part of a prompt, the nodes of a tree, and the prefix that a session can reuse."""
+"""Puts passes together: the next part of a prompt, the nodes of a tree, the prefix that a session can reuse."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ NO_NODES = np.zeros(0, np.intp)
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """One sequence's proposal before it is cut: other sequences may want rows of the same pass.
+    """One sequence's proposal, before it is cut to the rows that its pass has left.
 
     Attributes:
-        nodes: [m] that it may keep, best first, the root left out.
+        nodes: [m] nodes that pay and fit, best first, the root left out.
         started: `perf_counter()` when proposing began.
-        draft_seconds: of its draft passes.
+        draft_seconds: seconds of its draft passes.
     """
 
     tree: DraftTree
@@ -31,18 +31,18 @@ class Proposed:
 
     @property
     def log_probs(self) -> FloatArray:
-        """Of `nodes`: shape [m], falling."""
+        """Log-probabilities of `nodes`, [m], falling."""
         return self.tree.log_probs[self.nodes]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One sequence's part of a forward, from when it is put together until its logits are accepted.
+    """One sequence's part of a forward.
 
     Attributes:
         began: `perf_counter()` when it was put together.
         waited: the target's `wait_seconds` then.
-        tree: to be verified; None: a part of the prompt.
+        tree: the tree to be verified; None: a part of the prompt.
         started: as in `Proposed`.
         draft_seconds: as in `Proposed`.
         plain: plain decoding would make the same pass.
@@ -58,7 +58,7 @@ class Pass:
 
 
 def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:
-    """The nodes that pay and fit: at most `budget`, best first, the root left out."""
+    """Nodes of the proposal that pay and fit: [m], at most `budget`, best first, the root left out."""
     if proposal.nodes is not None:
         return proposal.nodes[:budget]
     if len(proposal.tree) == 1:
@@ -69,7 +69,7 @@ def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Number of leading tokens that are equal."""
     shorter = min(len(left), len(right))
-    if left[:shorter] == right[:shorter]:  # the usual case, without a loop
+    if left[:shorter] == right[:shorter]:  # the usual case costs no loop
         return shorter
     for i, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
@@ -163,22 +163,22 @@ def prompt_work(
 
 
 def is_short(limits: Capabilities, length: int) -> bool:
-    """True if a prompt of `length` tokens has a row class of its own, and is read in one pass."""
+    """True if a prompt of `length` tokens is read in one pass of the row class `BatchInvariance.short`."""
     exact = limits.exact
     return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
 
 
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
-    """Tokens of a prompt that the session holds already; `want_last`: the last one is read again."""
+    """Number of the prompt's first tokens that the session keeps; with `want_last`, the last one is read again."""
     shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
     return session.reusable_prefix(shared, short=is_short(limits, len(token_ids)))
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
-    """Refuse more nodes, or more wanted ones, than a backend takes in one forward, before any work is done.
+    """Refuse a batch that a backend cannot evaluate in one forward, before any work is done.
 
     Raises:
-        ValueError: with the numbers, or prompts and trees, whose passes have other shapes, are in one batch.
+        ValueError: too many nodes, wanted nodes or rows, or works of different row classes.
     """
     nodes = sum(len(work.token_ids) for work in batch)
     counts = [
@@ -198,7 +198,7 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
 
 
 def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
-    """The class that a pass over these works is kept to; None: it has any shape."""
+    """The row class of a pass over these works; None: any shape."""
     exact = limits.exact
     if exact is None:
         return None
@@ -208,7 +208,7 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
 
 
 def most_nodes(limits: Capabilities, unread: int) -> int:
-    """Most nodes of a tree, the root included, in a session with `unread` committed tokens."""
+    """Most nodes of a tree, the root included, in a session with `unread` tokens (`Session.unread_committed`)."""
     most = min(limits.max_nodes, limits.max_wanted)
     return min(most, limits.exact.trees.most - unread) if limits.exact else most
 
