@@ -183,7 +183,7 @@ def host_memory() -> int:
 
 
 def _gpu(device: Any) -> Gpu | None:
-    return look_at(device) if device.type == "cuda" else None
+    return look_at(str(device)) if device.type == "cuda" else None
 
 
 def _free(device: Any) -> None:
