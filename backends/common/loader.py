@@ -6,10 +6,7 @@ from edgespec.machine.this_machine import this_machine
 
 
 def loader(engine: Engine) -> Callable[..., Any]:
-    """
-    Returns:
-        A function of a path and fields of `LoadOptions` as keywords; `exact` is "off" unless given.
-    """
+    """A function of a path and fields of `LoadOptions` (`exact` "off" by default) that loads a model here."""
 
     def load(path: str, **options: Any) -> Any:
         return load_at_once(engine, path, this_machine(path, engine.gpus(options.get("device"))), **options)

@@ -162,7 +162,6 @@ class RecurrentSession(ReferenceSession):
         self._tips: dict[int, Array] = {}  # states after last nodes of paths
 
     def add(self, work: Work, positions: Sequence[int]) -> Logits:
-        """Evaluate a checked work's nodes, path by path."""
         length, first = len(self.token_ids), self.nodes
         if not work.prompt:
             self._states.mark(length)
