@@ -297,7 +297,7 @@ class MlxPlan(LoadPlan):
         size: of sessions and passes.
         layout: where weights lie; None: all stay in memory.
         weights: the part of the weights that stays in memory; None: all.
-        told: on memory, for a person.
+        told: notes on memory, for a person.
         machine: that was planned for.
     """
 

@@ -263,7 +263,7 @@ engine = TorchEngine()
 
 
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
-    """`common.loader`'s; with `copies` the processor stands for a GPU with so much memory as `gpu_memory` says."""
+    """As `common.loader`; with `copies` the processor stands for a GPU."""
     if copies is None:
         backend: TorchBackend = loader(engine)(path, **options)
         return backend

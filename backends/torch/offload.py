@@ -63,7 +63,7 @@ class CopyEngine(Protocol):
 
 
 class HostCopies(CopyEngine):
-    """Where computation and weights share one memory: copies at once, so there is nothing to wait for."""
+    """Copies at once, for weights in the memory of the computation; nothing is waited for."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         pass

@@ -57,7 +57,7 @@ class Machine(Protocol):
 
     @property
     def disk(self) -> Any:
-        """How the model's disk is read: a `machine.disk.Reading`."""
+        """The way to read the model's disk, a `machine.disk.Reading`."""
 
     @property
     def packages(self) -> Sequence[str]:

@@ -233,7 +233,7 @@ def make_plan(
 
 
 def _choose_parts(layers: Sequence[Layer], excess: int, page: int, ends: Ends | None) -> tuple[list[Layer] | None, int]:
-    """What is streamed to free `excess` bytes (None: not enough can be), and its slots; `ends` as for `_parts`."""
+    """Parts to stream, which free `excess` bytes (None: impossible), and slots; `ends` as for `_parts`."""
     inner, unit = (layers, page) if ends else (_inner(layers, HUGE), HUGE)
     streamed = _parts(inner, excess, unit, SLOTS, ends)
     if streamed and max(part.size for part in streamed) <= SMALL_PART:
@@ -334,7 +334,7 @@ def count_layers(tensors: Iterable[Tensor]) -> int:
 
 
 def layers_on_gpu(gpu_layers: int, count: int) -> int:
-    """How many of `count` layers lie on a GPU; `gpu_layers` counts the output as one, -1 = all."""
+    """Layers on a GPU, of `count`; `gpu_layers` counts the output as one, -1 = all."""
     return count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
 
 

@@ -62,7 +62,7 @@ ROOM_FOR_BUFFERS = 2 << 30
 
 
 class MemoryPlanner:
-    """What of a model lies where on a machine, and which context it gets.
+    """Places of a model's weights on a machine, and the size of its context.
 
     Args:
         path: of the model.
