@@ -171,7 +171,7 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
         used.append(threads)
         set_threads(context, threads, batch_threads)
 
-    monkeypatch.setattr(engine, "compute_cores", lambda: 3)
+    monkeypatch.setattr("edgespec.machine.this_machine.compute_cores", lambda: 3)
     for module in (engine, backend):
         monkeypatch.setattr(module, "crowd", Others)
     monkeypatch.setattr(llama_cpp, "llama_set_n_threads", spy)
