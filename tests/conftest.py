@@ -269,6 +269,12 @@ def smollm2_tiny_f32(smollm2: Path, smollm2_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_tiny_q2k(smollm2: Path, smollm2_folder: Path) -> Path:
+    """The same, rougher: as a draft of it, mostly right."""
+    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
+
+
+@pytest.fixture(scope="session")
 def smollm2_f32(smollm2: Path, smollm2_folder: Path) -> Path:
     """A copy in float32, whose logits hardly depend on the shape of a pass."""
     return once(smollm2_folder / "f32.gguf", lambda new: quantised(smollm2, new, F32))

@@ -75,18 +75,14 @@ def whole_target(smollm2):
         yield backend
 
 
-def rough(smollm2, smollm2_folder):
-    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
-
-
 @pytest.fixture(scope="module", params=["itself", "rough", "damaged"])
-def draft(request, smollm2, smollm2_tiny, smollm2_folder):
+def draft(request, smollm2, smollm2_tiny, smollm2_tiny_q2k, smollm2_folder):
     """Always right, mostly right, mostly wrong."""
     match request.param:
         case "itself":
             path = smollm2_tiny
         case "rough":
-            path = rough(smollm2, smollm2_folder)
+            path = smollm2_tiny_q2k
         case "damaged":
             path = once(
                 smollm2_folder / "tiny-damaged.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(4, 30)))
@@ -143,10 +139,9 @@ def test_trees(target, draft, sampling):
 
 
 @pytest.fixture(scope="module")
-def usual_draft(smollm2, smollm2_folder):
+def usual_draft(smollm2_tiny_q2k):
     """Mostly right, and loaded as drafts are: nodes may stay below a commit."""
-    path = rough(smollm2, smollm2_folder)
-    with loaded(path, in_order=False) as backend:
+    with loaded(smollm2_tiny_q2k, in_order=False) as backend:
         yield backend
 
 
