@@ -26,7 +26,7 @@ from edgespec.loading.row_classes import MANY, find
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
@@ -130,9 +130,9 @@ def draft(weights):
 def write(target, planner, prompt, sampling, count, budget=62):
     session, output, stats = target.open(), [], GenerationStats()
     ids = target.vocab.encode(prompt, add_bos=True, parse_special=False)
-    for round_ in generate_tokens(
+    for round_ in Generation(
         target, session, planner, ids, sampling, max_tokens=count, budget=budget, stats=stats, stop_ids=frozenset()
-    ):
+    ).steps():
         output += round_.tokens
     planner.close()
     session.close()

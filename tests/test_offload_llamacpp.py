@@ -38,7 +38,7 @@ from edgespec.loading import row_classes
 from edgespec.loading.pair import open_backends
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -152,9 +152,9 @@ def write(backend: LlamaBackend, planner: Any, sampling: SamplingParams, count: 
     prompt = backend.vocab.encode(PROMPT, add_bos=True, parse_special=False)
     session, output = backend.open(), []
     try:
-        for round_ in generate_tokens(
+        for round_ in Generation(
             backend, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=GenerationStats()
-        ):
+        ).steps():
             output += round_.tokens
     finally:
         session.close()

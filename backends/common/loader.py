@@ -8,7 +8,10 @@ from edgespec.machine.this_machine import this_machine
 
 
 def loader(engine: Engine) -> Callable[..., Any]:
-    """A function of a path and fields of `LoadOptions` (`exact` "off" by default) that loads a model here."""
+    """
+    Returns:
+        A function of a path and fields of `LoadOptions` as keywords; `exact` is "off" unless given.
+    """
 
     def load(path: str, **options: Any) -> Any:
         return engine.load(engine.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()))

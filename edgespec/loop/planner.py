@@ -2,6 +2,7 @@
 
 A step of one sequence, as a planner sees it:
 
+    unread              tokens that the draft model reads first: a long prompt
     propose             a tree of draft tokens, perhaps with passes of a draft model
     while_target_runs   the target verifies the tree
     saw                 the target's logits
@@ -19,6 +20,7 @@ from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
+from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import DraftTree, Proposal
 
@@ -85,16 +87,23 @@ class Planner(ABC):
     name: str = ""  # as users write it
     depth: int = 1 << 30  # most nodes of a path that it proposes, the root left out
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
-        """A sequence starts.
-
-        Args:
-            prompt_ids: at least one token.
-            read: `propose` will be called soon. False: leave for later what takes time.
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A sequence of at least one token starts. Makes no pass.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
         """
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """Tokens that the draft is to read before the next `propose`; the caller makes these passes, between steps.
+
+        Args:
+            token_ids: all committed tokens.
+
+        Returns:
+            None: there are none, or so few that `propose` reads them.
+        """
+        return None
 
     @abstractmethod
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:

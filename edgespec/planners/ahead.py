@@ -227,9 +227,9 @@ class AheadPlanner(SpecExecPlanner):
     def stats(self) -> PlannerStats:
         return replace(super().stats, hidden_seconds=self._hidden_seconds, went_on=self._went_on)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._went_ahead, self._went_on, self._hidden_seconds = False, 0, 0.0
-        super().begin(prompt_ids, read=read)
+        super().begin(prompt_ids)
 
     def _begun(self, context: Context, budget: int) -> Search:
         search = self._search
@@ -297,12 +297,10 @@ class AheadPlanner(SpecExecPlanner):
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
-        late = False
-        if self._worker.busy:
-            if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
-                self._drafter.evaluated = 0
-                return
-            late = self._worker.late
+        if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
+            self._drafter.evaluated = 0
+            return
+        late = self._worker.late
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):

@@ -15,6 +15,7 @@ import numpy as np
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.tree import DraftTree, Proposal, only, root_only
 from edgespec.planners.guard import Guard
@@ -127,6 +128,14 @@ class Candidate(ABC):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self.planner.begin(prompt_ids)
 
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """As for `Planner`, if it is likely to be asked."""
+        return self.planner.unread(token_ids)
+
+    def is_ready(self, token_ids: Sequence[int]) -> bool:
+        """It is to be asked now. False: it has too much to read, which is `unread` from now on."""
+        return True
+
     @abstractmethod
     def estimate(self, context: Context, budget: int) -> float:
         """Tokens per second that asking it may bring; 0: do not ask, inf: asking costs nothing."""
@@ -172,11 +181,15 @@ class AutoPlanner(Planner):
         sessions = (candidate.planner.draft_session for candidate in self._candidates)
         return next((session for session in sessions if session), None)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._offer, self._went_ahead = None, False
         self._state.guard.pause()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        readings = (candidate.unread(token_ids) for candidate in self._candidates)
+        return next((reading for reading in readings if reading), None)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
@@ -189,7 +202,7 @@ class AutoPlanner(Planner):
             if times and (context.head is None or sequences == 1):  # of shared paths larger passes are never learned
                 budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
             for candidate in self._candidates:
-                if candidate.estimate(context, budget) > offer.rate:
+                if candidate.estimate(context, budget) > offer.rate and candidate.is_ready(context.token_ids):
                     offer, asked = (yield from candidate.propose(context, budget)), candidate
         self._offer, self._asked, self._length = offer, asked, length
         self._rows = _rows(offer.proposal, context.head)

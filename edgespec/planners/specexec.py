@@ -24,14 +24,13 @@ import numpy as np
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import Proposal, root_only
 from edgespec.planners.cost import worth_reading
-from edgespec.planners.drafting import ChildScores, Drafter
+from edgespec.planners.drafting import CATCH_UP, ChildScores, Drafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search
-
-CATCH_UP = 64  # tokens that `foresee` reads at once of a sequence that the draft was not asked for
 
 
 class SpecExecPlanner(Planner):
@@ -77,9 +76,12 @@ class SpecExecPlanner(Planner):
         drafter = self._drafter
         return PlannerStats(drafter.passes, drafter.seconds, mean_batch=drafter.mean_batch)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self.observe([], 0.0)
-        self._drafter.begin(prompt_ids, read)
+        self._drafter.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        return self._drafter.unread(token_ids)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         steps = min(self.depth, self._drafter.room(context))
