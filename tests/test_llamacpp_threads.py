@@ -154,7 +154,7 @@ def tree_bits(backend, session, parents):
     return rows.view(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["smollm2_tiny", "smollm2_q2k"])
+@pytest.mark.parametrize("kind", ["smollm2_tiny", "smollm2_tiny_q2k"])
 def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
     path = str(request.getfixturevalue(kind))
     busy, used = [0.0], list[int]()
