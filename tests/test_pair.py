@@ -24,7 +24,14 @@ from edgespec.measure import pair as pair_module
 from edgespec.measure import pair_report, recording
 from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair, without_disturbance
 from edgespec.measure.pair_checks import check_pair
-from edgespec.measure.pair_report import append_entry, check_writable, figures, ranking, recommendation, table
+from edgespec.measure.pair_report import (
+    append_entry,
+    check_writable,
+    figures,
+    pair_table,
+    ranking,
+    recommendation,
+)
 from edgespec.measure.recording import QUESTIONS, questions, record
 from edgespec.measure.replay import replay
 from edgespec.model import Model
@@ -250,7 +257,7 @@ def test_what_is_recommended(sssd: float, specexec: float | None, planner: str, 
 
 def test_tables() -> None:
     found = measured(2.0, 3.0)
-    text = table(found)
+    text = pair_table(found)
     assert "big.gguf, streamed, passes: wide" in text
     assert "6.00" in text
     lines = ranking([("slow.gguf", measured(2.0, 1.5)), ("quick.gguf", found)]).splitlines()

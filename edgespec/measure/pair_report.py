@@ -4,39 +4,33 @@ import os
 import shutil
 from collections.abc import Sequence
 from datetime import date
-from io import StringIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, RegistryError, UsageError
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
+from edgespec.measure.tables import table
 from edgespec.models.registry import OWN, read_models
 
 
-def table(found: Measured) -> str:
+def pair_table(found: Measured) -> str:
     tasks = list(found.plain.by_task)
     how = "streamed" if found.streams else "in memory"
     title = f"{Path(found.target).name}, {how}" + (f", passes: {found.exact}" if found.exact else "")
-    view = Table(title=title, title_justify="left")
-    view.add_column("planner")
-    for heading in ("budget", "tokens per pass", *tasks, "draft ms", "pass ms", "tokens/s", "x plain"):
-        view.add_column(heading, justify="right")
-    for row in found.rows:
-        view.add_row(
+    headings = ("planner", "budget", "tokens per pass", *tasks, "draft ms", "pass ms", "tokens/s", "x plain")
+    return table(title, headings, [
+        [
             row.planner, str(row.budget), f"{row.tokens_per_pass:.2f}", *(f"{row.by_task[task]:.2f}" for task in tasks),
             f"{1000 * row.draft_seconds:.0f}", f"{1000 * row.pass_seconds:.0f}", f"{row.tokens_per_second:.2f}",
-            f"{row.tokens_per_second / found.plain.tokens_per_second:.2f}", style="bold" if row == found.best else "",
-        )  # fmt: skip
-    text = StringIO()
-    Console(file=text, width=110).print(view)
-    return text.getvalue().rstrip()
+            f"{row.tokens_per_second / found.plain.tokens_per_second:.2f}",
+        ]
+        for row in found.rows
+    ])  # fmt: skip
 
 
 def recommendation(found: Measured) -> str:
@@ -138,16 +132,13 @@ def _indent(text: str) -> str:
 
 
 def ranking(all_found: Sequence[tuple[str, Measured]]) -> str:
-    view = Table(title="drafts, each with its best budget", title_justify="left")
-    for heading in ("draft", "budget", "tokens per pass", "tokens/s", "x plain"):
-        view.add_column(heading, justify="left" if heading == "draft" else "right")
-    rows = [(name, found.best_of("specexec"), found.plain) for name, found in all_found]
-    rows += [("none (sssd)", found.best_of("sssd"), found.plain) for _, found in all_found[:1]]
-    for name, row, plain in sorted(rows, key=lambda one: -(one[1].tokens_per_second if one[1] else 0)):
+    best = [(name, found.best_of("specexec"), found.plain) for name, found in all_found]
+    best += [("none (sssd)", found.best_of("sssd"), found.plain) for _, found in all_found[:1]]
+    rows = []
+    for name, row, plain in sorted(best, key=lambda one: -(one[1].tokens_per_second if one[1] else 0)):
         if row:
             speed = row.tokens_per_second
             share = f"{speed / plain.tokens_per_second:.2f}"
-            view.add_row(name, str(row.budget), f"{row.tokens_per_pass:.2f}", f"{speed:.2f}", share)
-    text = StringIO()
-    Console(file=text, width=130).print(view)
-    return text.getvalue().rstrip()
+            rows.append([name, str(row.budget), f"{row.tokens_per_pass:.2f}", f"{speed:.2f}", share])
+    headings = ("draft", "budget", "tokens per pass", "tokens/s", "x plain")
+    return table("drafts, each with its best budget", headings, rows, width=130)

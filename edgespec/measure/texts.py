@@ -4,13 +4,11 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from edgespec.errors import UsageError
 from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
@@ -20,6 +18,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import user_messages
 from edgespec.measure.lossless import explain
+from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
@@ -95,7 +94,7 @@ def run_bench(
     max_tokens: int = 96,
     raw: bool = False,
     system: str | None = None,
-    ctx: int | None = None,
+    context_length: int | None = None,
     models_file: str | None = None,
     ahead: bool | None = None,
     progress: bool = False,
@@ -108,7 +107,7 @@ def run_bench(
     `ready` is called when the models are loaded; `engine_options` are further fields of `LoadOptions`.
 
     Returns:
-        A report that `table` shows and JSON holds. `unexplained` counts divergences that are not ties.
+        A report that `bench_table` shows and JSON holds. `unexplained` counts divergences that are not ties.
     """
     entry = find_model(model, models_file)
     draft = draft or entry.draft
@@ -119,7 +118,7 @@ def run_bench(
     need_draft = any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(
-        context_length=choose_context(ctx, entry), budget=budget, wide=fixed and budget >= WIDE,
+        context_length=choose_context(context_length, entry), budget=budget, wide=fixed and budget >= WIDE,
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
@@ -195,32 +194,21 @@ def _report(
     }
 
 
-def table(report: dict[str, Any]) -> str:
+def bench_table(report: dict[str, Any]) -> str:
     shapes = f", passes: {report['exact']}" if report["exact"] else ""
     title = f"{report['prompts']} prompts, at most {report['max_tokens']} tokens each, on {report['backend']}{shapes}"
-    view = Table(title=title, title_justify="left")
-    view.add_column("planner")
     headings = ("acceptance length", "tokens/s", "x plain", "draft", "target", "disk", "planning", "plain's tokens")
-    for heading in headings:
-        view.add_column(heading, justify="right")
+    rows, by_category = [], []
     for name, row in report["planners"].items():
         equal = f"{report['prompts'] - row['ties'] - row['unexplained']} equal"
         shares = row["draft_share"], row["target_share"] - row["wait_share"], row["wait_share"]
-        view.add_row(
+        rows.append([
             name, f"{row['acceptance_length']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['ratio_to_plain']:.2f}",
             *(f"{100 * share:.0f} %" for share in shares), f"{100 * row['plan_share']:.1f} %",
             ", ".join([equal, *(f"{row[key]} {word}" for key, word in VERDICTS if row[key])]),
-        )  # fmt: skip
-    categories = list(next(iter(report["planners"].values()))["by_category"])
-    text = StringIO()
-    console = Console(file=text, width=110)
-    console.print(view)
-    if categories:
-        by_category = Table(title="acceptance length by category", title_justify="left")
-        by_category.add_column("planner")
-        for category in categories:
-            by_category.add_column(category, justify="right")
-        for name, row in report["planners"].items():
-            by_category.add_row(name, *(f"{row['by_category'][category]:.2f}" for category in categories))
-        console.print(by_category)
-    return text.getvalue().rstrip()
+        ])  # fmt: skip
+        by_category.append([name, *(f"{length:.2f}" for length in row["by_category"].values())])
+    shown = table(title, ("planner", *headings), rows)
+    if categories := list(report["planners"]["none"]["by_category"]):
+        shown += "\n" + table("acceptance length by category", ("planner", *categories), by_category)
+    return shown
