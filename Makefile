@@ -10,11 +10,11 @@ ORDER ?= -p no:randomly
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
 
-# A pair that needs no download: the small model streamed, and a draft made of it. A table, and build/pair.png.
+# A pair that needs no download: the small model streamed, and a draft made of it.
 pair: .venv/pair build/draft.gguf
-	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
+	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8
 
-# Four layers from its middle are left out; `--drop-layers best:4` would find out which it misses least, in some minutes.
+# Four layers from its middle are left out.
 build/draft.gguf: .venv/pair
 	mkdir -p build
 	rm -f $@
