@@ -10,9 +10,9 @@ ORDER ?= -p no:randomly
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
 
-# A pair that needs no download: the small model streamed, and a draft made of it.
+# A pair that needs no download: the small model streamed, and a draft made of it. A table, and build/pair.png.
 pair: .venv/pair build/draft.gguf
-	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8
+	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
 
 # Four layers from its middle are left out.
 build/draft.gguf: .venv/pair

@@ -30,8 +30,8 @@ def test_answers_are_recorded_once_and_guessed(script, smollm2_tiny, tmp_path):
     record = "record", smollm2_tiny, prompts, answers, "-n", "24", "--ctx", "256"
     assert script(*record)[0] == 0
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert [(line["question"], line["task"]) for line in lines] == [(questions[0]["prompt"], "echo"), ("Why?", "")]
-    assert all(line["output_ids"] for line in lines)
+    assert [(line["prompt"], line["category"]) for line in lines] == [(questions[0]["prompt"], "echo"), ("Why?", "")]
+    assert all(line["output"] for line in lines)
     before = answers.read_text()
     assert script(*record)[0] == 0
     assert answers.read_text() == before
@@ -45,7 +45,7 @@ def test_answers_are_recorded_once_and_guessed(script, smollm2_tiny, tmp_path):
 
 def test_bad_answers_are_one_line(script, smollm2_tiny, tmp_path):
     answers = tmp_path / "answers.jsonl"
-    answers.write_text('{"question": "no output"}')
+    answers.write_text('{"prompt": "no output"}')
     code, _, err = script("measure", smollm2_tiny, answers)
     assert code != 0
     assert err.startswith("bench-sssd: ")

@@ -29,6 +29,7 @@ from edgespec.measure.pair_report import (
     check_writable,
     figures,
     pair_table,
+    picture,
     ranking,
     recommendation,
 )
@@ -255,7 +256,7 @@ def test_what_is_recommended(sssd: float, specexec: float | None, planner: str, 
     assert figures(found, "12G")["planner"] == planner
 
 
-def test_tables() -> None:
+def test_tables_and_the_picture(tmp_path: Path) -> None:
     found = measured(2.0, 3.0)
     text = pair_table(found)
     assert "big.gguf, streamed, passes: wide" in text
@@ -263,6 +264,23 @@ def test_tables() -> None:
     lines = ranking([("slow.gguf", measured(2.0, 1.5)), ("quick.gguf", found)]).splitlines()
     order = [next(i for i, line in enumerate(lines) if name in line) for name in ("quick", "none (sssd)", "slow")]
     assert order == sorted(order)
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'edgespec[bench]'")
+    picture(found, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(EdgespecError, match="cannot be written"):
+        picture(found, tmp_path / "missing" / "a.png")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr("edgespec.measure.pair.measure_pair", lambda *_, **__: pytest.fail("began to measure"))
+    missing = str(tmp_path / "missing" / "a.png")
+    for there, path, code, says in ((object(), missing, 2, "there is no folder"), (None, "a.png", 1, "[bench]")):
+        monkeypatch.setattr("edgespec.measure.pair_report.find_spec", lambda _, there=there: there)
+        status, out, err = run("pair", str(smollm2_tiny), "--png", path)
+        assert (status, out, err.count("\n")) == (code, "", 1)
+        assert says in err
 
 
 OWN = """# mine

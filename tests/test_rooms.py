@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 MOST_ROOMS, MOST_FLOORS = 12, 8
 NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed", "models.yaml"}
 HEAVY = [
-    "distributed", "gguf", "huggingface_hub", "jinja2", "llama_cpp", "llguidance", "ml_dtypes", "mlx",
+    "distributed", "gguf", "huggingface_hub", "jinja2", "llama_cpp", "llguidance", "matplotlib", "ml_dtypes", "mlx",
     "prompt_toolkit", "pydivsufsort", "safetensors", "starlette", "tokenizers", "torch", "transformers", "uvicorn",
 ]  # fmt: skip
 

@@ -8,8 +8,7 @@ from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import Source, make_tree
-from edgespec.measure.recording import read_recordings
-from edgespec.measure.replay import Recording, replay
+from edgespec.measure.replay import Recording, read_recordings, replay
 from edgespec.planners.datastore import build, open_datastore
 from edgespec.planners.sssd import (
     CONTINUATIONS,
@@ -286,15 +285,19 @@ def test_replay_counts_what_a_target_would_gain():
     assert len(result.plan_seconds) == 3
 
 
+class ChatVocab(NumberVocab):
+    chat_template = "{{ messages[0].content }} 999"
+
+
 def test_recordings_are_read_and_cut(tmp_path):
     path = tmp_path / "x.jsonl"
-    row = '{"question": "1 2", "prompt_ids": [1, 2], "output_ids": %s}\n'
-    path.write_text(row % "[3, 4, 5]" + "\n" + row % "[]")
-    assert read_recordings(path, 2) == [Recording([1, 2], [3, 4])]
+    path.write_text('{"prompt": "1 2", "output": "3 4 5"}\n\n{"prompt": "1", "output": ""}\n')
+    recordings = read_recordings(path, ChatVocab(), 2)
+    assert recordings == [Recording([1, 2, 999], [3, 4])]
 
 
-@pytest.mark.parametrize("content", ['{"question": "1 2"}', "[1]", "{", '{"prompt": 1, "output": 2}', ""])
+@pytest.mark.parametrize("content", ['{"question": "1 2"}', "[1]", "{", '{"prompt": 1, "output": 2}'])
 def test_other_files_are_no_recordings(tmp_path, content):
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(UsageError, match=r"x\.jsonl"):
-        read_recordings(tmp_path / "x.jsonl", 2)
+        read_recordings(tmp_path / "x.jsonl", ChatVocab(), 2)

@@ -30,12 +30,13 @@ Examples:
 @click.option("--budget", type=int, default=64, show_default=True, help="Largest budget that is tried.")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
 @click.option("--ctx", "context_length", type=int, default=2048, show_default=True, help="Context in tokens.")
+@click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
 @click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
 @MODELS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pair(
     target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int,
-    context_length: int, write: str | None, as_json: bool, **options: Any,
+    context_length: int, png: str | None, write: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Check whether DRAFT suits TARGET, and measure what it gains here.
 
@@ -46,14 +47,16 @@ def pair(
     from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
     from edgespec.measure.recording import questions
 
+    if png:
+        report.check_picture(png)
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
     for name, value in (("max tokens", max_tokens), ("budget", budget)):
         if value < 1:
             raise UsageError(f"{name} is {value}, but must be at least 1")
     if find and (draft or quick or write):
         raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick and --write")
-    if quick and write:
-        raise UsageError("--quick measures no speed: it goes without --write")
+    if quick and (write or png):
+        raise UsageError("--quick measures no speed: it goes without --write and --png")
     own = report.check_writable(write) if write else None
     entry = find_model(target, options["models_file"])
     draft = None if find else draft or entry.draft
@@ -83,6 +86,8 @@ def pair(
         click.echo(json.dumps(_as_json(one)) if as_json else f"{report.pair_table(one)}\n{report.recommendation(one)}")
     if find and good and not as_json:
         click.echo(report.ranking(measured))
+    if png:
+        report.picture(measured[0][1], Path(png))
     if write and own:
         sources = {"target": entry.target, "draft": find_model(draft, options["models_file"]).target if draft else None}
         report.append_entry(own, _entry(write, sources, report.figures(measured[0][1], options["memory"])))

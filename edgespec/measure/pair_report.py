@@ -1,9 +1,10 @@
-"""The measurements of a pair as tables and as an entry of models.yaml."""
+"""The measurements of a pair as tables, a picture, and an entry of models.yaml."""
 
 import os
 import shutil
 from collections.abc import Sequence
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, RegistryError, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
 from edgespec.measure.tables import table
@@ -53,6 +54,45 @@ def _name(row: Row) -> str:
 
 def _times(row: Row, plain: float) -> str:
     return f"{row.tokens_per_second / plain:.2f} ×"
+
+
+def check_picture(path: str | Path) -> None:
+    """See that a picture can be drawn into a file; call it before minutes are spent on figures.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+        UsageError: there is no such folder.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingPackage("matplotlib", "bench", "the picture")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise UsageError(f"the picture cannot be written to {path}: there is no folder {folder}")
+
+
+def picture(found: Measured, out: Path) -> None:
+    """Raises as `check_picture`, or EdgespecError: it cannot be written."""
+    check_picture(out)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in dict.fromkeys(row.planner for row in found.rows[1:]):
+        rows = [row for row in found.rows if row.planner == name]
+        places = [row.budget for row in rows]
+        left.plot(places, [row.tokens_per_pass for row in rows], "o-", label=name)
+        right.plot(places, [row.tokens_per_second for row in rows], "o-", label=name)
+    left.axhline(1, color="grey", linestyle="--", label="plain")
+    right.axhline(found.plain.tokens_per_second, color="grey", linestyle="--", label="plain")
+    for axes, what in ((left, "tokens per pass"), (right, "tokens/s")):
+        axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
+        axes.set_xticks(places := [row.budget for row in found.rows if row.budget], [str(place) for place in places])
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:

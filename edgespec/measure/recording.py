@@ -84,7 +84,7 @@ def record(
     planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # with equal answers
     session = target.open()
     try:
-        for number, (task, question) in enumerate(asked):
+        for number, (_, question) in enumerate(asked):
             progress(number, len(asked))
             if question in known:
                 continue
@@ -94,31 +94,13 @@ def record(
                 max_tokens=max_tokens, budget=16, stats=GenerationStats(),
             ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]
-            known[question] = {
-                "question": question, "task": task, "prompt_ids": prompt_ids, "output_ids": output_ids,
-            }  # fmt: skip
+            known[question] = {"question": question, "prompt_ids": prompt_ids, "output_ids": output_ids}
             _append(kept, known[question])
     finally:
         session.close()
         planner.close()
     progress(len(asked), len(asked))
     return [Recording(known[text]["prompt_ids"], known[text]["output_ids"], task) for task, text in asked]
-
-
-def read_recordings(path: Path, max_tokens: int) -> list[Recording]:
-    """What `record` has written; longer answers are cut, so that a few of them do not outweigh the others.
-
-    Raises:
-        UsageError: the file has no recorded answer.
-    """
-    found = [
-        Recording(row["prompt_ids"], row["output_ids"][:max_tokens], row.get("task", ""))
-        for row in _read(path)
-        if row["output_ids"]
-    ]
-    if not found:
-        raise UsageError(f"{path}: has no recorded answers")
-    return found
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -140,7 +122,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _append(path: Path, row: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # the line before was interrupted
+        cut = path.exists() and not path.read_bytes().endswith(b"\n")  # the line before was interrupted
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" * cut + json.dumps(row) + "\n")
     except OSError:  # a full or read-only disk: it is recorded again next time
