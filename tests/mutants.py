@@ -530,14 +530,14 @@ MUTANTS = [
     mutant(
         "scheduler-failed-text-stays",
         "scheduler.py",
-        "self._end(lane, error)\n        self.pool.renew(lane)",
+        "self._end(lane, error)\n                self.pool.renew(lane)",
         "self._end(lane, error)",
         "test_scheduler.py::test_of_texts_whose_pass_failed_nothing_is_kept",
     ),
     mutant(
         "scheduler-owed-without-room",
         "prompt_chunks.py",
-        "limits.exact.prompts.most - taken - session.unread_committed",
+        "limits.exact.prompts.most - taken - reading.session.unread_committed",
         "limits.exact.prompts.most - taken",
         "test_scheduler.py::test_tokens_that_a_reader_owes_have_room_besides_trees",
     ),
@@ -547,6 +547,27 @@ MUTANTS = [
         "end = whole_tiles(end)\n",
         "pass\n",
         "test_scheduler.py::test_a_part_of_a_prompt_ends_where_a_tile_does",
+    ),
+    mutant(
+        "scheduler-draft-reads-at-once",
+        "scheduler.py",
+        "self._pass_now, single=len(lanes) == 1)",
+        "self._pass_now, single=True)",
+        "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
+    ),
+    mutant(
+        "scheduler-draft-is-not-waited-for",
+        "session_pool.py",
+        "not self.unread and self.draft_prompt is None",
+        "not self.unread",
+        "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
+    ),
+    mutant(
+        "scheduler-late-interrupt-ends-a-request",
+        "scheduler.py",
+        "if isinstance(error, Interrupted):",
+        "if not error:",
+        "test_draft_reads.py::test_an_interrupt_that_came_too_late_ends_nobody",
     ),
     mutant(
         "slots-newest-gives-way",
@@ -565,8 +586,8 @@ MUTANTS = [
     mutant(
         "slots-heir-counts-too-little",
         "session_pool.py",
-        "if heir is None or heir.forked <= kept:",
-        "if forks:",
+        "if heir and heir.forked > kept:",
+        "if heir and not forks:",
         "test_held.py::test_forks_count_once_when_their_source_moves_on",
     ),
     mutant(
@@ -597,6 +618,20 @@ MUTANTS = [
         "self.log_probs[part] - self.log_probs[node]",
         "self.log_probs[part]",
         "test_search.py::test_only_the_origin_moves",
+    ),
+    mutant(
+        "drafting-reads-beyond-its-context",
+        "drafting.py",
+        "or length >= self.draft.capabilities.context_length",
+        "or length < 0",
+        "test_draft_reads.py::test_a_draft_whose_context_is_full_reads_no_further",
+    ),
+    mutant(
+        "auto-late-draft-reads-at-once",
+        "candidates.py",
+        "return self._unread(self._wanted) <= 1 + CATCH_UP",
+        "return True",
+        "test_draft_reads.py::test_a_draft_that_is_asked_late_reads_in_chunks_too",
     ),
     mutant(
         "drafting-noise-of-another-position",
@@ -765,8 +800,8 @@ MUTANTS = [
     mutant(
         "gpu-large-draft-first",
         "gpu.py",
-        "if beside <= room // 2:",
-        "if beside <= room:",
+        "if drafts <= room // 2:",
+        "if drafts <= room:",
         "test_gpu_layers.py::test_the_draft_first_if_it_is_small",
     ),
     mutant(
@@ -788,14 +823,14 @@ MUTANTS = [
     mutant(
         "gpu-draft-without-buffers",
         "llamacpp/memory.py",
-        "return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before",
-        "return weights",
+        " + tokenizer + buffers[0]",
+        "",
         "test_offload_llamacpp.py::test_a_draft_takes_its_part",
     ),
     mutant(
         "memory-pools-take-all",
         "llamacpp/memory.py",
-        "plan.slots * plan.slot_bytes - beside",
+        "plan.slots * plan.slot_bytes - reserve",
         "plan.slots * plan.slot_bytes",
         "test_gpu_layers.py::test_pools_leave_room_for_libraries_whatever_the_memory",
     ),

@@ -75,7 +75,7 @@ def test_while_it_is_typed_the_prompt_is_read(client):
 def test_a_pass_is_ended_only_if_what_it_reads_is_changed(client, monkeypatch, following, ended):
     """Who types is quicker than a pass: were each ended by the next letter, nothing would be read before a pause."""
     scheduler, inner, begun, go_on, ends = client.model.scheduler, client.model.target.forward, Event(), Event(), []
-    monkeypatch.setattr(scheduler._pass_now, "_interrupt", lambda: ends.append(len(ends)))
+    monkeypatch.setattr(client.model.target, "interrupt", lambda: ends.append(len(ends)))
 
     def slow(batch):
         begun.set()

@@ -24,7 +24,7 @@ from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.engine import load
 
 from edgespec.errors import ContextFull, ModelError
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -75,18 +75,14 @@ def whole_target(smollm2):
         yield backend
 
 
-def rough(smollm2, smollm2_folder):
-    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
-
-
 @pytest.fixture(scope="module", params=["itself", "rough", "damaged"])
-def draft(request, smollm2, smollm2_tiny, smollm2_folder):
+def draft(request, smollm2, smollm2_tiny, smollm2_tiny_q2k, smollm2_folder):
     """Always right, mostly right, mostly wrong."""
     match request.param:
         case "itself":
             path = smollm2_tiny
         case "rough":
-            path = rough(smollm2, smollm2_folder)
+            path = smollm2_tiny_q2k
         case "damaged":
             path = once(
                 smollm2_folder / "tiny-damaged.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(4, 30)))
@@ -97,7 +93,8 @@ def draft(request, smollm2, smollm2_tiny, smollm2_folder):
 
 def write(target, planner, prompt, sampling, count):
     session, stats, output = target.open(), GenerationStats(), []
-    for round_ in generate_tokens(target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats):
+    generation = Generation(target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats)
+    for round_ in generation.steps():
         output += round_.tokens
     session.close()
     assert stats.tokens == len(output) == sum(stats.tokens_by_source.values())
@@ -134,6 +131,9 @@ def check_lossless(target, planner, sampling, count, prompts=PROMPTS[:2]):
 
 
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
+seldom_at_others = pytest.mark.parametrize(
+    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
+)
 
 
 @pytest.mark.covering(1)
@@ -143,10 +143,9 @@ def test_trees(target, draft, sampling):
 
 
 @pytest.fixture(scope="module")
-def usual_draft(smollm2, smollm2_folder):
+def usual_draft(smollm2_tiny_q2k):
     """Mostly right, and loaded as drafts are: nodes may stay below a commit."""
-    path = rough(smollm2, smollm2_folder)
-    with loaded(path, in_order=False) as backend:
+    with loaded(smollm2_tiny_q2k, in_order=False) as backend:
         yield backend
 
 
@@ -214,16 +213,16 @@ def test_what_pays(target, draft, sampling, streams):
     )
 
 
-@by_temperature
+@seldom_at_others
 def test_the_whole_model(whole_target, smollm2_q2k, sampling):
     """Thirty layers round five times as often, and write sense: drafts are right in other places."""
     with loaded(smollm2_q2k) as draft:
         check_lossless(whole_target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
 
 
-def test_cells_out_of_order_are_a_matter_of_rounding(smollm2, smollm2_pruned):
+def test_cells_out_of_order_are_a_matter_of_rounding(smollm2_tiny, smollm2_tiny_q2k):
     """Without `in_order` the cache fills the gaps that rejected branches leave: other rounding, no other text."""
-    with loaded(smollm2, in_order=False) as loose, loaded(smollm2_pruned) as draft:
+    with loaded(smollm2_tiny, in_order=False) as loose, loaded(smollm2_tiny_q2k) as draft:
         check_lossless(loose, SpecExecPlanner(draft, depth=8, beam=4), SAMPLINGS[2], 24, PROMPTS[:1])
 
 
@@ -245,9 +244,7 @@ def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
         check_lossless(target, SssdPlanner(), sampling, 24, PROMPTS[:1])
 
 
-@pytest.mark.parametrize(
-    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
-)
+@seldom_at_others
 def test_the_whole_model_with_a_cache_of_8_bits(smollm2, smollm2_q2k, sampling):
     with loaded(smollm2, kv_type="q8_0") as target, loaded(smollm2_q2k, kv_type="q8_0") as draft:
         check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
@@ -361,10 +358,10 @@ def test_a_prompt_longer_than_the_context(target):
     prompt = [5] * target.capabilities.context_length
     with pytest.raises(ContextFull, match=r"256 tokens, but the context holds 256"):
         next(
-            generate_tokens(
+            Generation(
                 target, session, NonePlanner(), prompt, SamplingParams(), max_tokens=5, budget=1,
-                stats=GenerationStats(), progress=lambda *done: seen.append(done),
-            )
+                stats=GenerationStats(),
+            ).steps(progress=lambda *done: seen.append(done))
         )  # fmt: skip
     assert session.token_ids == []
     assert seen == []

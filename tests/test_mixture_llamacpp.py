@@ -28,10 +28,11 @@ from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine.this_machine import this_machine
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -51,7 +52,7 @@ SAMPLINGS = [
 
 @pytest.fixture(autouse=True)
 def _steady_memory(monkeypatch):
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
 
 
 @pytest.fixture
@@ -62,11 +63,13 @@ def from_disk(monkeypatch, mixtures):
     def get(kind: str, slots: int) -> LlamaBackend:
         path = str(mixtures[kind])
         least = llamacpp_memory.ContextSize(512, 32, 1, llamacpp_memory.CHUNKS[0], "f16")
-        memory = llamacpp_memory.memory_needs(path, least) + llamacpp_memory.file_size(path) - (300 << 10)
+        memory = (
+            llamacpp_memory.memory_needs(path, least, this_machine()) + llamacpp_memory.file_size(path) - (300 << 10)
+        )
         with monkeypatch.context() as patch:
             patch.setattr(llamacpp_memory, "most_slots", lambda layers, room: slots)
             patch.setattr(llamacpp_memory, "memory_of", lambda layers, slots: 0)
-            patch.setattr(llamacpp_memory, "beside_pools", lambda room: 0)
+            patch.setattr(llamacpp_memory, "pool_reserve", lambda room: 0)
             backend = load(path, memory=memory, **OPTIONS, kv_type="f16")
         made.append(backend)
         assert backend._watch is not None
@@ -123,9 +126,9 @@ def test_texts_are_equal(kind, mixtures, from_disk):
         texts = []
         for planner in (NonePlanner(), SpecExecPlanner(draft, depth=4, beam=3), SssdPlanner()):
             session = target.open()
-            rounds = generate_tokens(
+            rounds = Generation(
                 target, session, planner, ids, sampling, max_tokens=24, budget=6, stats=GenerationStats()
-            )
+            ).steps()
             texts.append([token for round_ in rounds for token in round_.tokens])
             session.close()
             planner.close()

@@ -139,14 +139,3 @@ def kept_of(path: str, size: ContextSize) -> str:
         return "" if is_recurrent(model) else size.kept_in(model)
     finally:
         llama_cpp.llama_model_free(model)
-
-
-def check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
-    for name, value, low, high in [
-        ("context length", context_length, 0, 2**24),
-        ("budget", budget, 1, 2**15),
-        ("sessions", sessions, 1, LLAMA_MAX_SEQ),
-        ("threads", threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")

@@ -1,6 +1,8 @@
 """Model folders become mlx-lm models, whose weights are not read yet: what is refused before that."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,40 @@ from mlx_lm.utils import load_model
 
 from edgespec.errors import ModelError
 
-from ..common.hf_vocab import first_line
-from .recurrent import leaves_of
+from ..common.hf_vocab import check_folder, first_line
+from .recurrent import is_recurrent, leaves_of
+from .tree import wrap_ropes
+
+
+@dataclass(frozen=True, slots=True)
+class LazyModel:
+    """A folder's model, whose weights MLX reads when the first pass needs them.
+
+    Attributes:
+        folder: its own.
+        config: of config.json.
+        model: mlx-lm's.
+        windows: as `find_windows` returns them.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    model: Any
+    windows: Sequence[int | None]
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        return self.config.get("text_config") or self.config
+
+
+def open_model(path: str) -> LazyModel:
+    """Raises ModelError."""
+    folder = check_folder(path)
+    config, model = check_files(folder), load_weights(folder)
+    windows = find_windows(model, path)
+    if not is_recurrent(model):
+        wrap_ropes(model)
+    return LazyModel(folder, config, model, windows)
 
 
 def check_files(folder: Path) -> dict[str, Any]:

@@ -15,15 +15,17 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from edgespec.errors import ModelError, NoRoom
-from edgespec.machine.memory import available_memory, format_size, private_memory
+from edgespec.loop.engines import Machine
+from edgespec.machine.memory import format_size
+from edgespec.machine.this_machine import Gpu
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
 from edgespec.weights.plan import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
 
 from ..common.recurrent import most_paths, states_of
-from .loading import check_files, find_windows, load_weights
+from .loading import LazyModel
 from .recurrent import is_recurrent, sizes_of
-from .tree import Pass, TreeCache, wrap_ropes
+from .tree import Pass, TreeCache
 
 CHUNKS = (128, 256, 512, 1024, 2048)  # nodes of a pass over a prompt, where every one reads weights again
 MIN_NODES = 512  # … and where none does
@@ -136,41 +138,35 @@ class PassSize:
 
 
 def plan_memory(
-    model: Any,
-    folder: Path,
-    config: Mapping[str, Any],
-    windows: Sequence[int | None],
-    size: PassSize,
-    memory: int | None,
-    beside: int,
+    lazy: LazyModel, size: PassSize, memory: int | None, used: int, drafts: int, machine: Machine
 ) -> tuple[Plan | None, PassSize, Layout, list[str]]:
     """What of a model stays in memory: the plan (None: everything), the passes it is made for, and notes for a person.
 
     Args:
-        model: loaded lazily, its ropes wrapped.
-        folder: its own.
-        config: of the text model.
-        windows: of its layers.
+        lazy: the model.
         size: of sessions and passes, as asked for.
         memory: bytes for everything; None: what is free.
-        beside: bytes that the draft will take.
+        used: bytes of this program.
+        drafts: bytes that the drafts will take.
+        machine: to plan for.
 
     Raises:
         NoRoom: the memory is too little.
         ModelError: it would be enough if the folder held the weights as MLX computes with them.
     """
-    found = free_memory()
+    model, folder = lazy.model, lazy.folder
+    found = free_memory(machine)
     room = memory if memory is not None else int(found * (1 - SAFETY))
     notes = []
     if memory is not None and memory > found:
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
     layout = find_layout(model, folder)
-    cell, item = cell_bytes(model, windows)
-    fixed = private_memory() + MARGIN + beside + freed_buffers() + size.states(model)
+    cell, item = cell_bytes(model, lazy.windows)
+    fixed = used + MARGIN + drafts + freed_buffers(machine.gpus) + size.states(model)
     needs = {}
     for chunk in sorted({size.chunk, *CHUNKS}):
         one = replace(size, chunk=chunk)
-        needs[one] = fixed + one.sessions * one.cells * cell + work_bytes(config, one, item)
+        needs[one] = fixed + one.sessions * one.cells * cell + work_bytes(lazy.text_config, one, item)
     if layout.size + needs[size] <= room:
         return None, size, layout, notes
     try:
@@ -192,7 +188,7 @@ def plan_memory(
             break
         if other and other.streamed_bytes <= least * (1 + CHUNK_SHARE):
             best, plan = one, other
-    return (replace(plan, draft_bytes=beside) if plan else None), best, layout, notes
+    return (replace(plan, draft_bytes=drafts) if plan else None), best, layout, notes
 
 
 def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
@@ -201,9 +197,9 @@ def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
     return make_plan(layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True)
 
 
-def free_memory() -> int:
+def free_memory(machine: Machine) -> int:
     """Bytes that may be taken; on a Mac at most what its GPU can hold."""
-    return min(available_memory(), int(WIRED_SHARE * gpu_memory()) or available_memory())
+    return min(machine.free, int(WIRED_SHARE * gpu_limit(machine.gpus)) or machine.free)
 
 
 WIRED_SHARE = 0.9  # of what a Mac's GPU can hold may be weights; where mlx-lm warns, too
@@ -215,26 +211,33 @@ def on_gpu() -> bool:
     return bool(mx.default_device() == mx.gpu)
 
 
-def gpu_memory() -> int:
+def find_gpus() -> list[Gpu]:
+    limit = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    used = mx.get_active_memory()
+    return [Gpu("gpu", limit > 0, max(0, limit - used), used, limit)] if limit or on_gpu() else []
+
+
+def gpu_limit(gpus: Sequence[Gpu]) -> int:
     """Bytes that a Mac's GPU can hold; 0 elsewhere."""
-    return int(mx.device_info().get("max_recommended_working_set_size", 0))
+    return sum(gpu.limit for gpu in gpus)
 
 
-def freed_buffers() -> int:
+def freed_buffers(gpus: Sequence[Gpu]) -> int:
     """Bytes of freed buffers that MLX may keep; 0: MLX's own limit holds. On the CPU it sets itself none."""
-    return gpu_memory() // CACHE_SHARE or (0 if on_gpu() else KEPT)
+    return gpu_limit(gpus) // CACHE_SHARE or (0 if gpus else KEPT)
 
 
-def set_memory_limits(weights: int) -> list[str]:
+def set_memory_limits(weights: int, gpus: Sequence[Gpu]) -> list[str]:
     """Bound the freed buffers that MLX keeps; on a Mac, keep weights in the GPU's memory.
 
     Args:
         weights: bytes of the weights that stay in memory.
+        gpus: as of a `Machine`.
 
     Returns:
         What the user should know.
     """
-    size, freed = gpu_memory(), freed_buffers()
+    size, freed = gpu_limit(gpus), freed_buffers(gpus)
     if size:
         mx.set_wired_limit(size)
     if freed:
@@ -288,12 +291,8 @@ def parameter_bytes(model: Any) -> int:
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
-def beside_bytes(folder: Path, size: PassSize) -> int:
+def draft_bytes(lazy: LazyModel, size: PassSize) -> int:
     """What another model will take that is loaded with the same options, and stays in memory."""
-    config, model = check_files(folder), load_weights(folder)
-    windows = find_windows(model, str(folder))
-    if not is_recurrent(model):
-        wrap_ropes(model)
-    cell, item = cell_bytes(model, windows)
-    caches = size.sessions * size.cells * cell + size.states(model)
-    return parameter_bytes(model) + caches + work_bytes(config.get("text_config") or config, size, item)
+    cell, item = cell_bytes(lazy.model, lazy.windows)
+    caches = size.sessions * size.cells * cell + size.states(lazy.model)
+    return parameter_bytes(lazy.model) + caches + work_bytes(lazy.text_config, size, item)

@@ -15,6 +15,8 @@ from rich.progress import track
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
 from edgespec.machine.memory import format_size
+from edgespec.machine.this_machine import Gpu
+from edgespec.weights.plan import layers_on_gpu
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
@@ -35,20 +37,33 @@ NF4 = "nf4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls the kinds of layers
 
 
-def find_device(name: str | None) -> Any:
+def find_gpus(device: str | None) -> list[Gpu]:
+    """GPUs that this PyTorch sees; only `device` is measured, or the first: looking takes memory of a GPU."""
+    names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    wanted = (device if device != "cuda" else None) or next(iter(names), None)
+    found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
+    # It takes the machine's memory, which is known.
+    return [*found, *([Gpu("mps", True, 0)] if torch.backends.mps.is_available() else [])]
+
+
+def look_at(name: str) -> Gpu:
+    """A CUDA device, with what drafts hold that were loaded before."""
+    free, total = torch.cuda.mem_get_info(name)
+    return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
+
+
+def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
     """The device of that name, or the best there is.
 
     Raises:
         UsageError: this PyTorch does not see it.
     """
-    there = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    there += ["mps"] if torch.backends.mps.is_available() else []
-    there += ["cpu"]
+    there = [*(gpu.name for gpu in gpus), "cpu"]
     wanted = name or there[0]
     wanted = "cuda:0" if wanted == "cuda" else wanted
     if wanted not in there:
         raise UsageError(f"device {name!r} is not there: this PyTorch ({torch.__version__}) sees {', '.join(there)}")
-    return torch.device(wanted)
+    return wanted
 
 
 def load_model(folder: Path, dtype: str | None) -> Any:
@@ -196,48 +211,74 @@ class Host:
     apart: bool  # the device has memory of its own; else it computes in this one, and what does not fit is on disk
 
 
-def place_layers(
-    model: Any,
-    device: Any,
-    memory: int,
-    fixed: int,
-    copies: Callable[[Any, int], CopyEngine],
-    host: Host | None = None,
-    form: Form = PLAIN,
-    gpu_layers: int | None = None,
-) -> Streamer | None:
-    """Bring layers to their form; empty those that do not fit on the device, and start streaming them.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Numbers of the layers that do not stay on the device.
+
+    Attributes:
+        streamed: in every pass.
+        on_disk: of these, the ones that host memory cannot hold.
+    """
+
+    streamed: Sequence[int]
+    on_disk: Sequence[int]
+
+
+def choose_placement(
+    sizes: Sequence[int], memory: int, fixed: int, host: Host | None = None, gpu_layers: int | None = None
+) -> Placement:
+    """Decide which layers stay.
 
     Args:
-        model: on the host, its weights mapped or in memory.
-        device: where it computes.
-        memory: bytes to use there.
+        sizes: bytes of each layer.
+        memory: bytes to use on the device.
         fixed: how many of them are not for layers.
-        copies: makes the copy engine.
-        host: where they wait; None: in host memory, all of them.
-        form: of the layers.
+        host: where the other layers wait; None: in host memory, all of them.
         gpu_layers: how many stay on a GPU, the output included; -1: all; None: as many as fit.
 
     Raises:
         NoRoom: the device's memory cannot hold two layers or those that are to stay, or the host's not three.
-        ModelError: a layer cannot be written to where it is to be streamed from.
     """
-    layers = list(decoder_layers(model))
-    sizes = [form.size(layer) for layer in layers]
     if host and not host.apart:
         count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
-        streamed = on_disk = streamed_layers(len(layers), count)
-    else:
-        count = count_resident(memory, sizes, fixed)
-        if gpu_layers is not None:
-            asked = len(layers) if gpu_layers < 0 else min(len(layers), max(0, gpu_layers - 1))
-            if asked > count:
-                raise NoRoom(
-                    f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(layers)} fit"
-                )
-            count = asked
-        streamed = streamed_layers(len(layers), count)
-        on_disk = _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else []
+        streamed = streamed_layers(len(sizes), count)
+        return Placement(streamed, streamed)
+    count = count_resident(memory, sizes, fixed)
+    if gpu_layers is not None:
+        asked = layers_on_gpu(gpu_layers, len(sizes))
+        if asked > count:
+            raise NoRoom(
+                f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(sizes)} fit"
+            )
+        count = asked
+    streamed = streamed_layers(len(sizes), count)
+    return Placement(streamed, _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else [])
+
+
+def place_layers(
+    model: Any,
+    device: Any,
+    sizes: Sequence[int],
+    placement: Placement,
+    copies: Callable[[Any, int], CopyEngine],
+    host: Host | None = None,
+    form: Form = PLAIN,
+) -> Streamer | None:
+    """Bring layers to their form; empty those that do not stay on the device, and start streaming them.
+
+    Args:
+        model: on the host, its weights mapped or in memory.
+        device: where it computes.
+        sizes: bytes of each layer in its form.
+        placement: of its layers.
+        copies: makes the copy engine.
+        host: as for `choose_placement`.
+        form: of the layers.
+
+    Raises:
+        ModelError: a layer cannot be written to where it is to be streamed from.
+    """
+    layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
     blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)

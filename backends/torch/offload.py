@@ -62,8 +62,8 @@ class CopyEngine(Protocol):
     def close(self) -> None: ...
 
 
-class HostCopies:
-    """Where computation and weights share one memory: copies at once."""
+class HostCopies(CopyEngine):
+    """Copies at once, for weights in the memory of the computation; nothing is waited for."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         pass
@@ -71,20 +71,8 @@ class HostCopies:
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         target.copy_(source)
 
-    def wait(self, buffer: int) -> None:
-        pass
-
-    def release(self, buffer: int) -> None:
-        pass
-
-    def finish(self, buffer: int) -> None:
-        pass
-
     def waited(self) -> float:
         return 0.0
-
-    def close(self) -> None:
-        pass
 
 
 class CudaCopies:

@@ -64,7 +64,7 @@ def pair(
     if quick and not draft:
         raise UsageError("--quick compares two models: name a draft")
     candidates = drafts_here(path, options["models_file"]) if find else [draft] if draft else []
-    good = [one for one in candidates if _suits(path, one, context_length, find, as_json, **options)]
+    good = [one for one in candidates if _suits(path, one, context_length, find, **options)]
     if find:
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
@@ -101,9 +101,8 @@ def _file(entry: Entry) -> str:
 
 
 def _suits(
-    path: str, draft: str, context_length: int, quietly: bool, as_json: bool, *, memory: str | None,
-    models_file: str | None,
-) -> bool:  # fmt: skip
+    path: str, draft: str, context_length: int, quietly: bool, *, memory: str | None, models_file: str | None
+) -> bool:
     """Print refusals and warnings; true if the draft can be used."""
     from edgespec.machine.memory import available_memory, parse_size
     from edgespec.measure.pair_checks import check_pair
@@ -142,8 +141,7 @@ def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) 
         for role, source in sources.items()
         if source
     }
-    defaults = (
-        {"planner": measured["planner"]} if measured["planner"] != "specexec" else {}
-    )  # else auto, with the draft
-    defaults |= {"budget": measured["budget"]} if measured["budget"] else {}
+    defaults = {name: measured[name] for name in ("planner", "budget") if measured[name]}
+    if defaults["planner"] == "specexec":  # auto uses the draft, too
+        del defaults["planner"]
     return {"name": name, **absolute, "defaults": defaults, "measured": [measured]}

@@ -114,43 +114,38 @@ class LoadingBar:
     def __init__(self, model: str) -> None:
         self._model = model
         self._shown: Any = None
-        self._counts = False  # the bar is shown, not the spinner
 
     def update(self, done: int, total: int) -> None:
-        if self._shown is None:
-            return
-        if not self._counts:
+        if self._shown and not isinstance(self._shown, Bars):
             from rich.progress import DownloadColumn, TransferSpeedColumn
 
             self._shown.stop()
-            columns = DownloadColumn(binary_units=True), TransferSpeedColumn()
-            self._shown, self._counts = Bars(*columns, transient=True), True
-        self._shown.update(f"reading {self._model}", done, total)
+            self._shown = Bars(DownloadColumn(binary_units=True), TransferSpeedColumn(), transient=True)
+        if self._shown:
+            self._shown.update(f"reading {self._model}", done, total)
 
     def say(self, what: str) -> None:
-        if self._shown is None:
-            return
-        if self._counts:
-            from rich.console import Console
-
+        if isinstance(self._shown, Bars):
             self._shown.stop()
-            self._shown, self._counts = Console(stderr=True).status(what), False
-            self._shown.start()
-        else:
+            self._spin(what)
+        elif self._shown:
             self._shown.update(what)
+
+    def _spin(self, what: str) -> None:
+        from rich.console import Console
+
+        self._shown = Console(stderr=True).status(what)
+        self._shown.start()
+
+    def stop(self) -> None:
+        if self._shown:
+            self._shown.stop()
+        self._shown = None
 
     def __enter__(self) -> "LoadingBar":
         if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._shown = Console(stderr=True).status(f"loading {self._model}")
-            self._shown.start()
+            self._spin(f"loading {self._model}")
         return self
-
-    def stop(self) -> None:
-        if self._shown is not None:
-            self._shown.stop()
-            self._shown = None
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -1,19 +1,16 @@
 """Engines: their interface, load options, and the list of built-in ones."""
 
-import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Vocab
 
-# name -> module with an `engine`, as in the entry-point group edgespec.backends
+# Name -> module with an `engine`; others are in the entry-point group edgespec.backends.
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp.engine",
     "mlx": "edgespec.backends.mlx.backend",
@@ -23,53 +20,73 @@ BUILT_IN = {
 # Optional fields of `LoadOptions`, in the order in which messages name them.
 ENGINE_OPTIONS = ("threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders")
 
-Computing = Mapping[str, str | int | None]  # see `Backend.computing`
-Progress = Callable[[int, int], None]  # of (bytes read, bytes in all)
+Computing = Mapping[str, str | int | None]  # `Backend.computing`
+Progress = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
 class Machine(Protocol):
-    """A computer for which an engine plans, as `machine/this_machine.py` describes it; sizes in bytes."""
+    """A computer for which an engine plans: see `machine/this_machine.py`. Sizes in bytes."""
 
     @property
     def platform(self) -> str:
         """As `sys.platform`."""
 
     @property
-    def memory(self) -> int:
-        """In all."""
+    def architecture(self) -> str:
+        """As `platform.machine()`."""
+
+    @property
+    def cores(self) -> int:
+        """Processors to compute with."""
 
     @property
     def free(self) -> int:
-        """That this process may still take."""
+        """Memory that this process may still take."""
 
     @property
-    def processors(self) -> int:
-        """That this process may use."""
+    def used(self) -> int:
+        """Memory of this process, without a file behind it."""
+
+    @property
+    def moves_pages(self) -> bool:
+        """True if pages of memory can be moved."""
+
+    @property
+    def gpus(self) -> Sequence[Any]:
+        """As `Engine.gpus` found them."""
+
+    @property
+    def disk(self) -> Any:
+        """The way to read the model's disk, a `machine.disk.Reading`."""
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """Import names of the engines' packages that are installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of a model that is loaded. None = not given: the engine chooses.
+    """Options of a model that is loaded; None: the engine chooses.
 
     Attributes:
-        context_length: most tokens of one sequence; 0 = what the model was trained for.
+        context_length: most tokens of one sequence; 0: as many as the model was trained for.
         budget: most draft tokens of one pass.
         sessions: most sessions open at once.
-        wide: passes will mostly have 16 nodes and more.
+        wide: most passes will have at least 16 nodes.
         exact: wanted row class, as for `edgespec.load`.
         backend: the engine's name.
         threads: compute threads.
-        gpu_layers: layers on the GPU; the output counts as one, -1 = all.
+        gpu_layers: layers on the GPU, of which the output matrix is one; -1: all.
         gpu_memory: bytes of GPU memory that this program may take, or "10G".
         memory: bytes of this machine's memory that the program and `draft_files` may take, or "12G".
-        kv_type: type of keys and values in the cache, or of each, as in "f16/q8_0".
-        device: where to compute.
-        dtype: of the weights.
-        lenders: addresses HOST:PORT of `edgespec lend`.
-        draft_files: models that will be loaded with the same options and stay in memory.
-        resident: all weights stay in memory: another model's plan has left room for them.
-        in_order: a session's cells lie in the order of its tokens; a draft does without.
-        share: of one context, what each further session adds to the cells that all sessions share.
+        kv_type: type of keys and values in the cache, or of each, such as "f16/q8_0".
+        device: name of the device to compute on.
+        dtype: type of the weights.
+        lenders: addresses HOST:PORT of machines that run `edgespec lend`.
+        draft_files: paths of models that will be loaded with the same options and stay in memory.
+        resident: all weights stay in memory, where another model's plan has left room for them.
+        in_order: a session's cells lie in the order of its tokens, which a draft does not need.
+        share: part of a context that each further session adds to the cells of all sessions.
     """
 
     context_length: int = 4096
@@ -92,7 +109,7 @@ class LoadOptions:
     share: float | None = None
 
     def for_draft(self) -> Self:
-        """Options of a draft. It stays in memory, and uses the GPU unless `gpu_layers` is 0."""
+        """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
@@ -105,12 +122,12 @@ class LoadPlan:
     """A model that an engine would load.
 
     Attributes:
-        path: of the model.
+        path: path of the model.
         options: as given.
         build: `Backend.build`.
-        ways: `Backend.computing` of each way to compute, the best first. All but the last need a row class.
-        fills_memory: once it is loaded there is no room for a probe model.
-        notes: for a person, on what stays in memory; None: only the loaded model has them.
+        ways: `Backend.computing` of each way to compute, the best first; all but the last need a row class.
+        fills_memory: there is no room for a probe model when it is loaded.
+        notes: lines for the user on what stays in memory; None: only the loaded model has them.
     """
 
     path: str
@@ -144,8 +161,12 @@ class Engine(Protocol):
 
     supported: frozenset[str] = frozenset()
 
+    def gpus(self, device: str | None) -> Sequence[Any]:
+        """GPUs that it can use now, each a `machine.this_machine.Gpu`; only `device` of `LoadOptions` is measured."""
+        return ()
+
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        """Plan for a machine; nothing large is read.
+        """Plan for a machine, and ask nothing else of the system; nothing large is read.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -154,10 +175,10 @@ class Engine(Protocol):
         return LoadPlan(path=path, options=options)
 
     def load(self, plan: Any, way: Computing | None = None, progress: Progress | None = None) -> Backend:
-        """Load what `plan` returned; errors as there.
+        """Load a model; errors as for `plan`.
 
         Args:
-            plan: recent, since other programs take memory, too.
+            plan: recent result of `plan`: other programs take memory, too.
             way: one of `plan.ways`; None: the last.
             progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
         """
@@ -175,21 +196,13 @@ class Engine(Protocol):
         """A small model that computes as the one at `path`, freed at the end; None: this engine makes none.
 
         Args:
-            path: of the whole model.
-            computing: of the whole model.
+            path: path of the whole model.
+            computing: `Backend.computing` of the whole model.
 
         Raises:
             ModelError: on entering the `with`, if it cannot be made.
         """
         return None
-
-    def left_of_gpu(self, draft: Backend, memory: int | str) -> int | str:
-        """Bytes of GPU `memory` that a draft of this engine leaves.
-
-        Raises:
-            UsageError: none.
-        """
-        return memory
 
 
 def find_engine(name: str) -> Engine:
@@ -207,13 +220,28 @@ def find_engine(name: str) -> Engine:
     return engine
 
 
+def load_at_once(engine: Engine, path: str, machine: Machine, **options: Any) -> Any:
+    """Plan and load.
+
+    Args:
+        engine: of the model.
+        path: of the model.
+        machine: this one.
+        options: fields of `LoadOptions`; `exact` is "off" by default.
+
+    Raises:
+        EdgespecError: as for `Engine.plan` and `Engine.load`.
+    """
+    return engine.load(engine.plan(path, LoadOptions(**{"exact": "off"} | options), machine))
+
+
 def load_vocab(name: str, path: str) -> Vocab:
     """Load only the tokenizer; errors as for `Engine.load_vocab` and `find_engine`."""
     return find_engine(name).load_vocab(path)
 
 
 def check_supported(names: Sequence[str], options: LoadOptions) -> None:
-    """Refuse an option that was given and that none of these engines supports.
+    """Refuse options that none of these engines supports.
 
     Raises:
         UsageError: names the option and the engines' own options.
@@ -226,17 +254,29 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
 
 
-def choose_backend(folder: bool) -> str:
-    """The built-in engine for a model file, or for a model folder on this machine.
+def check_sizes(options: LoadOptions, most_sessions: int) -> None:
+    """Raises UsageError: a number is out of range."""
+    for name, value, low, high in [
+        ("context length", options.context_length, 0, 2**24),
+        ("budget", options.budget, 1, 2**15),
+        ("sessions", options.sessions, 1, most_sessions),
+        ("threads", options.threads or 1, 1, 1024),
+    ]:
+        if not low <= value <= high:
+            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
+
+
+def choose_backend(folder: bool, machine: Machine) -> str:
+    """The built-in engine for a model file, or for a model folder.
 
     Raises:
         MissingPackage: no engine for folders is installed.
     """
-    return installed_backends(folder)[0]
+    return installed_backends(folder, machine)[0]
 
 
-def installed_backends(folder: bool) -> list[str]:
-    """Built-in engines for model files or folders that are installed here, the preferred one first.
+def installed_backends(folder: bool, machine: Machine) -> list[str]:
+    """Built-in engines for model files or folders that are installed, the preferred one first.
 
     Raises:
         MissingPackage: no engine for folders is installed.
@@ -244,9 +284,9 @@ def installed_backends(folder: bool) -> list[str]:
     if not folder:
         return ["llamacpp"]
     engines = [("torch", "torch"), ("mlx", "mlx_lm")]
-    if sys.platform == "darwin" and platform.machine() == "arm64":
+    if (machine.platform, machine.architecture) == ("darwin", "arm64"):
         engines.reverse()
-    installed = [name for name, package in engines if find_spec(package)]
+    installed = [name for name, package in engines if package in machine.packages]
     if not installed:
         name, package = engines[0]
         raise MissingPackage(package.replace("_", "-"), name, "running a model folder")

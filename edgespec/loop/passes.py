@@ -77,6 +77,92 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return shorter
 
 
+@dataclass(slots=True)
+class Prefill:
+    """Makes tokens the committed tokens of a session: `work`, then `read` or `commit`, while some are `unread`.
+
+    Attributes:
+        backend: the session's backend.
+        session: any session; its uncommitted nodes are dropped.
+        token_ids: the tokens wanted; a prefix that the session holds is kept.
+        want_last: the last token's logits are wanted.
+        retries: how often all may be read again after ContextFull: an emptied session has room if the cache was
+            reordered meanwhile, so that its cells could not be continued.
+    """
+
+    backend: Backend
+    session: Session
+    token_ids: Sequence[int]
+    want_last: bool = False
+    retries: int = 1
+
+    @property
+    def unread(self) -> int:
+        """Number of tokens that are not committed yet."""
+        return max(0, len(self.token_ids) - len(self.session.token_ids))
+
+    def resume(self) -> int:
+        """Keep the prefix that can be continued, which passes of other sequences may change.
+
+        Returns:
+            Number of tokens kept.
+        """
+        start = start_of(self.backend.capabilities, self.session, self.token_ids, want_last=self.want_last)
+        self.session.rewind(start)
+        return start
+
+    def work(self, most: int | None = None) -> Work:
+        """The next part.
+
+        Args:
+            most: tokens; default: as many as a pass takes, and always where rows depend on each other (`blocks`).
+        """
+        limits, session, start = self.backend.capabilities, self.session, self.resume()
+        exact = limits.exact
+        if short := is_short(limits, len(self.token_ids)):
+            end = len(self.token_ids)
+        elif exact and exact.blocks:
+            end = start - start % exact.prompts.most + exact.prompts.most
+        else:
+            fits = min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.unread_committed
+            end = start + (fits if most is None else min(fits, most))
+        piece = np.asarray(self.token_ids[start:end], np.int32)
+        nodes = np.arange(len(piece), dtype=np.int32)
+        wanted = nodes[-1:] if self.want_last and end >= len(self.token_ids) else nodes[:0]
+        return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
+
+    def read(self, work: Work) -> Logits | None:
+        """Make a pass over a part, and commit it.
+
+        Returns:
+            None: the session was emptied, and all must be read again.
+
+        Raises:
+            ContextFull: the tokens do not fit.
+        """
+        try:
+            [logits] = self.backend.forward([work])
+        except ContextFull:
+            if not self.may_begin_again():
+                raise
+            self.session.rewind(0)
+            return None
+        self.commit(work)
+        return logits
+
+    def commit(self, work: Work) -> None:
+        """Commit a part after its pass."""
+        self.session.commit(list(range(len(work.token_ids))))
+
+    def may_begin_again(self) -> bool:
+        """Use one retry; False if none is left, or if the tokens would not fit into an empty session either."""
+        limit = self.backend.capabilities.context_length
+        if self.retries == 0 or not self.session.token_ids or len(self.token_ids) > limit:
+            return False
+        self.retries -= 1
+        return True
+
+
 def prefill(
     backend: Backend,
     session: Session,
@@ -85,81 +171,29 @@ def prefill(
     want_last: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Logits, int] | None:
-    """Make `token_ids` the session's committed tokens, keeping the prefix it already holds.
+    """Make `token_ids` the session's committed tokens; arguments as for `Prefill`.
 
     Args:
-        backend: the session's backend.
-        session: any session, committed tokens, uncommitted nodes and all.
-        token_ids: the tokens wanted.
-        want_last: return the logits that follow the last token, and the node they belong to.
-        progress: called with (tokens done, tokens in all) before the first and after every pass.
+        progress: called with (tokens done, all tokens) before the first and after every pass.
+
+    Returns:
+        With `want_last`, the logits and the last token's node in them; else None.
 
     Raises:
         ContextFull: the tokens do not fit.
     """
-    session.rewind(start_of(backend.capabilities, session, token_ids, want_last=want_last))
-    last, retries = None, PromptRetries()
-    if progress and len(session.token_ids) < len(token_ids):
+    reading, last = Prefill(backend, session, token_ids, want_last), None
+    reading.resume()
+    if progress and reading.unread:
         progress(len(session.token_ids), len(token_ids))
-    while len(session.token_ids) < len(token_ids):
-        work = prompt_work(backend.capabilities, session, token_ids, want_last=want_last)
-        try:
-            last = backend.forward([work])[0], len(work.token_ids) - 1
-        except ContextFull:
-            if not retries.allow(backend.capabilities, session, token_ids):
-                raise
-            session.rewind(0)
+    while reading.unread:
+        work = reading.work()
+        if (logits := reading.read(work)) is None:
             continue
-        session.commit(list(range(len(work.token_ids))))
+        last = logits, len(work.token_ids) - 1
         if progress:
             progress(len(session.token_ids), len(token_ids))
     return last if want_last else None
-
-
-@dataclass(slots=True)
-class PromptRetries:
-    """Decides after ContextFull whether a prompt is read again from its beginning, in an emptied session.
-
-    That helps if the cache was reordered during the prefill, so that its cells cannot be continued.
-    """
-
-    left: int = 1
-
-    def allow(self, limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
-        """Use one retry; False if none is left, or if an empty session would have no more room."""
-        if self.left == 0 or not session.token_ids or len(token_ids) > limits.context_length:
-            return False
-        self.left -= 1
-        return True
-
-
-def prompt_work(
-    limits: Capabilities,
-    session: Session,
-    token_ids: Sequence[int],
-    *,
-    want_last: bool = False,
-    most: int | None = None,
-) -> Work:
-    """The next part of a prompt whose beginning is the session's committed tokens; the session has no nodes.
-
-    `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
-    """
-    exact, start = limits.exact, len(session.token_ids)
-    if short := is_short(limits, len(token_ids)):
-        end = len(token_ids)
-    elif exact and exact.blocks:
-        end = start - start % exact.prompts.most + exact.prompts.most
-    else:
-        end = (
-            start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.unread_committed
-        )
-        if most is not None:
-            end = min(end, start + most)
-    piece = np.asarray(token_ids[start:end], np.int32)
-    nodes = np.arange(len(piece), dtype=np.int32)
-    wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
-    return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
 
 
 def is_short(limits: Capabilities, length: int) -> bool:

@@ -3,7 +3,7 @@
 from edgespec.errors import VocabMismatch
 from edgespec.loop.backend import Vocab
 
-MAX_PADDING = 1024  # most tokens that one vocabulary of a pair has beyond the other's end
+MAX_PADDING = 1024  # most tokens that one vocabulary of a pair may have after the other's last
 
 
 def check_same_vocab(target: Vocab, draft: Vocab) -> None:

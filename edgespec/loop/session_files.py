@@ -2,8 +2,8 @@
 
     the engine's bytes | JSON of `Saved` | length and checksum of the JSON, MARK
 
-The engine's bytes come first, since engines write files themselves. A file gets its name when it is whole; checksums
-show later damage.
+Engines write their bytes themselves, so the JSON comes last. A file gets its name when it is whole; checksums show
+later damage.
 """
 
 import hashlib

@@ -10,18 +10,23 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Vocab
 
-Message = Mapping[str, Any]  # role and content
+Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
 
 
 class TextStream:
-    """Turns tokens into text, without half a character or what may become a stop string."""
+    """Turns tokens into text that is final: no half of a character, no beginning of a stop string.
+
+    Attributes:
+        stopped: a stop string was found, and the output is complete.
+        stop_found: this stop string.
+    """
 
     def __init__(self, vocab: Vocab, stop: Sequence[str] = (), shown: Collection[int] = ()) -> None:
         """
         Args:
             vocab: the tokenizer.
-            stop: strings that end the output; not part of it.
-            shown: control tokens whose names are part of it.
+            stop: strings that end the output and are not part of it.
+            shown: control tokens whose names are part of the output.
 
         Raises:
             UsageError: a stop string is empty.
@@ -34,14 +39,14 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
-        self.stop_found: str | None = None  # the stop string that ended it
+        self.stop_found: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the output that is certain now, perhaps none."""
+        """Add a token; return text that is final now, perhaps none."""
         return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """The output that was held back."""
+        """The rest of the output, held back until now."""
         text = self._release(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return text
@@ -62,7 +67,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -78,7 +83,7 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson`, with the arguments that templates give it."""
+    """The filter `tojson`, with the arguments that templates pass."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -92,16 +97,16 @@ def _now(form: str) -> str:
 
 @lru_cache(8)
 def _compiled(template: str) -> Any:
-    """The Jinja template, compiled once.
+    """The compiled template.
 
-    It is a program from a downloaded file, so it runs in Jinja's sandbox, with the globals that Hugging Face's
-    `apply_chat_template` gives it.
+    It is a program in a downloaded file, so it runs in Jinja's sandbox, with the globals of Hugging Face's
+    `apply_chat_template`.
     """
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation` marks what is trained on; its content is rendered as it is."""
+        """The tag `generation`, by which templates mark text to train on: its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -141,13 +146,13 @@ def chat_text(
 
     Args:
         vocab: the model's tokenizer.
-        messages: roles and contents.
+        messages: such as {"role": "user", "content": "Hi"}.
         answer: end with the beginning of the assistant's answer.
         tools: functions that the assistant may call, as JSON schemas.
         more: further variables of the template, such as enable_thinking.
 
     Raises:
-        UsageError: the model has no chat template, these are no messages, or the template refuses them.
+        UsageError: the model has no chat template, `messages` are no messages, or the template refuses them.
         ModelError: the template is broken.
     """
     if vocab.chat_template is None:
@@ -166,5 +171,5 @@ def chat_text(
         return text
     except TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # of the template, on odd messages
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # the template's own, on odd messages
         raise UsageError(f"the model's chat template cannot show these messages: {error}") from error

@@ -29,7 +29,7 @@ from edgespec.loop.engines import (
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
-from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, in_bytes
+from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
@@ -133,7 +133,7 @@ def diagnose(
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
-    engine = backend or choose_backend(is_folder(sources[0]))
+    engine = backend or choose_backend(is_folder(sources[0]), this_machine())
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
@@ -146,14 +146,14 @@ def diagnose(
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
     tried, cannot_run = Tried(), ""
     try:
-        tried = _try(engine, paths, options, say)
+        tried = _try(engine, paths, options, disk, say)
     except NoRoom as error:
         cannot_run = str(error)
     return Diagnosis(
         target=paths[0],
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
-        memory=room if room is not None else int(available_memory() * (1 - SAFETY)),
+        memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
         draft_size=sum(sum(files.values()) for files in sizes[1:]),
         plan=tried.plan,
         cannot_run=cannot_run,
@@ -200,12 +200,13 @@ def _weight_files(path: str) -> dict[str, int]:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[str], None]) -> Tried:
+def _try(name: str, paths: Sequence[str], options: LoadOptions, disk: Reading, say: Callable[[str], None]) -> Tried:
     """Raises NoRoom."""
     path, *drafts = paths
     tried, engine, exact = Tried(), find_engine(name), options.exact
     say("memory")
-    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), this_machine())
+    machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
+    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), machine)
     say("passes")
     way = choose_way(name, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
@@ -232,7 +233,7 @@ def _try(name: str, paths: Sequence[str], options: LoadOptions, say: Callable[[s
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:
     folder = is_folder(find_model(target, options.get("models_file")).target)
-    found = [diagnose(target, backend=name, **options) for name in installed_backends(folder)]
+    found = [diagnose(target, backend=name, **options) for name in installed_backends(folder, this_machine())]
     return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
 
 

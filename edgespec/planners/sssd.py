@@ -164,7 +164,7 @@ class SssdPlanner(Planner):
         self._calibration = Calibration() if calibration is None else calibration
         self._index = NgramIndex(LONGEST_INPUT)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._index.become(prompt_ids)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:

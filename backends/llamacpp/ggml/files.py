@@ -125,6 +125,11 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
         ]
 
 
+def all_tensors(path: str) -> list[Tensor]:
+    """Of all parts of a model; errors as for `read_tensors`."""
+    return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+
+
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
     check_magic(path)
