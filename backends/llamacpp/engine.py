@@ -11,8 +11,8 @@ from edgespec.weights.plan import Plan
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import LLAMA_MAX_SEQ, ContextSize, kept_of, make_context
-from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .context import ContextSize, kept_of, make_context
+from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
