@@ -8,22 +8,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock, Thread, active_count
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from benchmarks.serving import closing_connection
 from edgespec.model import Model
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "kind": {"enum": ["cat", "dog", "bird"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-    },
-    "required": ["name", "age", "kind", "tags"],
-    "additionalProperties": False,
-}
+
+class Pet(BaseModel, strict=True, extra="forbid"):
+    name: Annotated[str, Field(max_length=20)]
+    age: Annotated[int, Field(ge=0, le=120)]
+    kind: Literal["cat", "dog", "bird"]
+    tags: Annotated[list[Annotated[str, Field(max_length=8)]], Field(max_length=3)]
+
+
+SCHEMA = Pet.model_json_schema()
 KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
 
 
@@ -117,12 +117,9 @@ def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
 
 def is_pet(text: str) -> bool:
     try:
-        pet = json.loads(text)
-        right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in SCHEMA["properties"]["kind"]["enum"]
-        right = right and isinstance(pet["name"], str) and len(pet["name"]) <= 20 and len(pet["tags"]) <= 3
-        right = right and all(isinstance(tag, str) and len(tag) <= 8 for tag in pet["tags"])
-        return right and isinstance(pet["age"], int) and 0 <= pet["age"] <= 120
-    except (ValueError, TypeError, KeyError):
+        Pet.model_validate_json(text)
+        return True
+    except ValidationError:
         return False
 
 
