@@ -13,7 +13,8 @@ import numpy as np
 
 from edgespec.errors import UsageError
 from edgespec.loading.by_name import load_backend
-from edgespec.loop.backend import Backend, Work
+from edgespec.loop.backend import Backend
+from edgespec.measure.one_pass import best_tokens
 from edgespec.measure.recording import questions, record, recording_file
 from edgespec.measure.replay import Recording
 from edgespec.models.convert.gguf_write import Recipe, check_drop, quantise
@@ -88,11 +89,7 @@ def agreement(model: Backend, answers: Sequence[Recording]) -> float:
     for answer in answers:
         token_ids = [*answer.prompt_ids, *answer.output_ids][:CONTEXT]
         first = len(answer.prompt_ids) - 1
-        nodes = np.arange(len(token_ids), dtype=np.int32)
-        session = model.open()
-        logits = model.forward([Work(session, np.array(token_ids, np.int32), nodes - 1, nodes[first:-1])])[0]
-        found = [int(np.argmax(logits.row(node))) for node in range(first, len(token_ids) - 1)]
-        session.close()
+        found = best_tokens(model, token_ids[:-1], 1, first=first)[:, 0].tolist()
         right += sum(token == wanted for token, wanted in zip(found, token_ids[first + 1 :], strict=True))
         total += len(found)
     return right / total if total else 0.0
