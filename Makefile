@@ -20,7 +20,9 @@ build/draft.gguf: .venv/pair
 	rm -f $@
 	$(BIN)/edgespec convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
 
-# In two processes at once: a module's tests mostly run in one of them, and share what they load.
+# In two processes at once: a module's tests mostly run in one of them, and share what they load. They start some
+# hundred programs, which find what is compiled.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ORDER)
 

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 from warnings import warn
@@ -58,7 +59,7 @@ class GenerationResult:
 
     @property
     def finish_reason(self) -> str:
-        """ "stop", "length", or "interrupted"."""
+        """One of stop, length, and interrupted."""
         return self.stats.finish_reason
 
 
@@ -75,8 +76,12 @@ class Model:
         *,
         budget: int = DEFAULT_BUDGET,
         sampling: SamplingParams | None = None,
+        system: str | None = None,
         pace: AutoState | None = None,
         targets: Targets | None = None,
+        notes: Sequence[str] = (),
+        owned: Sequence[Backend] = (),
+        at_close: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -84,8 +89,12 @@ class Model:
             planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are batched.
             budget: most draft tokens of a request per pass.
             sampling: default of `generate` and `chat`; None: greedy.
+            system: system message of a `chat` with a single question.
             pace: pass times that the planners know, by which requests share a pass.
             targets: several targets, used instead of `target` and the planners.
+            notes: for a user, besides the target's.
+            owned: closed with this.
+            at_close: called once.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -93,14 +102,11 @@ class Model:
         self.planners = [planner] if isinstance(planner, Planner) else list(planner)
         self.budget = budget
         self.sampling = sampling or SamplingParams()
-        self.system: str | None = None
+        self.system = system
         cost = pace.target if pace else None
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
-        self._owned: list[Backend] = []
         self._closed = False
-        self._compiler: Compiler | None = None
-        self._at_close: Callable[[], None] = lambda: None
-        self._notes: list[str] = []
+        self._notes, self._owned, self._at_close = notes, owned, at_close
 
     def _check_open(self) -> None:
         """Raises Closed: to call an engine that was freed would end the process."""
@@ -116,37 +122,19 @@ class Model:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 512,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> Iterator[Chunk]:
         """Generate, token by token.
 
         Args:
             prompt: raw text, or messages for the model's chat template.
-            max_tokens: most tokens to generate.
-            stop: strings that end the output; not part of it.
-            grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
-                from. It changes no output. It is cut to the context's length.
             stats: filled in while it runs.
             progress: called with (prompt tokens prefilled, prompt tokens in all).
-            sampling: fields of `SamplingParams` to change for this call.
-
-        Raises:
-            UsageError: empty prompt, or a value out of range.
-            ContextFull: the prompt does not fit into the context.
-            Closed: the model was closed.
+            options: as for `request`, and errors as there.
         """
-        request = self.request(
-            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
-        )
-        TextStream(self.target.vocab, stop)  # raises UsageError for bad stop strings
-        return self._stream(request, stats, progress)
+        return self._stream(self.request(prompt, **options), stats, progress)
 
     def _stream(
         self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
@@ -159,22 +147,16 @@ class Model:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 512,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        prediction: str = "",
         stats: GenerationStats | None = None,
         progress: Callable[[int, int], None] | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> AsyncIterator[Chunk]:
         """As `stream`, for asyncio: other tasks run meanwhile, and their requests share passes with this one.
 
         A task that is cancelled, or leaves the loop, ends its request after the pass under way. To leave early, wrap
         the iterator in `contextlib.aclosing`.
         """
-        request = self.request(
-            prompt, max_tokens=max_tokens, stop=stop, grammar=grammar, prediction=prediction, **sampling
-        )
+        request = self.request(prompt, **options)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
@@ -201,7 +183,22 @@ class Model:
         prediction: str = "",
         **sampling: Any,
     ) -> Request:
-        """The request that `stream` submits; arguments and errors as there."""
+        """The request that `stream` submits.
+
+        Args:
+            prompt: as for `stream`.
+            max_tokens: most tokens to generate.
+            stop: strings that end the output; not part of it.
+            grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
+            prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
+                from. It changes no output. It is cut to the context's length.
+            sampling: fields of `SamplingParams` to change for this call.
+
+        Raises:
+            UsageError: empty prompt, or a value out of range.
+            ContextFull: the prompt does not fit into the context.
+            Closed: the model was closed.
+        """
         self._check_open()
         params = replace(self.sampling, **_known(sampling))
         if max_tokens < 1:
@@ -209,14 +206,9 @@ class Model:
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar else None
-        return Request(
-            prompt_ids,
-            params,
-            max_tokens,
-            tuple(stop),
-            grammar=compiled,
-            hint_texts=self.hint_texts(prompt_ids, prediction),
-        )
+        hint_texts = self.hint_texts(prompt_ids, prediction)
+        TextStream(self.target.vocab, stop)  # refuses an empty stop string
+        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, hint_texts=hint_texts)
 
     def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
         """Texts from which the sequences of one prompt copy draft tokens; None: there are none."""
@@ -235,9 +227,11 @@ class Model:
             MissingPackage: llguidance is not installed.
         """
         self._check_open()
-        if self._compiler is None:
-            self._compiler = Compiler(self.target.vocab)
         return self._compiler.compiled(grammar)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self.target.vocab)
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Generate and return everything at once; arguments as for `stream`."""
@@ -265,7 +259,6 @@ class Model:
         if k < 1:
             raise UsageError(f"k is {k}, but must be at least 1")
         first = self.request(prompt, **options)
-        TextStream(self.target.vocab, first.stop)
         hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
         requests = [
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
@@ -415,7 +408,7 @@ def load(
             target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
-        return _as_entry_says(Model(remote, [], budget=budget, targets=writer), entry)
+        return Model(remote, [], budget=budget, targets=writer, **_defaults(entry))
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
@@ -430,23 +423,22 @@ def load(
             make_planner(planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options)
             for _ in range(parallel)
         ]
-        model = _as_entry_says(Model(backends[0], planners, budget=budget, pace=pace), entry)
+        defaults, at_close = _defaults(entry), lambda: None
+        if fixed and drafted:
+            defaults["notes"] += _note_on_budget(budget, limits.exact)
+        if pace and planner != "none" and remember:
+            sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
+            at_close = recall_auto_state(pace, sources, backends[0], options)
+        return Model(backends[0], planners, budget=budget, pace=pace, owned=backends, at_close=at_close, **defaults)
     except BaseException:
         close_all(backends)
         raise
-    model._owned = backends
-    if fixed and drafted:
-        model._notes += _note_on_budget(budget, limits.exact)
-    if pace and planner != "none" and remember:
-        sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
-        model._at_close = recall_auto_state(pace, sources, backends[0], options)
-    return model
 
 
-def _as_entry_says(model: Model, entry: Entry) -> Model:
-    model.sampling, model._notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
-    model.system = entry.defaults.system
-    return model
+def _defaults(entry: Entry) -> dict[str, Any]:
+    """Arguments of `Model` that models.yaml and the model's own file give."""
+    sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
+    return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
 
 
 def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:

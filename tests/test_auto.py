@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import FLAT, STEEP, PassTimes
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -74,9 +74,9 @@ def next_tree(generation, most=None, sequences=1):
 
 def write(planner, sampling=GREEDY, prompt=PROMPT, max_tokens=40, **options):
     target, stats, output = ReferenceBackend(MODEL), GenerationStats(), []
-    for round_ in generate_tokens(
+    for round_ in Generation(
         target, target.open(), planner, prompt, sampling, max_tokens=max_tokens, budget=24, stats=stats, **options
-    ):
+    ).steps():
         output += round_.tokens
     return output, stats
 

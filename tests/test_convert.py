@@ -227,6 +227,7 @@ def test_smollm2_has_the_token_ids_of_llamacpp(smollm2: Path, smollm2_hf: Path) 
     check_folder_tokenizer(smollm2_hf, load_vocab("llamacpp", str(smollm2)))
 
 
+@pytest.mark.exhaustive
 def test_qwen_has_the_token_ids_of_llamacpp(tmp_path: Path) -> None:
     path = Path.home() / ".cache/edgespec/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     if not path.is_file():

@@ -40,6 +40,8 @@ def planned(kind=SpecExecPlanner, draft=None, **options):
     made = [kind(draft, **{"depth": 5} | options) for _ in TEXTS]
     for planner, text in zip(made, TEXTS, strict=True):
         planner.begin(text)
+        while reading := planner.unread(text):
+            reading.read(reading.work())
     draft.passes.clear()
     sampling = SamplingParams(temperature=0.7, seed=3)
     contexts = [Context(text, len(text), sampling, Noise(3, SIZE), 30, 16, sequences=len(TEXTS)) for text in TEXTS]

@@ -15,7 +15,8 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Cancelled, Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
-from edgespec.server.typing_ahead import MOST_TYPING, PREPARED, stable_prefix
+from edgespec.server.dialects.draft_prompt import PREPARED, stable_prefix
+from edgespec.server.typing_ahead import MOST_TYPING
 
 TYPED = "Why is the sky blue, and the sea, and not the grass? " * 3
 PATH = "/edgespec/draft-prompt"
@@ -74,7 +75,7 @@ def test_while_it_is_typed_the_prompt_is_read(client):
 def test_a_pass_is_ended_only_if_what_it_reads_is_changed(client, monkeypatch, following, ended):
     """Who types is quicker than a pass: were each ended by the next letter, nothing would be read before a pause."""
     scheduler, inner, begun, go_on, ends = client.model.scheduler, client.model.target.forward, Event(), Event(), []
-    monkeypatch.setattr(scheduler._pass_now, "_interrupt", lambda: ends.append(len(ends)))
+    monkeypatch.setattr(client.model.target, "interrupt", lambda: ends.append(len(ends)))
 
     def slow(batch):
         begun.set()
@@ -155,7 +156,7 @@ def test_a_prediction_is_taken_over_as_well(client):
 
 
 def drafts_of(client):
-    return client.app._app._app.state.typing_ahead._latest
+    return client.app._app.state.service.typing_ahead._latest
 
 
 def test_a_request_drops_the_drafts_on_the_way_to_it(client):
@@ -206,10 +207,10 @@ def test_only_the_latest_of_a_client_is_kept(client):
     client.put(PATH, json=body(pause=True))
     client.put(PATH, json=body(pause=True))  # the same again
     settled(scheduler, 1)
-    assert len(client.app._app._app.state.typing_ahead._latest) == 1
+    assert len(client.app._app.state.service.typing_ahead._latest) == 1
     for i in range(MOST_TYPING + 3):
         assert client.put(PATH, json=body(f"{i} is a number", id=str(i))).status_code == 200
-    assert len(client.app._app._app.state.typing_ahead._latest) == MOST_TYPING
+    assert len(client.app._app.state.service.typing_ahead._latest) == MOST_TYPING
     until(lambda: scheduler.waiting == 0)
 
 

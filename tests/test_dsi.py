@@ -46,8 +46,8 @@ def write(
     made: Targets, sampling: SamplingParams, prompt: Sequence[int] = PROMPT, count: int = 40
 ) -> tuple[list[int], GenerationStats]:
     stats = GenerationStats()
-    events = made.events(Request(list(prompt), sampling, count), stats)
-    return [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks], stats
+    events = drive.events(made, Request(list(prompt), sampling, count), stats)
+    return [chunk.token_id for event in events for chunk in drive.chunks_in(event)], stats
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -88,7 +88,7 @@ def test_a_text_that_is_left_does_not_disturb_the_next() -> None:
     expected = plain(sampling)
     with targets(SlowSpec(0.01, jitter=0.02), threads(3), Recorded([*PROMPT, *expected], 0.7)) as made:
         for _ in range(3):
-            events = made.events(Request(PROMPT, SamplingParams(seed=5), 40))
+            events = drive.events(made, Request(PROMPT, SamplingParams(seed=5), 40))
             assert any(isinstance(event, Wrote) for event in events)
             events.close()
         assert write(made, sampling)[0] == expected
@@ -300,4 +300,4 @@ def test_errors_survive_the_way_between_processes() -> None:
 def test_log_probabilities_are_refused() -> None:
     request = Request(PROMPT, SamplingParams(), 4, log_probs=0)
     with targets(SlowSpec(), threads(1), Recorded([], 1.0)) as made, pytest.raises(UsageError, match="several targets"):
-        next(made.events(request))
+        next(drive.events(made, request))

@@ -16,7 +16,7 @@ from edgespec.loading.exact import apply_row_class, choose, choose_way, line, pr
 from edgespec.loading.row_classes import Group, comb, probe
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
@@ -477,10 +477,10 @@ def test_the_loop_keeps_to_the_class() -> None:
             list[int](),
             backend.vocab.encode("a b a b a b a b a b a b a b a", add_bos=True, parse_special=False),
         )
-        for round_ in generate_tokens(
+        for round_ in Generation(
             backend, backend.open(), SssdPlanner(), prompt, SamplingParams(), max_tokens=40, budget=30,
             stats=GenerationStats(), stop_ids=frozenset(),
-        ):  # fmt: skip
+        ).steps():  # fmt: skip
             text += round_.tokens
         texts.append(text)
     assert texts[0] == texts[1]
@@ -492,10 +492,10 @@ def test_what_was_written_is_read_again() -> None:
     backend = ReferenceBackend(random_model(0), sessions=2)
     backend.keep_to(NARROW)
     session, stats = backend.open(), GenerationStats()
-    rounds = generate_tokens(
+    rounds = Generation(
         backend, session, NonePlanner(), [5, 6, 7, 8], SamplingParams(), max_tokens=4, budget=1, stats=stats,
         stop_ids=frozenset(),
-    )  # fmt: skip
+    ).steps()  # fmt: skip
     written = [token for round_ in rounds for token in round_.tokens]
     held = [5, 6, 7, 8, *written][:-1]
     assert session.token_ids == held

@@ -17,8 +17,9 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.specexec import CATCH_UP, SpecExecPlanner
+from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Foresaw, Request, Wrote
 from edgespec.scheduler.scheduler import AHEAD, MOST_AHEAD, Scheduler
@@ -87,8 +88,8 @@ class Prophet(SssdPlanner):
         super().__init__()
         self._vocab, self._told = vocab, 0
 
-    def begin(self, prompt_ids, *, read=True):
-        super().begin(prompt_ids, read=read)
+    def begin(self, prompt_ids):
+        super().begin(prompt_ids)
         self._told = 0
 
     def foresee(self, context, count, seconds):
@@ -167,8 +168,8 @@ def test_a_draft_that_was_left_alone_reads_each_token_once():
         def __init__(self):
             self.inner = SpecExecPlanner(draft, depth=4)
 
-        def begin(self, prompt_ids, *, read=True):
-            self.inner.begin(prompt_ids, read=False)
+        def begin(self, prompt_ids):
+            self.inner.begin(prompt_ids)
 
         def foresee(self, context, count, seconds):
             before = draft.read

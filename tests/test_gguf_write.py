@@ -16,6 +16,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 import gguf
+from conftest import Run
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import small_llama
@@ -26,8 +27,6 @@ from edgespec.models.convert import gguf_write
 from edgespec.models.convert.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
 from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.models.convert.gguf_write import PURPOSES, Recipe, appearing, merge, parse_layers, quantise
-
-CONVERT = Path(__file__).parent.parent / "scripts" / "convert"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +50,7 @@ def types(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -79,6 +79,7 @@ def test_sizes_are_as_foretold_and_token_ids_the_same(floats: Path, tmp_path: Pa
         assert source.metadata[key] == copy.metadata[key]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_types_are_those_asked_for(floats: Path, tmp_path: Path) -> None:
     quantise(floats, tmp_path / "a.gguf", Recipe("Q4_0", (("blk.1.attn_v", "q8_0"), ("attn_v", "q5_0"))))
     found = types(tmp_path / "a.gguf")
@@ -86,6 +87,7 @@ def test_types_are_those_asked_for(floats: Path, tmp_path: Path) -> None:
     assert found["blk.0.ffn_up.weight"] == "Q4_0"
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_dropped_layers_are_those_named(floats: Path, tmp_path: Path) -> None:
     quantise(floats, tmp_path / "a.gguf", Recipe(drop=(1,)))
     source, copy = (
@@ -158,6 +160,7 @@ def test_what_is_refused_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_is_quantised_already_is_refused(floats: Path, tmp_path: Path) -> None:
     once = tmp_path / "once.gguf"
     quantise(floats, once, Recipe("Q8_0"))
@@ -281,11 +284,6 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def call(*arguments: Any) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(CONVERT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_programs_in_a_folder_are_left_out(folder: Path, tmp_path: Path) -> None:
     seen = list[tuple[str, int, int]]()
     options: dict[str, Any] = {"dtype": "bfloat16", "script": tmp_path / "stub.py"}
@@ -296,23 +294,23 @@ def test_programs_in_a_folder_are_left_out(folder: Path, tmp_path: Path) -> None
     assert b"modeling.py" in (tmp_path / "b").read_bytes()
 
 
-def test_a_folder_by_the_command(folder: Path, tmp_path: Path) -> None:
-    done = call(folder, tmp_path / "out.gguf", "--to", "gguf", "--converter", tmp_path / "stub.py")
-    assert done.returncode == 0, done.stderr
-    assert "GB of bfloat16 weights" in done.stdout
-    done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--quant", "Q4_K_M", "--dry-run")
-    assert "about 0.00 GB as bfloat16, then about" in done.stdout
+def test_a_folder_by_the_command(run: Run, folder: Path, tmp_path: Path) -> None:
+    out, no = str(tmp_path / "out.gguf"), str(tmp_path / "no.gguf")
+    code, said, error = run("convert", str(folder), out, "--to", "gguf", "--converter", str(tmp_path / "stub.py"))
+    assert code == 0, error
+    assert "GB of bfloat16 weights" in said
+    said = run("convert", str(folder), no, "--to", "gguf", "--quant", "Q4_K_M", "--dry-run")[1]
+    assert "about 0.00 GB as bfloat16, then about" in said
     assert not list(tmp_path.glob("*no.gguf*"))
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_dry_run_reckons_with_the_type_that_is_written(folder: Path, tmp_path: Path) -> None:
+def test_a_dry_run_reckons_with_the_type_that_is_written(run: Run, folder: Path, tmp_path: Path) -> None:
+    command = ["convert", str(folder), str(tmp_path / "no.gguf"), "--to", "gguf", "--dry-run"]
     header = json.dumps({"a": {"dtype": "F32", "shape": [5000000], "data_offsets": [0, 20000000]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20_000_000))
-    done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--dry-run")
-    assert "about 0.01 GB as bfloat16" in done.stdout  # the folder has twice as many bytes
-    done = call(folder, tmp_path / "no.gguf", "--to", "gguf", "--dtype", "float32", "--quant", "Q8_0", "--dry-run")
-    assert "about 0.02 GB as float32" in done.stdout
+    assert "about 0.01 GB as bfloat16" in run(*command)[1]  # the folder has twice as many bytes
+    assert "about 0.02 GB as float32" in run(*command, "--dtype", "float32", "--quant", "Q8_0")[1]
 
 
 def test_bad_folders(folder: Path, tmp_path: Path) -> None:
@@ -374,14 +372,15 @@ def test_a_converter_by_its_path(tmp_path: Path) -> None:
         (["--to", "gguf", "--drop-layers", "x"], "such as 14-21"),
     ],
 )
-def test_bad_options_are_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
-    done = call(tmp_path / "a.gguf", tmp_path / "b", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert says in done.stderr
+def test_bad_options_are_one_line(run: Run, tmp_path: Path, arguments: list[str], says: str) -> None:
+    code, said, error = run("convert", str(tmp_path / "a.gguf"), str(tmp_path / "b"), *arguments)
+    assert (code, said) == (2, "")
+    assert error.count("\n") == 1
+    assert says in error
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_same_tokenizer(floats: Path, tmp_path: Path) -> None:
     quantise(floats, tmp_path / "a.gguf", Recipe("Q4_0"))
     source, copy = load_vocab("llamacpp", str(floats)), load_vocab("llamacpp", str(tmp_path / "a.gguf"))

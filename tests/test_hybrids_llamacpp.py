@@ -26,7 +26,7 @@ from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -104,9 +104,9 @@ def test_a_chat_of_five_turns_keeps_what_it_has_read(granite: Path) -> None:
 
     def turn(session: Any, planner: Any, prompt: list[int], seed: int) -> tuple[list[int], GenerationStats]:
         sampling, stats, output = SamplingParams(temperature=0.8, seed=seed), GenerationStats(), list[int]()
-        for round_ in generate_tokens(
+        for round_ in Generation(
             target, session, planner, prompt, sampling, max_tokens=12, budget=16, stats=stats, stop_ids=frozenset()
-        ):
+        ).steps():
             output += round_.tokens
         return output, stats
 

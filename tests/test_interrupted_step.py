@@ -5,6 +5,7 @@ from contextlib import suppress
 from linecache import getline
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession
@@ -16,6 +17,7 @@ import edgespec
 from edgespec.errors import UsageError
 from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import NgramIndex
+from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
@@ -97,6 +99,7 @@ PLANNERS = {"none": NonePlanner, "sssd": SssdPlanner, "specexec": SpecExecPlanne
 BOUNDARIES = [
     (ReferenceSession, "commit"), (ReferenceSession, "rewind"), (ReferenceBackend, "forward"),
     (Generation, "begin"), (Generation, "accept"), (Generation, "accept_prompt"), (Generation, "propose"),
+    (Prefill, "resume"), (Prefill, "read"), (Prefill, "commit"), (Generation, "read_draft_part"),
     (Handle, "begin"), (Handle, "write"), (Handle, "end"), (Handle, "restart"), (Queue, "remove"),
     (Lane, "accept"), (SessionPool, "assign"), (SessionPool, "begin"), (SessionPool, "release"), (SessionPool, "renew"),
     *((kind, "observe") for kind in PLANNERS.values()), *((kind, "begin") for kind in PLANNERS.values()),
@@ -188,7 +191,7 @@ def test_a_request_whose_report_is_interrupted_ends_and_others_go_on(after):
 
         for prompt in (3, 1, 2):
             readers.append(Reader(scheduler, prompt, 0.7, prompt, 12))
-        readers[0].handle._emit = emit
+        readers[0].handle.emit = emit
         with suppress(KeyboardInterrupt):
             run(scheduler)
         run(scheduler)
@@ -255,6 +258,20 @@ class TestDrive:
         assert (scheduler.active, scheduler.waiting) == (0, 0)
         assert stats.finish_reason == "interrupted"
         assert scheduler.counts.requests == {"interrupted": 1}
+        scheduler.close()
+
+    def test_ctrl_c_leaves_no_turn_taken(self, monkeypatch):
+        scheduler = Scheduler(backend(sessions=1), planners("none", 1), budget=4)
+        request = Request(PROMPTS[1], SamplingParams(), 12)
+        for interrupted in ("step", "_admit"):
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler, interrupted, Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    next(drive.events(scheduler, request))
+            assert not scheduler.turn.locked()
+        found = [event for event in drive.events(scheduler, request) if isinstance(event, Wrote)]
+        assert [chunk.token_id for event in found for chunk in event.chunks] == alone(1, 0.0, 0, 12)
+        assert scheduler.thread is None
         scheduler.close()
 
     def test_a_file_is_not_loaded_while_all_sessions_are_busy(self, tmp_path):

@@ -19,6 +19,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, str(tmp_path / "home"))
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_layers_that_add_nothing_are_found(tmp_path: Path) -> None:
     model = small_llama(tmp_path / "a.gguf", layers=4, idle=(1, 2))
     seen = list[tuple[str, int, int]]()

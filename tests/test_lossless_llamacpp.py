@@ -24,7 +24,7 @@ from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.engine import load
 
 from edgespec.errors import ContextFull, ModelError
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -97,7 +97,8 @@ def draft(request, smollm2, smollm2_tiny, smollm2_folder):
 
 def write(target, planner, prompt, sampling, count):
     session, stats, output = target.open(), GenerationStats(), []
-    for round_ in generate_tokens(target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats):
+    generation = Generation(target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats)
+    for round_ in generation.steps():
         output += round_.tokens
     session.close()
     assert stats.tokens == len(output) == sum(stats.tokens_by_source.values())
@@ -361,10 +362,10 @@ def test_a_prompt_longer_than_the_context(target):
     prompt = [5] * target.capabilities.context_length
     with pytest.raises(ContextFull, match=r"256 tokens, but the context holds 256"):
         next(
-            generate_tokens(
+            Generation(
                 target, session, NonePlanner(), prompt, SamplingParams(), max_tokens=5, budget=1,
-                stats=GenerationStats(), progress=lambda *done: seen.append(done),
-            )
+                stats=GenerationStats(),
+            ).steps(progress=lambda *done: seen.append(done))
         )  # fmt: skip
     assert session.token_ids == []
     assert seen == []

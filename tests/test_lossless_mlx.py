@@ -10,7 +10,7 @@ import mlx.core as mx
 from edgespec.backends.mlx.backend import load
 from mlx_models import FAMILIES, write_model
 
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
@@ -42,7 +42,7 @@ TARGETS = {
 def write(target, planner, prompt, sampling, count, budget=BUDGET):
     session, stats, output = target.open(), GenerationStats(), []
     options = {"max_tokens": count, "budget": budget, "stats": stats, "stop_ids": frozenset[int]()}
-    for round_ in generate_tokens(target, session, planner, prompt, sampling, **options):
+    for round_ in Generation(target, session, planner, prompt, sampling, **options).steps():
         output += round_.tokens
     session.close()
     return output, stats

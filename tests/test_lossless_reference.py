@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation, generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -73,7 +73,7 @@ def write(
     options = {"max_tokens": 16, "budget": 12} | options
     own = session or target.open()
     stats, output, rounds = GenerationStats(), list[int](), []
-    for round_ in generate_tokens(target, own, planner, prompt, sampling, stats=stats, **options):
+    for round_ in Generation(target, own, planner, prompt, sampling, stats=stats, **options).steps():
         assert len(round_.tokens) == len(round_.sources) > 0
         output += round_.tokens
         rounds.append(round_)
@@ -259,9 +259,9 @@ def test_a_generation_that_was_left(name):
     planner, session = PLANNERS[name](draft, lambda low, high: min(high, 8)), target.open()
     sampling, prompt = SamplingParams(temperature=0.9, seed=2), [0, 4, 8]
     plain, _ = write(target, NonePlanner(), prompt, sampling)
-    half = generate_tokens(
+    half = Generation(
         target, session, planner, prompt, sampling, max_tokens=16, budget=12, stats=GenerationStats()
-    )
+    ).steps()
     next(half)
     half.close()
     assert write(target, planner, prompt, sampling, session=session)[0] == plain

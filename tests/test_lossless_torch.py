@@ -12,7 +12,7 @@ from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
@@ -41,7 +41,9 @@ FAMILIES = {
 
 def write(target, planner, prompt, sampling, count):
     session, stats, output = target.open(), GenerationStats(), []
-    for round_ in generate_tokens(target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats):
+    for round_ in Generation(
+        target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats
+    ).steps():
         output += round_.tokens
     session.close()
     return output, stats

@@ -28,7 +28,7 @@ from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -123,9 +123,9 @@ def test_texts_are_equal(kind, mixtures, from_disk):
         texts = []
         for planner in (NonePlanner(), SpecExecPlanner(draft, depth=4, beam=3), SssdPlanner()):
             session = target.open()
-            rounds = generate_tokens(
+            rounds = Generation(
                 target, session, planner, ids, sampling, max_tokens=24, budget=6, stats=GenerationStats()
-            )
+            ).steps()
             texts.append([token for round_ in rounds for token in round_.tokens])
             session.close()
             planner.close()

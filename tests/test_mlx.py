@@ -27,11 +27,10 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 
-CHECKS = [
-    contract.tree_equals_chains,
+CHECKS = [contract.tree_equals_chains, contract.commit_any_path]  # what depends on a family most
+MORE_CHECKS = [
     contract.a_tree_with_several_tops,
     contract.growth_layer_by_layer,
-    contract.commit_any_path,
     contract.several_sessions_in_one_forward,
     contract.only_what_is_wanted,
     contract.prefill_in_pieces,
@@ -57,10 +56,12 @@ def own_rows(folder, text):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_family(name, tmp_path):
+def test_family(name, tmp_path, whole_grid):
     folder = write_model(tmp_path / "model", **VARIANTS[name])
     windows = "sliding_window" in (folder / "config.json").read_text()  # what else a cache does, it does for all alike
-    for check in [*CHECKS, contract.random_growth] if windows else CHECKS:
+    some = MORE_CHECKS[list(VARIANTS).index(name) % len(MORE_CHECKS)]
+    more = MORE_CHECKS if windows or whole_grid else [some]
+    for check in [*CHECKS, *more, *([contract.random_growth] if windows else [])]:
         check(partial(load, str(folder)))
     backend = load(str(folder), context_length=64)
     mixture = "num_experts_per_tok" in VARIANTS[name]["config"]

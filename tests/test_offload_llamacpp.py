@@ -38,7 +38,7 @@ from edgespec.loading import row_classes
 from edgespec.loading.pair import open_backends
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -152,9 +152,9 @@ def write(backend: LlamaBackend, planner: Any, sampling: SamplingParams, count: 
     prompt = backend.vocab.encode(PROMPT, add_bos=True, parse_special=False)
     session, output = backend.open(), []
     try:
-        for round_ in generate_tokens(
+        for round_ in Generation(
             backend, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=GenerationStats()
-        ):
+        ).steps():
             output += round_.tokens
     finally:
         session.close()
@@ -598,7 +598,7 @@ def test_a_load_that_fails_leaves_nothing(
 
 
 @linux_only
-def test_a_thousand_passes_do_not_grow(tiny: Path) -> None:
+def test_five_hundred_passes_do_not_grow(tiny: Path) -> None:
     def taken() -> tuple[int, int, int]:
         deadline = time.monotonic() + 10  # until the ring is at rest
         while len(backend.streamer._shown) < backend.streamer.plan.slots:
@@ -610,7 +610,7 @@ def test_a_thousand_passes_do_not_grow(tiny: Path) -> None:
     def passes(count: int) -> None:
         for number in range(count):
             session.rewind(session_start)
-            backend.forward([Work(session, one + number % 1000, root, root[:0])])
+            backend.forward([Work(session, one + number, root, root[:0])])
 
     backend = load_streamed(tiny)
     session, one, root = backend.open(), np.array([5], np.int32), np.array([-1], np.int32)
@@ -618,7 +618,7 @@ def test_a_thousand_passes_do_not_grow(tiny: Path) -> None:
     session_start = 3
     passes(50)
     before, memory = taken(), resident_bytes()
-    passes(1000)
+    passes(500)
     after = taken()
     assert after[:2] == before[:2]
     assert after[2] <= before[2] + 3
@@ -667,7 +667,7 @@ def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: py
 
 def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded, and what is free here does not matter."""
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr(llamacpp_engine, "without_amx", lambda info: False)  # which may not repack
     least = least_memory(str(tiny), **OPTIONS)
     rich = Machine("linux", 64 << 30, 64 << 30, 8)
     poor = replace(rich, memory=1 << 30, free=int((least + MIB) / (1 - SAFETY)))
@@ -686,13 +686,13 @@ def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("memory", [None, 4 << 30])
-@pytest.mark.parametrize(("free", "told"), [(8 << 30, False), (100 * MIB, False), (20 * MIB, True)])
+@pytest.mark.parametrize(("free", "told"), [(8 << 30, False), (100 * MIB, False), (10 * MIB, True)])
 def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
     tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, told: bool
 ) -> None:
     """As on Windows. With --memory it is always told: the limit cannot be kept."""
     size = tiny.stat().st_size
-    assert 20 * MIB < size < 100 * MIB
+    assert 10 * MIB < size < 100 * MIB
     monkeypatch.setattr(llamacpp_memory, "supported", lambda: False)
     has_free(monkeypatch, free)
     backend = load(str(tiny), memory=memory, **OPTIONS)

@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -43,9 +43,9 @@ def compute(backend: Backend) -> Engine:
     texts = []
     for ids in prompts(backend):
         for sampling in SAMPLINGS:
-            rounds = generate_tokens(
+            rounds = Generation(
                 backend, session, NonePlanner(), ids, sampling, max_tokens=TOKENS, budget=1, stats=GenerationStats()
-            )
+            ).steps()
             texts.append([token for round_ in rounds for token in round_.tokens])
     session.close()
     return Engine(backend, tree, texts)

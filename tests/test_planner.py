@@ -26,7 +26,7 @@ class Bigrams(Planner):
         self.depth = depth
         self.after, self.steps, self.begun, self.closed = {}, [], 0, False
 
-    def begin(self, prompt_ids, *, read=True):
+    def begin(self, prompt_ids):
         self.begun += 1
 
     def propose(self, context, budget):

@@ -7,6 +7,8 @@ import click
 import pytest
 from options_page import PAGE, all_commands, page
 
+from edgespec.models import registry
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
@@ -16,8 +18,10 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
 
-@pytest.mark.usefixtures("smollm2")
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_example_runs(
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_package_file", lambda name: str(smollm2_tiny))
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
     assert "tokens per pass" in capsys.readouterr().out

@@ -85,7 +85,7 @@ def test_a_chat_goes_on_where_it_was_left(tiny, tmp_path):
     def talk(*exchanges):
         child, terminal = pty.fork()
         if child == 0:
-            os.environ["TERM"] = "xterm"
+            os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
             os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
         seen = b""
         for sends, waits in exchanges:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import (
     Noise,
     SamplingParams,
@@ -302,9 +302,9 @@ def test_speculative_text_follows_the_targets_distribution(seeds):
     for seed in range(seeds):  # two draws each
         stats, text = GenerationStats(), list[int]()
         chosen = SamplingParams(temperature=temperature, seed=seed)
-        for round_ in generate_tokens(
+        for round_ in Generation(
             target, session, planner, prompt, chosen, max_tokens=2, budget=3, stats=stats, stop_ids=frozenset()
-        ):
+        ).steps():
             text += round_.tokens
         counts[text[0], text[1]] += 1
         accepted += stats.tokens_by_source["draft"]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import Closed, ContextFull, ModelError, UsageError
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill
@@ -82,9 +82,9 @@ def alone(prompt: int, temperature: float, seed: int, max_tokens: int) -> list[i
     """The text that a request has to get."""
     target = backend(sessions=1)
     sampling, stats = SamplingParams(temperature=temperature, seed=seed), GenerationStats()
-    rounds = generate_tokens(
+    rounds = Generation(
         target, target.open(), NonePlanner(), PROMPTS[prompt], sampling, max_tokens=max_tokens, budget=1, stats=stats
-    )
+    ).steps()
     return [token for round_ in rounds for token in round_.tokens]
 
 
@@ -648,7 +648,7 @@ def test_a_text_alone_is_guessed_as_without_a_scheduler():
         sampling = SamplingParams(temperature=0.7, seed=2)
         (planner,) = planners("specexec", 1)
         options = {"max_tokens": 40, "budget": 40, "stats": stats}
-        list(generate_tokens(target, target.open(), planner, PROMPTS[2], sampling, **options))
+        list(Generation(target, target.open(), planner, PROMPTS[2], sampling, **options).steps())
         scheduler = Scheduler(target, planners("specexec", 1), budget=40)
         reader = Reader(scheduler, 2, 0.7, 2, 40)
         run(scheduler)

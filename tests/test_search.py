@@ -7,7 +7,7 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -31,7 +31,7 @@ def context(text, sampling=SAMPLINGS[0], room=32):
 class Resting(AheadPlanner):
     """Goes on from pass to pass alone, not while the target works."""
 
-    def beside(self, nodes):
+    def while_target_runs(self, nodes):
         return nullcontext()
 
 
@@ -123,10 +123,10 @@ def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
 def write(planner, sampling, prompt=(1, 2, 3), count=60):
     """The target takes trees of one leaf only, so the draft has read more than is sent: exits, too."""
     backend, stats = draft(max_leaves=1), GenerationStats()
-    rounds = generate_tokens(
+    rounds = Generation(
         backend, backend.open(), planner, list(prompt), sampling,
         max_tokens=count, budget=12, stats=stats,
-    )  # fmt: skip
+    ).steps()  # fmt: skip
     return [token for round_ in rounds for token in round_.tokens], stats
 
 

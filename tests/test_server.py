@@ -23,6 +23,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.scheduler.requests import Ended
 from edgespec.scheduler.requests import Request as Wanted
 from edgespec.server import wire
 from edgespec.server.access import Guard
@@ -609,6 +610,48 @@ def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
         finally:
             go_on.set()
         assert {one.result().status_code for one in waiting} == {200}
+
+
+def test_requests_that_wait_for_a_grammar_count_as_waiting(monkeypatch):
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    begun, go_on = Semaphore(0), Event()
+    with served(slots=1, service={"most_waiting": 1}) as client, ThreadPoolExecutor(2) as pool:
+        inner = client.model.compile
+
+        def blocked(grammar):
+            begun.release()
+            assert go_on.wait(60)
+            return inner(grammar)
+
+        monkeypatch.setattr(client.model, "compile", blocked)
+        body = HELLO | {"max_tokens": 5, "response_format": SLOW}
+        try:
+            waiting = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(2)]
+            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=60)
+            assert client.post("/v1/chat/completions", json=HELLO).status_code == 429
+        finally:
+            go_on.set()
+        assert {one.result().status_code for one in waiting} == {200}
+        assert client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 3}).status_code == 200
+
+
+def test_an_end_that_is_reported_twice_counts_once():
+    body = {"prompt": "hello", "n": 3, "max_tokens": 12, "seed": 3}
+    with served() as client:
+        expected = client.post("/v1/completions", json=body).json()["choices"]
+        submit = client.model.scheduler.submit
+
+        def twice(request, emit):
+            def tell(event):
+                emit(event)
+                if isinstance(event, Ended):
+                    emit(event)
+
+            return submit(request, tell)
+
+        client.model.scheduler.submit = twice
+        assert client.post("/v1/completions", json=body).json()["choices"] == expected
 
 
 def test_models_and_metrics():

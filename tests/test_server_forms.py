@@ -112,6 +112,11 @@ def test_llama_calls_without_a_marker_only_where_the_answer_begins():
     assert pieces(OutputParser(form), '{"name": "Bob"') == ['{"name": "Bob"']
 
 
+def test_braces_may_hold_spaces_and_strings_of_json():
+    text = '<|tool_call>call:f{a: { }, b :[1, "c:d", <|"|>e:f}<|"|>,]}<tool_call|>'
+    assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [("f", {"a": {}, "b": [1, "c:d", "e:f}"]})]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.data())
 def test_what_is_cut_or_broken_is_content(seen, data):

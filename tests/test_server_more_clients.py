@@ -115,9 +115,9 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
 
     from edgespec.server.dialects.chat import ChatBody
     from edgespec.server.dialects.completions import CompletionBody
+    from edgespec.server.dialects.draft_prompt import DraftBody
     from edgespec.server.dialects.messages import CountBody, MessagesBody
     from edgespec.server.dialects.responses import ResponsesBody
-    from edgespec.server.typing_ahead import DraftBody
 
     bodies = {
         ("POST", "/v1/chat/completions"): ChatBody,

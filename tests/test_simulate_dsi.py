@@ -112,9 +112,12 @@ def test_the_program_runs() -> None:
 
     assert "Starcoder" in call("table2")
     assert "25 cells" in call("figure2", "--step", "0.25")
-    found = call("wall", "--target-ms", "5", "--shares", "0.5", "--acceptances", "0.8", "--copies", "2")
+    found = call("wall", "--target-ms", "1", "--shares", "0.5", "--acceptances", "0.8", "--copies", "2")
     assert "all sequences equal" in found
     bad = subprocess.run(
-        [sys.executable, str(SCRIPT), "wall", "--by", "cows"], capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), "wall", "--by", "cows", "--target-ms", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)

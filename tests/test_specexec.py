@@ -25,6 +25,8 @@ def planned(sharpness, budget, prompt, tau=1.0, max_leaves=64):
         return forward(batch)
 
     planner.begin(prompt)
+    prompt_reading = planner.unread(prompt)
+    prompt_reading.read(prompt_reading.work())
     draft.forward = counting
     context = Context(prompt, len(prompt), SamplingParams(), Noise(0, SIZE), 32, max_leaves)
     proposal = run_one(planner.propose(context, budget))

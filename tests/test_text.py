@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.text import TextStream, render_chat
@@ -105,6 +107,20 @@ def test_the_start_token_is_not_doubled() -> None:
 def test_a_template_that_misbehaves_is_an_error_of_the_model(template: str) -> None:
     with pytest.raises(ModelError, match="chat template"):
         render_chat(ByteVocab(template), [{"role": "user", "content": "x"}])
+
+
+def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, environment = [], ImmutableSandboxedEnvironment.from_string
+
+    def from_string(self: ImmutableSandboxedEnvironment, source: str) -> Template:
+        compiled.append(source)
+        return environment(self, source)
+
+    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", from_string)
+    template = "compiled once {{ messages[0].content }}"
+    texts = [bytes(render_chat(ByteVocab(template), [{"role": "user", "content": said}])[1:]) for said in "ab"]
+    assert texts == [b"compiled once a", b"compiled once b"]
+    assert compiled == [template]
 
 
 def test_a_template_can_refuse_messages() -> None:

@@ -53,7 +53,7 @@ class LateCopies:
     def work(self):
         while job := self.jobs.get():
             buffer, target, source = job
-            time.sleep(self.draw.choice([0, 0, 0.001, 0.004]))
+            time.sleep(self.draw.choice([0, 0, 0, 0.001]))
             target.copy_(source)
             with self.changed:
                 self.filled[buffer] += 1

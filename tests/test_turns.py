@@ -18,7 +18,7 @@ SHORT, LONG = 4, 60  # tokens
 
 def handle(tokens, since=0.0, idle_limit=None):
     request = Request([5], SamplingParams(), tokens)
-    made = Handle(request, lambda event: None, GenerationStats(), ENGINE.vocab, idle_limit)
+    made = Handle(request, lambda event: None, GenerationStats(), ENGINE.vocab, lambda: None, idle_limit)
     made.since = since
     return made
 

@@ -82,6 +82,7 @@ def test_a_text_that_was_saved_or_put_in_order_can_be_rewound(path, against, tmp
     backend.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_sessions_do_their_logits_are_those_of_a_fresh_one(path, against, tmp_path, seed):
     rng = np.random.default_rng(seed)
@@ -125,6 +126,7 @@ def test_whatever_sessions_do_their_logits_are_those_of_a_fresh_one(path, agains
     backend.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_chats_that_take_turns_go_on_as_if_alone(path, tmp_path, parallel):
     """Each answer, from what is kept, from a file or from a cache put in order, is that of a model that reads all."""

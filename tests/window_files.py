@@ -15,14 +15,14 @@ WINDOW = 16
 ARCHITECTURES = ("gemma2", "gemma3", "cohere2", "gpt-oss")  # the last has a window of 128
 
 
-def write_windowed(path: Path, arch: str, seed: int = 0) -> Path:
-    """A model of this architecture."""
+def write_windowed(path: Path, arch: str, seed: int = 0, layers: int = LAYERS) -> Path:
+    """A model of this architecture; of Gemma 3's layers every sixth has no window."""
     if arch == "gpt-oss":
         return write_mixture(path, arch, seed)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
     writer.add_file_type(0)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_context_length(2048)
     writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(HIDDEN)
@@ -38,7 +38,7 @@ def write_windowed(path: Path, arch: str, seed: int = 0) -> Path:
     writer.add_logit_scale(1.0)
     byte_level_vocab(writer)
     generator = np.random.default_rng(seed)
-    for name, sizes in _tensors(arch):
+    for name, sizes in _tensors(arch, layers):
         values = generator.standard_normal(sizes)
         if name.endswith("norm.weight"):
             values = 1 + 0.1 * values
@@ -52,13 +52,13 @@ def write_windowed(path: Path, arch: str, seed: int = 0) -> Path:
     return path
 
 
-def _tensors(arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors(arch: str, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (VOCAB, WIDTH)
     yield "output_norm.weight", (WIDTH,)
     if arch == "gemma3":  # of the others the output matrix is the embedding, so a text says one token again and again
         yield "output.weight", (VOCAB, WIDTH)
     queries, keys = HEADS * HEAD, KV_HEADS * HEAD
-    for layer in range(LAYERS):
+    for layer in range(layers):
         shapes = {"attn_norm": (WIDTH,), "attn_output": (WIDTH, queries), "ffn_down": (WIDTH, HIDDEN)}
         shapes |= {"attn_q": (queries, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)}
         shapes |= {"ffn_gate": (HIDDEN, WIDTH), "ffn_up": (HIDDEN, WIDTH)}

@@ -19,7 +19,7 @@ from edgespec.errors import ModelError
 
 BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
 
-# Tokens that end a turn or a text whatever the configuration says: llama.cpp's list (llama-vocab.cpp).
+# Tokens that end a generation in every model: llama.cpp's list (llama-vocab.cpp).
 END_TOKENS = frozenset(
     [
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
@@ -70,7 +70,7 @@ class HfVocab:
         self.eog_ids = frozenset(token for token in ends if token is not None and 0 <= token < size)
         special = {token for token, entry in added.items() if entry.special or LOOKS_SPECIAL.fullmatch(entry.content)}
         self._control = frozenset(special | self.eog_ids)
-        # `encode_special_tokens` below reads as text only what is marked as special.
+        # `encode_special_tokens` turns only tokens that are marked as special back into text.
         unmarked = [token for token in self._control if token not in added or not added[token].special]
         texts = [text for text in map(self._text, unmarked) if text]
         self._tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
@@ -112,7 +112,7 @@ class HfVocab:
 
 
 def _chat_template(tokenizer: Any) -> str | None:
-    """The Jinja source; of several named templates the one called default."""
+    """The Jinja source; of several named templates the one with the name "default"."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")
@@ -135,8 +135,7 @@ def _kind(tokenizer: Any) -> str:
 
 
 def check_folder(path: str) -> Path:
-    """The folder of a model, if it is one.
-
+    """
     Raises:
         ModelError: says what is missing.
     """
@@ -155,8 +154,7 @@ def weight_files(path: str) -> list[str]:
 
 
 def read_config(folder: Path) -> Any:
-    """The folder's config.json as transformers' configuration object.
-
+    """
     Raises:
         ModelError: it is damaged, or of an architecture that the installed transformers does not know.
     """
@@ -167,7 +165,13 @@ def read_config(folder: Path) -> Any:
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Experts of a layer, and those that a token uses, by the names that config.json has for them; None: no mixture."""
+    """
+    Args:
+        config: of config.json; architectures name the counts differently.
+
+    Returns:
+        Experts of a layer, and those that a token uses; None for a model without experts.
+    """
     count = next(
         (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
     )
@@ -176,7 +180,7 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def load_vocab(path: str) -> HfVocab:
-    """The tokenizer of the model folder at `path`. Nothing is fetched, and no code of the folder is run.
+    """The tokenizer of a model folder, without network access and without running the folder's code.
 
     Raises:
         ModelError: the folder or its tokenizer is missing, damaged, or of a kind that cannot be used.
@@ -185,7 +189,7 @@ def load_vocab(path: str) -> HfVocab:
     text_config = read_config(folder).get_text_config()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    except Exception as error:  # the libraries raise nearly every type there is
+    except Exception as error:
         raise ModelError(f"{path}: its tokenizer cannot be read: {first_line(error)}") from error
     if not isinstance(getattr(text_config, "vocab_size", None), int):
         raise ModelError(f"{path}: config.json gives no vocab_size")

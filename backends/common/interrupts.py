@@ -1,4 +1,4 @@
-"""Passes that end early, for engines whose sessions take a pass's nodes back by rewinding."""
+"""Interrupted passes, for engines that drop a pass's nodes by rewinding."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from edgespec.loop.backend import Session
 
 @contextmanager
 def interruptible(sessions: Sequence[Session], interrupted: Event) -> Iterator[None]:
-    """Wrap a pass over these sessions. If it raises Interrupted, all nodes are dropped; the next pass is not ended."""
+    """Wrap a pass: Interrupted drops the nodes of `sessions`, and `interrupted` is cleared at the end."""
     try:
         yield
     except Interrupted:

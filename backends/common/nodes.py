@@ -1,4 +1,4 @@
-"""One sequence's committed tokens and uncommitted nodes: the base of every session. Engines add the cells."""
+"""The base of every session: a sequence's committed tokens and uncommitted nodes. Engines add the cells."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,11 @@ class Owner(Loaded, Protocol):
 
 
 class NodeSession:
-    """Implements `edgespec.loop.backend.Session` but for cells. Subclasses override the hooks at the end."""
+    """Implements `edgespec.loop.backend.Session` except for cells: subclasses override the hooks at the end.
+
+    Attributes:
+        positions: of the uncommitted nodes in the sequence.
+    """
 
     _backend: Owner
 
@@ -33,7 +37,7 @@ class NodeSession:
         self._prompt.reading = False
         self._tokens: list[int] = []  # by node, since the last commit
         self._parents: list[int] = []
-        self.positions: list[int] = []  # in the sequence
+        self.positions: list[int] = []
 
     @property
     def nodes(self) -> int:
@@ -44,7 +48,10 @@ class NodeSession:
         return self._parents
 
     def check(self, work: Work) -> list[int]:
-        """Positions of the work's nodes. Changes nothing.
+        """Check `work` before the pass; the session stays as it is.
+
+        Returns:
+            The positions of the work's nodes in the sequence.
 
         Raises:
             ContextFull: a position lies beyond the context.
@@ -96,7 +103,7 @@ class NodeSession:
         self._keep_nodes(stay)
 
     def _keep_nodes(self, nodes: Sequence[int]) -> None:
-        """Forget all other nodes; these are numbered 0, 1, …"""
+        """Forget all other nodes, and number `nodes` from 0."""
         tokens, parents, positions = self._tokens, parents_among(self._parents, nodes), self.positions
         self._forget_nodes()
         self._tokens, self._parents = [tokens[node] for node in nodes], parents
@@ -125,7 +132,7 @@ class NodeSession:
         return True
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
-        """Bring the cells of `path`, and of `stay` behind them, right behind those of the committed tokens."""
+        """Move cells: right after those of the committed tokens come those of `path`, then those of `stay`."""
 
     def _copy_cells(self, other: Self) -> None: ...
 

@@ -1,7 +1,7 @@
-"""Trees as paths (`path_cost.py`) on engines whose attention cells belong to nodes: `torch` and `mlx`.
+"""Trees as paths (`path_cost.py`) for `torch` and `mlx`.
 
-Only the states of recurrent layers need paths: for them unread committed tokens, and nodes on several paths, are
-computed again, while a filled cell stays as it is.
+States of recurrent layers belong to paths: unread committed tokens, and nodes on several paths, are computed again.
+Cells of attention belong to nodes, and are filled once.
 """
 
 from collections.abc import Sequence
@@ -30,20 +30,36 @@ from .nodes import NodeSession
 
 @dataclass(frozen=True, slots=True)
 class Lane(Generic[State]):
-    start: int  # tokens before it
-    state: State | None  # after those; None: no tokens
-    token_ids: list[int]  # committed ones, and then nodes'
-    nodes: list[int]  # that it ends with
+    """A path, with the unread committed tokens before it.
+
+    Attributes:
+        start: tokens of the sequence before the lane.
+        state: of the recurrent layers after those; None if `start` is 0.
+        token_ids: committed tokens, then those of `nodes`.
+        nodes: numbers of the nodes that the lane ends with.
+    """
+
+    start: int
+    state: State | None
+    token_ids: list[int]
+    nodes: list[int]
 
 
 class Rectangle(Generic[State]):
-    """Lanes of one session side by side; the shorter ones are filled up with their last token."""
+    """Lanes of one session as rows of one length. Shorter lanes repeat their last token.
+
+    Attributes:
+        token_ids, positions: shape [lanes, width].
+        nodes: numbers of the nodes, shape [lanes, width]; -1 for a committed token.
+        rows: for each node of the work, in order, its first place in the flattened `nodes`.
+        in_order: each token sees exactly those before it, so that no mask is needed.
+    """
 
     def __init__(self, lanes: Sequence[Lane[State]], width: int, first: int) -> None:
         """
         Args:
             lanes: all that evaluate a work.
-            width: tokens of each.
+            width: tokens of each row.
             first: number of the work's first node.
         """
         self.lanes = lanes
@@ -56,19 +72,21 @@ class Rectangle(Generic[State]):
             self.positions[row] = lane.start + places
         found, at = np.unique(self.nodes, return_index=True)
         self.width, self.first = width, first
-        self.rows: NDArray[np.int64] = at[found >= first]  # of the work's nodes, in order, where each first stands
-        self.in_order = first == 0 and len(lanes) == 1 and len(self.rows) == width  # a token sees all that is before it
+        self.rows: NDArray[np.int64] = at[found >= first]
+        self.in_order = first == 0 and len(lanes) == 1 and len(self.rows) == width
 
     def sees(self, parents: Sequence[int], length: int, window: int | None) -> NDArray[np.bool_]:
-        """Cells that each token sees, shape [tokens of all lanes, length + nodes].
-
+        """
         Args:
             parents: of all uncommitted nodes.
             length: committed tokens.
             window: how many positions, its own included, a token can look at; None: all.
+
+        Returns:
+            True where a token sees a cell, shape [tokens of all lanes, length + nodes].
         """
         positions, nodes = self.positions.reshape(-1), self.nodes.reshape(-1)
-        above = np.zeros((len(parents) + 1, len(parents)), np.bool_)  # the last row is of committed tokens
+        above = np.zeros((len(parents) + 1, len(parents)), np.bool_)  # the last row, -1, is for committed tokens
         above[: len(parents)] = ancestor_mask(parents)
         seen = np.concatenate([np.arange(length) <= positions[:, None], above[nodes]], axis=1)
         if window is not None:
@@ -78,7 +96,7 @@ class Rectangle(Generic[State]):
 
 
 class RecurrentStates(Generic[State]):
-    """The states of one session: after committed tokens, and after nodes where a path has ended."""
+    """States of one session's recurrent layers, after committed tokens (`text`) and after last nodes of paths."""
 
     def __init__(self, most_paths: int, streams: bool) -> None:
         """
@@ -92,9 +110,9 @@ class RecurrentStates(Generic[State]):
         self._after_prompt = False  # the last commit was of a prompt's part
 
     def unread_committed(self, length: int) -> int:
-        """Of `length` committed tokens, the number that the next pass begins with."""
+        """Of `length` committed tokens, the number that the next pass begins with; 0 if they need a pass (`unread`)."""
         behind = length - self.text.last
-        return behind if behind <= (MOST_OWED if self._streams else MOST_OWED_IN_MEMORY) else 0  # more: `unread`
+        return behind if behind <= (MOST_OWED if self._streams else MOST_OWED_IN_MEMORY) else 0
 
     def unread(self, token_ids: Sequence[int], most: int) -> Rectangle[State] | None:
         """A pass for at most `most` unread committed tokens, if there are too many to begin paths with."""
@@ -107,14 +125,16 @@ class RecurrentStates(Generic[State]):
     def lanes(
         self, text: Sequence[int], nodes: Sequence[int], parents: Sequence[int], work: Work, most: int
     ) -> list[Lane[State]]:
-        """The sequences that evaluate a work.
-
+        """
         Args:
             text: committed tokens.
             nodes: tokens of all uncommitted nodes; those of the work are the last.
             parents: of all uncommitted nodes.
-            work: the work.
-            most: tokens that the lanes may have together, if there is to be a step.
+            work: to evaluate.
+            most: tokens that the lanes may have together if one is added to get a state of committed tokens.
+
+        Returns:
+            The lanes that evaluate `work`.
         """
         length, last, above = len(text), self.text.last, depths(parents)
         if self._after_prompt and not work.prompt:
@@ -135,7 +155,7 @@ class RecurrentStates(Generic[State]):
         return found
 
     def take(self, rectangle: Rectangle[State], states: Sequence[State]) -> None:
-        """Take the states after a pass's lanes. One is used if its lane was not filled up."""
+        """Keep the states after a pass, except those of lanes that repeat their last token."""
         for lane, state in zip(rectangle.lanes, states, strict=True):
             if len(lane.token_ids) == rectangle.width and lane.nodes:
                 self._tips[lane.nodes[-1]] = state
@@ -145,7 +165,12 @@ class RecurrentStates(Generic[State]):
             del self._tips[node]
 
     def commit(self, length: int, path: Sequence[int], prompt: bool) -> None:
-        """The nodes of `path` were committed behind `length` tokens; `prompt`: as part of a prompt."""
+        """
+        Args:
+            length: committed tokens before `path`.
+            path: nodes that become committed.
+            prompt: they are part of a prompt.
+        """
         ends = [(at, node) for at, node in enumerate(path, length + 1) if node in self._tips]
         if ends:
             at, node = ends[-1]
@@ -154,13 +179,13 @@ class RecurrentStates(Generic[State]):
         self._tips = {}
 
     def cut(self, length: int) -> None:
-        """Forget the states after more than `length` tokens, and those of nodes."""
+        """Forget the states of nodes and those after more than `length` tokens."""
         self.text.cut(length)
         self._tips = {}
 
 
 class RecurrentSession(NodeSession, Generic[State]):
-    """Mixin for an engine's session: states of recurrent layers. It stands before that session among the bases."""
+    """Mixin that adds states of recurrent layers to an engine's session; the mixin must be the first base."""
 
     states: RecurrentStates[State]
 
@@ -177,7 +202,7 @@ class RecurrentSession(NodeSession, Generic[State]):
 
     @property
     def _can_keep(self) -> bool:
-        return False  # nodes below have states that start from nodes which are committed now
+        return False  # the states of nodes below start from nodes that are committed now
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         super()._commit_cells(path, stay)
@@ -193,18 +218,20 @@ class RecurrentSession(NodeSession, Generic[State]):
 
 
 def most_paths(state: int, weights: int, budget: int, sessions: int) -> int:
-    """Most paths of a tree, so that all states fit into their part of the memory.
-
+    """
     Args:
         state: bytes of one.
         weights: bytes.
         budget: largest tree that will be asked for, in nodes without the root.
         sessions: that may be open at once.
+
+    Returns:
+        The most paths of a tree with which all states fit into their part of the memory.
     """
     every = states_within(state, weights, sessions * states_of(MOST_PATHS)) // sessions
     return max(1, min(MOST_PATHS, budget, (every - states_of(0)) // (states_of(1) - states_of(0))))
 
 
 def states_of(paths: int) -> int:
-    """Most states of a session: after committed tokens, after nodes, and before and after a pass with a step."""
+    """Most states of a session: after committed tokens, after nodes, and before and after a pass of one more lane."""
     return KEPT_STATES + paths + 2 * (paths + 1)

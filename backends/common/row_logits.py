@@ -1,4 +1,4 @@
-"""Logits that are copies, a row for each node: for engines, or passes, that give them one by one."""
+"""Logits as copied rows [V], one for each node, for engines or passes that return them one by one."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 class RowLogits:
     def __init__(self, rows: dict[int, Float32Array] | None = None) -> None:
-        self.rows = rows if rows is not None else {}  # node -> [V]
+        self.rows = rows if rows is not None else {}
 
     def row(self, node: int) -> Float32Array:
         return self.rows[node].copy()

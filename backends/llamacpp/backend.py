@@ -78,7 +78,7 @@ class LlamaBackend:
         self.sessions: Sequence[Any] = self._open
         self._most_cells = 0
         self._batch = Batch(llama_cpp.llama_n_batch(context))
-        # An aborted pass may have moved recurrent states without their contents; sessions in memory are read again.
+        # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
         self.stop = Stop(context, asked=here and not capabilities.paths)
         if watch:
@@ -191,7 +191,7 @@ class LlamaBackend:
         self._decode(self._batch.fill(rows))
 
     def logits_of(self, row: int) -> Float32Array:
-        """Return a copy of a wanted row's logits, shape [V]."""
+        """A copy of a wanted row's logits, shape [V]."""
         return LlamaLogits(self.context, self.vocab.size, 0, {0: row}).row(0)
 
     def _decode(self, total: int) -> None:

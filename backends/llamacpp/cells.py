@@ -1,16 +1,16 @@
 """Cells of llama.cpp's cache, kept in the order of each session's tokens.
 
-llama.cpp puts tokens into the first free cells. A gap before the cells of other sessions would be filled first, and
-attention would add up in another order. So:
+llama.cpp puts tokens into the first free cells. It would also fill a gap before other sessions' cells, and attention
+would add up in another order. To prevent this:
 
-    cells 0 … end - 1     in use: committed tokens, nodes, and waste
-    waste                 cells that no sequence uses, but that llama.cpp must not reuse; they have their own id
+    cells 0 to end - 1    in use: committed tokens, nodes, and waste
+    waste                 unused cells with ids of their own, so that llama.cpp does not reuse them
     cells from end on     free
 
 `Cells.make_room` saves all sequences at the end of the cache, clears it, and loads them without gaps.
 
-Attention over long prompts adds up tiles of `TILE` cells. A token must have the same place in its tile as in an empty
-cache. A prompt that continues in a partial tile gets a copy of that tile's first cells at the end.
+Attention over long prompts adds up tiles of `TILE` cells, and a token must have the same place in its tile as in an
+empty cache. A prompt that continues in a partial tile first gets a copy of that tile's cells at the end.
 """
 
 import ctypes
@@ -27,16 +27,14 @@ from edgespec.loop.shapes import TILE, RowClass, also_wanted, whole_tiles
 from .ggml.files import llama_cpp
 from .ggml.signals import Signals
 
-EXTRA_IDS = 2  # sequence ids: one for waste, one for padding
-# llama.cpp reuses a cell behind a sliding window if it has only one sequence id (llama-kv-cache.cpp: find_slot).
-IN_WINDOWS = 2
-MUCH_WASTE = 1024
+EXTRA_IDS = 2  # sequence ids for waste and for padding
+IN_WINDOWS = 2  # ids of a cell: with one, find_slot of llama-kv-cache.cpp reuses it behind a sliding window
+MUCH_WASTE = 1024  # cells
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of a pass, in the order of its cells.
-
+    """
     Attributes:
         tokens: of each row.
         positions: of each row.
@@ -102,9 +100,9 @@ class Cells:
     def __init__(self, context: Any, ids: int, window: int = 0) -> None:
         """
         Args:
-        context: llama.cpp's.
-        ids: sequence ids of sessions; those behind them are used here.
-        window: tokens of the sliding window of some layers; 0: none.
+            context: llama.cpp's.
+            ids: number of the sessions' sequence ids; the next ones are for padding and waste.
+            window: tokens of the sliding window of some layers; 0: none.
         """
         self.end = 0
         self.wasted = False
@@ -122,20 +120,24 @@ class Cells:
         return range(self._marks - count, self._marks)
 
     def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
-        """Tag cells of these ids, at positions from `start` on, as waste; then the caller may drop them."""
+        """Tag cells of `ids` at positions from `start` to `stop` (-1: all) as waste, so that the ids can be removed."""
         for seq in ids:
             for waste in self._waste_ids:
                 llama_cpp.llama_memory_seq_cp(self._memory, seq, waste, start, stop)
         self.wasted = True
 
     def drop_padding(self, between: int) -> None:
-        """Free a pass's padding; its first `between` cells, which stand before other cells, become waste."""
+        """Free a pass's padding; its first `between` cells, which precede other cells, become waste."""
         if between:
             self.waste([self.padding_id], 0, between)
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
 
     def fill(self, count: int, sessions: Iterable[Holder]) -> bool:
-        """Fill the next `count` cells with unused copies; no forward pass. False if nothing can be copied."""
+        """Fill the next `count` cells with unused copies, without a pass.
+
+        Returns:
+            False if `sessions` have no cells to copy.
+        """
         source = max(sessions, key=lambda session: session.cached, default=None)
         if source is None or not source.cached:
             return count == 0
@@ -147,7 +149,7 @@ class Cells:
         return True
 
     def move(self, session: Holder, start: int, sessions: Iterable[Holder]) -> None:
-        """Copy a session's cells from `start` on, all of one tile, to the same offsets of a tile at the end."""
+        """Copy a session's cells from `start` on, which are in one tile, to the same places of a tile at the end."""
         self.fill((start - self.end) % TILE, sessions)
         with self._copied(session, start, session.cached):
             session.replaced(start, self.padding_id, self.end)
@@ -205,10 +207,10 @@ class Cells:
             session.moved(self.end, aligned)
 
     def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
-        """Serialised cells of a session at positions from `start` to `stop`.
-
-        llama.cpp omits cells that have left a sliding window at the end of a sequence, but a rewind needs them. So no
-        part is longer than the window.
+        """
+        Yields:
+            Serialised cells of a session at positions from `start` to `stop`. No part is longer than a sliding window:
+            llama.cpp omits cells that have left the window at a part's end, but a rewind needs them.
         """
         step, seq = self.window or max(1, stop), self.padding_id
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
@@ -231,6 +233,10 @@ class Cells:
 
 
 def with_sources(sessions: Sequence[Holder]) -> list[tuple[Holder, Holder, int]]:
+    """
+    Returns:
+        Sessions, each with an earlier session that shares the most cells, and the number of these in whole tiles.
+    """
     found = list[tuple[Holder, Holder, int]]()
     for i, session in enumerate(sessions):
         shared = [common_prefix(session.marks, other.marks) for other in sessions[:i]]

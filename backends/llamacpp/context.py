@@ -13,7 +13,7 @@ from .recurrent import ids_of_session, is_recurrent, most_paths
 
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
-# Types of keys and values that llama.cpp's cache takes (`kv_cache_types` in common/arg.cpp; `ggml_type` in ggml.h).
+# Types of keys and values in the cache: `kv_cache_types` in llama.cpp's common/arg.cpp, `ggml_type` in ggml.h.
 KV_TYPES = {
     "f16": 1, "q8_0": 8, "bf16": 30, "f32": 0, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
 }  # fmt: skip
@@ -27,7 +27,18 @@ def kv_types(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    context_length: int  # 0 = as trained
+    """
+    Attributes:
+        context_length: tokens of one sequence; 0: as trained.
+        budget: largest tree, in nodes without the root.
+        sessions: that may be open at once.
+        chunk: tokens of a prompt in a pass.
+        kv_type: as of `LoadOptions`.
+        share: part of the context length for each further session.
+        own_ids: sequence ids that each session owns.
+    """
+
+    context_length: int
     budget: int
     sessions: int
     chunk: int
@@ -57,7 +68,11 @@ class ContextSize:
         return EXTRA_IDS + self.own_ids - 1
 
     def of(self, model: Any) -> "ContextSize":
-        """A copy with the model's demands. Raises UsageError: there are too few sequence ids."""
+        """A copy with the `own_ids` that the model needs.
+
+        Raises:
+            UsageError: there are too few sequence ids for `sessions`.
+        """
         if not llama_cpp.llama_model_n_swa(model) or is_recurrent(model):
             return self
         most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
@@ -68,7 +83,6 @@ class ContextSize:
         return replace(self, own_ids=IN_WINDOWS)
 
     def length(self, model: Any) -> int:
-        """Most tokens of one sequence."""
         return self.context_length or int(llama_cpp.llama_model_n_ctx_train(model))
 
     def tokens(self, model: Any) -> int:
@@ -90,20 +104,19 @@ class ContextSize:
         if lanes := most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
             rows = self.max_nodes + 2 * MOST_OWED
-            # Cells of all paths of a pass and of sequences of full length; few layers have cells.
+            # Cells for all paths of a pass, besides the longest sequences; only few layers have cells.
             nodes = max(rows, (lanes + 1) * (self.budget + 1 + 2 * MOST_OWED))
             params.n_ctx = self.sessions * (self.length(model) + nodes)
             params.n_batch = params.n_ubatch = rows
             params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         params.kv_unified = True
-        params.swa_full = True  # keeps all cells of a sliding window, so that a session can be rewound
+        params.swa_full = True  # cells stay when a sliding window leaves them, so that a session can be rewound
         params.no_perf = True
         float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
         types = kv_types(self.kept_in(model))
         params.type_k, params.type_v = (KV_TYPES[name] for name in types)
         if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
-            # Weights in float32 ask for float32 arithmetic, but flash attention rounds keys, values and scores to
-            # 16 bits. For a quantised cache there is no other.
+            # Flash attention, which only a quantised cache needs, would round keys, values and scores to 16 bits.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
 

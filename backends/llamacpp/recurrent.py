@@ -1,17 +1,15 @@
 """Models with recurrent layers: trees as paths (`edgespec/planners/path_cost.py`).
 
 llama.cpp's recurrent memory has one state for each sequence id (llama-memory-recurrent.cpp). A copied sequence shares
-the state until one of them gets tokens; a state cannot be rewound. Cells of attention are tagged with ids, as
-in `session.py`. A copy of no positions copies only the state. A session has these ids:
+the state until one of them gets tokens; a copy of no positions copies only the state. A state cannot be rewound. Cells
+of attention are tagged with ids, as in `session.py`. A session has these ids:
 
     text      the committed tokens that have a state: their cells, and that state
     lanes     the paths of a pass: each starts as a copy of `text`, or of a lane that ended with a node
     states    of shorter prefixes, without cells, for steps and for prompts with a common beginning
 
-A pass is a rectangle: llama.cpp computes sequences of equal length together, and reads all weights again for each other
-length. Padding behind a path's leaf has no readers.
-
-Cells of the first path follow those of `text`. Other paths have gaps, so with `in_order` their accepted tokens are
+A pass is a rectangle with padding behind shorter paths, because llama.cpp reads all weights again for each length of
+sequences. Only the first path's cells follow those of `text`, so with `in_order` accepted tokens of other paths are
 computed again.
 """
 
@@ -46,7 +44,7 @@ from .ggml.files import llama_cpp, metadata
 from .ggml.state_files import load_sequence, save_sequence
 
 MOST_IDS = 256  # LLAMA_MAX_SEQ of llama-cparams.h, fixed at compile time
-OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # architectures with states in another memory
+OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # general.architecture of models with another memory
 
 
 def is_recurrent(model: Any) -> bool:
@@ -65,7 +63,9 @@ def why_not(model: Any) -> str:
 
 
 def most_paths(model: Any, budget: int, sessions: int) -> int:
-    """Maximum number of paths of a tree, limited by the memory for states; 0: no layer is recurrent.
+    """
+    Returns:
+        Most paths of a tree, by the memory for states; 0 if no layer is recurrent.
 
     Raises:
         UsageError: there are too few sequence ids for `sessions`.
@@ -83,7 +83,7 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
 
 
 def ids_of_session(paths: int) -> int:
-    """Sequence ids of a session: `text`, lanes for paths and a step, states, and a spare to exchange states."""
+    """Sequence ids of a session: `text`, lanes for paths and one step, states, and one more to exchange states."""
     return 1 + (paths + 1) + (KEPT_STATES + 1)
 
 
@@ -100,8 +100,16 @@ class Between(Interrupted):
 
 
 class Owner(nodes.Owner, Protocol):
-    memory: Any  # llama.cpp's; None once it is freed
-    context: Any  # llama.cpp's
+    """
+    Attributes:
+        memory: llama.cpp's cache; None once it is freed.
+        context: llama.cpp's.
+        in_order: keep cells in the order of the tokens.
+        sessions: all open ones.
+    """
+
+    memory: Any
+    context: Any
     in_order: bool
     sessions: Sequence[Any]
 
@@ -173,7 +181,7 @@ class LlamaRecurrentSession(NodeSession):
         self._lanes = sorted([*self._lanes, lane])
 
     def unread_lane(self, most: int) -> Lane:
-        """A lane for a separate pass over at most `most` unread tokens; call `read_unread` after the pass."""
+        """Begin a separate pass over at most `most` unread tokens; call `read_unread` after it."""
         lane, start = self._lanes.pop(0), self._states.last
         self._copy(self._text, lane)
         self._head = Lane(lane, self.token_ids[start : start + most], start)
@@ -239,7 +247,7 @@ class LlamaRecurrentSession(NodeSession):
 
     @property
     def step(self) -> Lane | None:
-        """A lane for unread tokens only: `text` gets its state, if there is no padding behind its last token."""
+        """A lane for unread tokens only; `text` gets its state, unless padding follows its last token."""
         return self._step
 
     def evaluated(self, lanes: Sequence[Lane]) -> None:
@@ -266,7 +274,7 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """Drop all states after a failed pass, which may have moved them without their contents."""
+        """Drop all states, which a failed pass may have moved without their contents."""
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)
@@ -338,13 +346,13 @@ class LlamaRecurrentSession(NodeSession):
 
 
 def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> list[Logits]:
-    """See `edgespec.loop.backend.Backend`; `most_rows` is the limit of one call of llama.cpp."""
+    """See `edgespec.loop.backend.Backend`; one call of llama.cpp takes at most `most_rows` rows."""
     check_batch(batch, backend.capabilities)
     sessions = [cast(LlamaRecurrentSession, work.session) for work in batch]
     positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
-        most_rows = min(most_rows, TILE - 1)  # tiles round differently
+        most_rows = min(most_rows, TILE - 1)  # attention over more rows adds up tiles, which rounds differently
     found = [RowLogits() for _ in batch]  # copies, because a pass may take several calls of llama.cpp
     try:
         for session in sessions:

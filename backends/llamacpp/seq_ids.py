@@ -1,8 +1,8 @@
 """Sequence ids of llama.cpp's cache: each session owns some, and the others are lent for leaves of trees.
 
 A session owns one id, two if some layers have a sliding window (`cells.py`), or all of its ids if layers are recurrent
-(`recurrent.py`). Lent ids carry the session's committed tokens. They stay lent until another session needs
-them, because tagging cells again in every pass takes time.
+(`recurrent.py`). Lent ids carry the borrower's committed tokens. They stay lent until another session needs them,
+because tagging cells again in every pass takes time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,23 @@ from .ggml.files import llama_cpp
 
 
 class Borrower(Protocol):
-    seq_ids: list[int]  # that carry its committed text: its own, and those that are lent to it
-    cached: int  # committed tokens that have a cell
+    """
+    Attributes:
+        seq_ids: that carry the committed tokens: own ids, then lent ids.
+        cached: committed tokens that have a cell.
+    """
+
+    seq_ids: list[int]
+    cached: int
 
 
 class SeqIds:
     def __init__(self, sessions: int, count: int, share: int = 1) -> None:
         """
         Args:
-        sessions: maximum number of open sessions.
-        count: number of ids.
-        share: ids that each session owns.
+            sessions: maximum number of open sessions.
+            count: number of ids.
+            share: ids that each session owns.
         """
         self._share = share
         self._own = [list(range(i * share, (i + 1) * share)) for i in range(sessions)]

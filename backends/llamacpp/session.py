@@ -1,7 +1,6 @@
 """Trees in llama.cpp's cache.
 
-Each cell of llama.cpp's key-value cache is tagged with sequence ids. A token attends to the cells with its id at
-smaller positions. So:
+Each cell of llama.cpp's cache is tagged with sequence ids. A token attends to cells with its id at smaller positions:
 
     one sequence id     one path from the first token to a leaf of the tree
     a node              one cell, tagged with the ids of all leaves below it
@@ -30,10 +29,20 @@ from .ggml.state_files import load_parts, load_sequence, save_parts, save_sequen
 
 
 class Owner(nodes.Owner, Protocol):
-    memory: Any  # llama.cpp's cache; None once it is freed
-    context: Any  # llama.cpp's
-    copies: bool  # cells may be copied
-    in_order: bool  # keep cells in the order of the tokens
+    """
+    Attributes:
+        memory: llama.cpp's cache; None once it is freed.
+        context: llama.cpp's.
+        copies: cells can be copied.
+        in_order: keep cells in the order of the tokens.
+        cells: of all sessions.
+        tiles: attention over long prompts adds up tiles.
+    """
+
+    memory: Any
+    context: Any
+    copies: bool
+    in_order: bool
     cells: Cells
     tiles: bool
 
@@ -50,6 +59,18 @@ class Owner(nodes.Owner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """Places of a work's nodes.
+
+    Attributes:
+        work: with the new nodes.
+        first: number of the first new node.
+        positions: of the new nodes in the sequence.
+        below: by new node, the ids of all leaves below it.
+        tips: id -> the last node of its path.
+        sources: new id -> the old node whose path it continues.
+        order: new nodes, from 0, in the order of their cells.
+    """
+
     work: Work
     first: int
     positions: list[int]
@@ -60,11 +81,13 @@ class Placement:
 
 
 def depth_first(parents: list[int], first: int) -> list[int]:
-    """Order of new nodes with the path of first children first, because planners put the most probable child first.
-
+    """
     Args:
         parents: of the new nodes; numbers below `first` are old nodes.
         first: number of the first new node.
+
+    Returns:
+        New nodes, from 0. The path of first children comes first, because planners put the most probable child first.
     """
     children: dict[int, list[int]] = {}
     tops = list[int]()
@@ -79,12 +102,21 @@ def depth_first(parents: list[int], first: int) -> list[int]:
 
 
 class LlamaSession(NodeSession):
+    """See `edgespec.loop.backend.Session`.
+
+    Attributes:
+        seq_ids: own ids, then lent ids.
+        cached: committed tokens that have a cell.
+        marks, aligned: as of `cells.Holder`.
+        tips: id -> the last node of its path.
+    """
+
     _backend: Owner
 
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         super().__init__(backend)
         self._memory = backend.memory
-        self.seq_ids = seq_ids  # own ids first, then lent ids
+        self.seq_ids = seq_ids
         self._own_count = len(seq_ids)
         self.cached = 0
         self.marks: list[int] = []
@@ -99,7 +131,7 @@ class LlamaSession(NodeSession):
         self.tips: dict[int, int] = {}
 
     def place(self, work: Work, free: Iterator[int]) -> Placement:
-        """Check a work, and find places for its nodes, without any change.
+        """Check `work`, and find places for its nodes, without any change.
 
         Args:
             work: the nodes.
@@ -185,7 +217,7 @@ class LlamaSession(NodeSession):
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, count = len(self.token_ids), len(path)
         if self._backend.in_order:
-            # Give up cells behind a gap, because later tokens would fill the gap out of order.
+            # Drop cells behind a gap, because later tokens would fill the gap out of order.
             count = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
         last = self._seqs[path[count - 1]] if count else -1
         if self._cells:
@@ -247,7 +279,7 @@ class LlamaSession(NodeSession):
 
     @property
     def _in_tiles(self) -> bool:
-        """True if attention over prompts adds up tiles, and attention over trees does not."""
+        """True if attention adds up tiles over prompts, but not over trees."""
         exact = self._backend.capabilities.exact
         return self._backend.tiles and exact is not None and exact.prompts != exact.trees
 
@@ -263,11 +295,13 @@ class LlamaSession(NodeSession):
         return self.aligned and length <= self.cached and self._backend.copies
 
     def tail(self, work: Work, end: int | None = None) -> int:
-        """Number of committed tokens in a partial tile that need copies at the end of the cache before this work.
-
+        """
         Args:
             work: the next one of this session.
             end: of the cells in use; None: return the maximum.
+
+        Returns:
+            Committed tokens in a partial tile whose cells must be copied to the end before `work`.
         """
         length = len(self.token_ids)
         if not work.prompt or work.short or not self._in_tiles or self._backend.alone(self):
@@ -285,7 +319,9 @@ class LlamaSession(NodeSession):
         self._edge = end
 
     def padding_before(self, work: Work, end: int) -> int:
-        """Number of cells to fill from `end` on, before a prompt's cells, to get the tiles of an empty cache.
+        """
+        Returns:
+            Cells to fill from `end` on, before a prompt's cells, to get the tiles of an empty cache.
 
         Raises:
             ContextFull: the prompt continues in a tile whose other cells are elsewhere.
@@ -402,15 +438,16 @@ class LlamaSession(NodeSession):
 def paddings(
     sessions: Sequence[LlamaSession], batch: Sequence[Work], cells: Cells, every: Sequence[LlamaSession]
 ) -> list[int]:
-    """Rows of padding before each work, so that prompts have the tiles of an empty cache.
-
-    Before the first work, copied cells may replace them.
-
+    """
     Args:
         sessions: of the works.
         batch: the works of the next pass.
         cells: of all sessions.
         every: all open sessions.
+
+    Returns:
+        Rows of padding before each work, so that prompts have the tiles of an empty cache. Before the first work,
+        copied cells replace the rows if possible.
 
     Raises:
         ContextFull: a prompt cannot be continued; nothing has changed.

@@ -10,7 +10,7 @@ from .ggml.files import llama_cpp, load_model
 
 
 class _LoadedModel:
-    """A model, as long as somebody may read its vocabulary."""
+    """A model that is freed after its last reader."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -33,13 +33,19 @@ class LlamaVocab:
         self._pieces: dict[int, bytes] = {}
 
     def close(self) -> None:
-        """Free the model, as soon as no other thread reads its vocabulary. From now on all raises Closed."""
+        """Free the model as soon as no other thread reads its vocabulary. All later calls raise Closed."""
         model, self._model = self._model, None
         if model:
             weakref.finalize(model, llama_cpp.llama_model_free, model.model)
 
     def _open(self) -> _LoadedModel:
-        """What llama.cpp may be asked about until the caller drops it. Raises Closed."""
+        """
+        Returns:
+            The model, which lives at least as long as the caller's reference.
+
+        Raises:
+            Closed: after `close`.
+        """
         if (model := self._model) is None:
             raise Closed
         return model
@@ -70,7 +76,7 @@ class LlamaVocab:
         return text.decode("utf-8", "replace")
 
     def kind(self, token_id: int) -> int:
-        """What sort of token it is: llama_token_attr in llama.h (normal, control, user-defined, …)."""
+        """The token's flags, such as normal or control: llama_token_attr in llama.h."""
         model = self._open()
         return int(llama_cpp.llama_vocab_get_attr(model.vocab, token_id))
 

@@ -1,4 +1,4 @@
-"""Model folders on MLX. The other files find mlx-lm and transformers installed."""
+"""Model folders on MLX."""
 
 from edgespec.errors import MissingPackage
 

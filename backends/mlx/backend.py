@@ -1,8 +1,16 @@
 """Model folders on MLX, through mlx-lm's model classes, quantised or not.
 
-Three replacements make a class read a tree: ropes take node positions, caches hand out a mask of committed tokens,
-ancestors and the node itself, and the head gets only the wanted rows. A model that needs more is refused at load.
-MLX writes in place into a buffer that nobody else holds, so a fork shares its parent's buffers until one writes.
+Three replacements (`tree.py`) make a class read a tree; a model that needs more is refused at load. Models with
+recurrent layers read trees as paths, and keep their ropes (`recurrent.py`). Cells of a layer's keys and values:
+
+    cells 0 to length - 1   committed tokens, in order
+    cells from length on    uncommitted nodes, in the order of their numbers
+    mask                    a node sees committed tokens, its ancestors and itself; in a window, by position
+    commit                  the accepted nodes' cells move behind the committed tokens; other cells stay
+
+Windows drop no cells, so a session can be rewound. MLX writes in place only into a buffer with one holder, so a fork
+shares its parent's buffers until one of them writes. Works of a pass follow each other, but streamed weights are read
+once for all of them (`streaming.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,15 +60,14 @@ DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained
 CELLS_OF_SMALL = 8
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
-# Most a logit moves with the shape of the pass it is computed in, by the type of the activations (quantised weights do
-# not round them further). Twice the largest difference to float32 arithmetic with the same weights, over the vocabulary
-# and 24 positions of SmolLM2: float16 0.084, bfloat16 1.08. On Linux's CPU not a bit of any logit moved; Apple's GPU
-# was not measured, and may multiply float32 as TF32, which has float16's precision.
+# Most that a logit moves with the shape of its pass, by the type of activations, which quantised weights do not change.
+# Twice the largest difference to float32 over 24 positions of SmolLM2: float16 0.084, bfloat16 1.08. On Linux's CPU no
+# bit moved. Apple's GPU was not measured; it may multiply float32 with float16's precision (TF32).
 TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
 
 
 class MlxLogits:
-    """See `edgespec.loop.backend.Logits`. `rows` is float32 [wanted, V]; the host reads MLX's memory without a copy."""
+    """See `edgespec.loop.backend.Logits`; `rows` is float32 [wanted, V], and the host reads it without a copy."""
 
     def __init__(self, rows: Any, nodes: Sequence[int]) -> None:
         self._rows = rows
@@ -84,17 +91,17 @@ class MlxLogits:
         index = [self._index[node] for node in nodes]
         if on_gpu():
             return device_top(self._rows, index, k, temperature, noise)
-        rows = (self._host[i] for i in index)  # five to ten times as fast there as MLX on a CPU
+        rows = (self._host[i] for i in index)  # on a CPU, MLX takes five to ten times as long as numpy
         return top_of_rows(rows, k, temperature, noise)
 
 
 def device_top(
     rows: Any, index: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
 ) -> tuple[list[IdArray], list[Scores]]:
-    """`Logits.top` of rows [n, V] where the rows are; only ids and values come to the host."""
+    """`Logits.top` of rows [n, V] on the device; only ids and values come to the host."""
     size = rows.shape[1]
     sizes = [size if extra is None else min(size, len(extra)) for extra in noise]
-    on_device = {id(extra): mx.array(extra[:size]) for extra in noise if extra is not None}  # nodes of a depth share it
+    on_device = {id(extra): mx.array(extra[:size]) for extra in noise if extra is not None}  # one for each depth
     found = []
     for i, extra, count in zip(index, noise, sizes, strict=True):
         scores = rows[i, :count] if extra is None else rows[i, :count] + on_device[id(extra)]
@@ -112,9 +119,9 @@ def device_top(
 
 
 def device_top_ids(scores: Any, k: int) -> Any:
-    """Indices of the k largest of scores [V], in any order. MLX sorts to find them, so give it less to sort.
+    """Indices of the k largest of scores [V], in any order, without a sort of all scores.
 
-    The k largest lie in the k columns of a [64, V / 64] view whose maxima are largest, or in the rest behind it.
+    They are in the k columns with the largest maxima of a [64, V / 64] view, or in the rest behind it.
     """
     size = scores.shape[0]
     width = size // BLOCKS
@@ -129,7 +136,11 @@ def device_top_ids(scores: Any, k: int) -> Any:
 
 
 class MlxBackend:
-    """See `edgespec.loop.backend.Backend`. Make it with `load`."""
+    """See `edgespec.loop.backend.Backend`; made by `load`.
+
+    Attributes:
+        plan: of the weights that stay in memory; None: all.
+    """
 
     name = "mlx"
 
@@ -150,14 +161,14 @@ class MlxBackend:
         self.computing: Computing = {}
         self.notes = notes
         self._model = model
-        self._sweep = sweep  # None: all weights are in memory
+        self._sweep = sweep
         self._windows = windows
         self._kinds = kinds  # mlx-lm's own caches, if some layers are recurrent
         self._max_sessions = sessions
         self._files: Sequence[str] = ()
         self._interrupted = sweep.interrupted if sweep else Event()
         self._sessions: list[MlxSession] = []
-        self._rows: Any = None  # the nodes whose final states the head is to see; None: all
+        self._rows: Any = None  # rows whose final states the head gets; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)
 
     def open(self) -> MlxSession:
@@ -174,7 +185,6 @@ class MlxBackend:
 
     @property
     def plan(self) -> Plan | None:
-        """The weights that stay in memory; None: all."""
         return self._sweep.streamer.plan if self._sweep else None
 
     @property
@@ -193,7 +203,6 @@ class MlxBackend:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
-        # All works are checked before the first is taken in: a refused batch changes nothing.
         positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
         with interruptible(sessions, self._interrupted):
             if self._interrupted.is_set():
@@ -217,7 +226,10 @@ class MlxBackend:
         return identity_of(self, content_of(*self._files))
 
     def _compute(self, sessions: Sequence[MlxSession], graphs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Of each session what its graph is; of streamed weights nothing is left to be computed."""
+        """
+        Returns:
+            The results of `graphs`, one for each session; with streamed weights they are already computed.
+        """
 
         def write() -> list[Any]:
             return [graph() for graph in graphs]
@@ -231,11 +243,19 @@ class MlxBackend:
         return self._graph(session, tokens, rows if len(rows) else None)
 
     def _graph(self, session: MlxSession, tokens: Any, rows: Any) -> Any:
-        """Logits float32 [rows, V] of the tokens [lanes, width], or None if no rows are given."""
+        """
+        Args:
+            session: of one work or of unread tokens.
+            tokens: [lanes, width].
+            rows: wanted ones among the tokens, lane after lane; None: no logits.
+
+        Returns:
+            Logits float32 [rows, V], or None.
+        """
         self._rows = None if rows is None else mx.array(rows)
         logits = self._model(mx.array(tokens), cache=session.given)
         if rows is None:
-            return None  # MLX is lazy: what only the logits need is never computed
+            return None  # MLX is lazy, so it never computes the head
         logits = logits.flatten(0, 1)
         return (logits if self._cuts_rows else logits[self._rows]).astype(mx.float32)
 
@@ -249,9 +269,9 @@ class MlxBackend:
 
 
 def padded(work: Work, first: int, shape: RowClass) -> Work:
-    """The work with as many more nodes, which see only the text, and rows wanted, as a pass of this class has.
+    """A copy of `work`, whose first new node is `first`, with the nodes and wanted rows of a pass of class `shape`.
 
-    Their cells are written over by the next pass, since the session does not learn of them.
+    The next pass overwrites the cells of added nodes, because the session does not know them.
     """
     count = shape.rows(len(work.token_ids))
     more = count - len(work.token_ids)
@@ -323,11 +343,11 @@ def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBacke
         max_wanted=size.max_nodes,
         max_leaves=leaves or size.max_nodes,
         paths=recurrent,
-        gaps=recurrent,  # classes of shapes are not looked for: a pass's shape is its paths' as well
+        gaps=recurrent,  # row classes do not apply: the rows of a pass depend on its paths
         logit_tolerance=tolerance,
         streams=sweep is not None,
-        experts=None if sweep else experts_of(text_config),  # of streamed layers all experts are read
-        one_thread=True,  # a stream belongs to the thread that began it
+        experts=None if sweep else experts_of(text_config),  # all experts of a layer are streamed
+        one_thread=True,  # MLX's streams belong to the thread that made them
     )
     kinds = make_prompt_cache(model) if recurrent else ()
     backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes, kinds)
@@ -355,7 +375,7 @@ def _stream(model: Any, layout: Layout, plan: Plan, progress: Progress, path: st
 
 
 def _tolerance(model: Any) -> float:
-    """Of the roughest type among the weights or scales: activations have it too."""
+    """By the coarsest type of weights and scales, which is also that of activations."""
     kinds = {array.dtype for _, array in tree_flatten(model.parameters())}
     if on_gpu():
         kinds.add(mx.float16)
@@ -363,7 +383,10 @@ def _tolerance(model: Any) -> float:
 
 
 def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
-    """Refuse a model whose tree of three nodes is not its chains: the last node must not see the second."""
+    """
+    Raises:
+        ModelError: in a tree of three nodes the last has other logits than in its chain, so it sees the second.
+    """
     tree, right, wrong = ([1, 2, 3], [-1, 0, 0]), ([1, 3], [-1, 0]), ([1, 2, 3], [-1, 0, 1])
 
     def work(tokens: list[int], parents: list[int]) -> Work:
@@ -390,7 +413,10 @@ def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
 
 
 def _check_states(backend: MlxBackend, path: str, model_type: str) -> None:
-    """Refuse a model whose text in two parts, the second one of two paths, is not what it is at once."""
+    """
+    Raises:
+        ModelError: tokens in two passes, the second with two paths, do not give the logits of one pass.
+    """
 
     def work(session: MlxSession, tokens: list[int], parents: list[int]) -> Work:
         last = np.array([len(tokens) - 1], np.int32)

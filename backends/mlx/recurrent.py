@@ -15,11 +15,11 @@ from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
 from .session import MlxOwner, MlxSession
 from .tree import TreeCache
 
-State = list[Any]  # arrays [1, …], one for each that mlx-lm's caches have; None where there is none yet
+State = list[Any]  # an array [1, ...], or None, for each that mlx-lm's caches have
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
-    """Caches of what a layer has: attention, a state, or both."""
+    """The caches of all layers, each for attention or a state; a layer may have both."""
     for cache in caches:
         yield from leaves_of(cache.caches) if type(cache) is CacheList else [cache]
 
@@ -30,7 +30,10 @@ def is_recurrent(model: Any) -> bool:
 
 
 def sizes_of(model: Any) -> tuple[int, int, int]:
-    """Bytes of one token's keys and values, of one number among them, and of a state; see `memory.cell_bytes`."""
+    """
+    Returns:
+        Bytes of one token's keys and values, of one number among them, and of a state; as for `memory.cell_bytes`.
+    """
     caches = make_prompt_cache(model)
     try:
         model(mx.array([[0]]), cache=caches)
@@ -44,6 +47,13 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
 
 
 class Lanes:
+    """
+    Attributes:
+        starts: first position of each lane.
+        start, end: cells of the new nodes are those from `start` to `end` - 1.
+        rows: places of the new nodes among all lanes' tokens.
+    """
+
     def __init__(self, rectangle: Rectangle[State], parents: Sequence[int], length: int) -> None:
         """
         Args:
@@ -52,13 +62,16 @@ class Lanes:
             length: committed tokens.
         """
         self.starts = mx.array(rectangle.positions[:, 0], dtype=mx.int32)
-        self.start, self.end = length + rectangle.first, length + len(parents)  # cells of the new nodes
-        self.rows = mx.array(rectangle.rows)  # which of all lanes' tokens those are
+        self.start, self.end = length + rectangle.first, length + len(parents)
+        self.rows = mx.array(rectangle.rows)
         self._rectangle, self._parents, self._length = rectangle, parents, length
         self._masks: dict[int | None, Any] = {}
 
     def mask(self, window: int | None, as_array: bool) -> Any:
-        """The mask for mlx-lm's attention: None (all), "causal", or booleans [lanes, 1, width, end]."""
+        """
+        Returns:
+            The mask for mlx-lm's attention: None (all), "causal", or booleans [lanes, 1, width, end].
+        """
         if window is not None and self.end <= window:
             window = None
         here = self._rectangle
@@ -75,7 +88,7 @@ class LaneCache(TreeCache):
 
     def __init__(self, capacity: int, window: int | None) -> None:
         super().__init__(capacity, window)
-        self.lanes: Lanes | None = None  # of the pass under way; `offset` has their first positions, for the ropes
+        self.lanes: Lanes | None = None  # of the pass under way; ropes get `starts` as `offset`
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         self._make(keys[:1], values[:1])
@@ -90,7 +103,7 @@ class LaneCache(TreeCache):
 
 
 def _new(found: Any, rows: Any) -> Any:
-    """Of keys or values [lanes, heads, width, d] those of new nodes [1, heads, n, d]."""
+    """From keys or values [lanes, heads, width, d] take those of new nodes: [1, heads, n, d]."""
     return found.transpose(1, 0, 2, 3).flatten(1, 2)[None][..., rows, :]
 
 
@@ -112,7 +125,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         limits = backend.capabilities
         self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
         self._kinds = kinds
-        self._rectangle: Rectangle[State] | None = None  # of the pass under way
+        self._rectangle: Rectangle[State] | None = None
         self._arrays, self._given = list[ArraysCache](), list[Any]()
 
     def place(self, work: Work) -> tuple[Any, Any]:
@@ -134,7 +147,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return rectangle.token_ids
 
     def _filled(self, kind: Any, attention: Iterator[LaneCache], states: Iterator[Any]) -> Any:
-        """The cache that the model gets instead of an empty one of its own."""
+        """The cache for the model instead of its own empty one."""
         if type(kind) is CacheList:
             return CacheList(*(self._filled(one, attention, states) for one in kind.caches))
         if type(kind) is not ArraysCache:
@@ -145,7 +158,6 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return found
 
     def take(self) -> None:
-        """The pass has been computed: keep what is behind its lanes."""
         assert self._rectangle
         arrays, count = [array for cache in self._arrays for array in cache.cache], len(self._rectangle.lanes)
         states = [[_lane(array, lane, count) for array in arrays] for lane in range(count)]
@@ -185,7 +197,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
 
 
 def _side_by_side(states: Sequence[State | None]) -> list[Any]:
-    """States of lanes as one of a batch; those that are not there yet are zeros, unless none is."""
+    """Concatenate the states of lanes; zeros replace missing ones, and the result is empty if all are missing."""
     some = next((state for state in states if state is not None), None)
     if some is None:
         return []
@@ -198,5 +210,5 @@ def _side_by_side(states: Sequence[State | None]) -> list[Any]:
 
 
 def _lane(array: Any, lane: int, lanes: int) -> Any:
-    """A copy of one lane's part, so that it does not keep the others' in memory."""
+    """A copy of one lane's part, because a view would keep all lanes in memory."""
     return array if array is None or lanes == 1 else mx.take(array, mx.array([lane]), axis=0)

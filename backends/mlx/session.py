@@ -1,4 +1,4 @@
-"""One sequence's buffers: what fits, and what a commit moves."""
+"""One sequence's buffers, and the moves of a commit."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -27,14 +27,22 @@ class MlxSession(NodeSession):
         self.caches = caches
 
     def place(self, work: Work) -> tuple[Any, Any]:
-        """Begin a pass over a checked work's nodes: the tokens that the model gets [1, n], and their rows wanted."""
+        """Begin a pass over a checked work's nodes.
+
+        Returns:
+            The model's tokens [1, n], and the wanted rows among them.
+        """
         here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
         for cache in self.caches:
             cache.offset = here
         return work.token_ids[None], work.wanted - self.nodes
 
     def place_unread(self) -> Any:
-        """Begin a pass over committed tokens that must be read before the next. Returns them, or None."""
+        """Begin a separate pass over unread committed tokens.
+
+        Returns:
+            The tokens; None if no such pass is needed.
+        """
         return None
 
     def add(self, work: Work, positions: Sequence[int]) -> None:
@@ -44,7 +52,6 @@ class MlxSession(NodeSession):
 
     @property
     def given(self) -> Sequence[Any]:
-        """The caches for the model."""
         return self.caches
 
     @property
@@ -60,7 +67,7 @@ class MlxSession(NodeSession):
     def _move(self, cells: list[int], start: int) -> None:
         index, end = mx.array(cells), start + len(cells)
         moved = [(cache.keys[..., index, :], cache.values[..., index, :]) for cache in self.caches]
-        mx.eval(moved)  # from here on nothing else holds the buffers, so they are written in place
+        mx.eval(moved)  # now nothing else holds the buffers, so they are written in place
         for cache, (keys, values) in zip(self.caches, moved, strict=True):
             cache.keys[..., start:end, :] = keys
             cache.values[..., start:end, :] = values

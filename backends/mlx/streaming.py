@@ -1,8 +1,8 @@
-"""MLX models larger than memory: a pass whose layers are read from disk while it computes.
+"""MLX models larger than memory: layers are read from disk during a pass.
 
-A slot is one array of bytes, filled by the threads of `ring.py`, which never touch MLX; weights are views of it.
-MLX is lazy: all works are written down first, then computed layer by layer, so weights are read once for all of them.
-Outputs are computed before their slot is free, so nothing looks into a slot later.
+A slot is an array of bytes, and weights are views of it. The threads of `ring.py`, which never call MLX, fill it.
+MLX is lazy: all works' graphs are made first, and then computed layer by layer, so that weights are read once. A
+layer's outputs are computed before its slot is free.
 """
 
 import sys
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class SlotStore:
-    """See `edgespec.weights.ring.Slots`. Slots are arrays of bytes; what is read into one is seen by all its views."""
+    """See `edgespec.weights.ring.Slots`."""
 
     def __init__(self, paths: Sequence[str], bases: Sequence[int], plan: Plan) -> None:
         """
@@ -57,7 +57,7 @@ class SlotStore:
         for layer in self.plan.streamed:
             offset = 0
             for extent in layer.extents:
-                # Numbers have to begin where their size allows it. If the file is a few bytes off, so is the extent.
+                # Views need aligned numbers, but MLX's writer does not align a file's tensors.
                 self._inside[layer.index, extent] = offset + -bases[extent.file] % NUMBER
                 offset += -(-(extent.size + NUMBER) // ALIGNED) * ALIGNED
             size = max(size, offset)
@@ -81,7 +81,7 @@ class SlotStore:
         return address(self._arrays[slot]) + self._offsets[slot]
 
     def view(self, slot: int, layer: Layer, placed: Placed) -> Any:
-        """A weight of a layer that is in the slot; None: it is not streamed."""
+        """A weight of a layer as a view of the slot; None if the weight is not streamed."""
         tensor = placed.tensor
         for extent in layer.extents:
             if extent.file == tensor.file and extent.start <= tensor.start < tensor.start + tensor.size <= extent.stop:
@@ -90,7 +90,11 @@ class SlotStore:
         return None
 
     def load(self, tensors: Sequence[Tensor], progress: Progress) -> list[Any]:
-        """Tensors as new arrays of bytes. Raises OSError."""
+        """Read tensors into new arrays of bytes.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
         order = sorted(range(len(tensors)), key=lambda i: (tensors[i].file, tensors[i].start))
         arrays = [new_bytes(tensor.size) for tensor in tensors]
         starts = [(tensors[i].file, tensors[i].start) for i in order]
@@ -112,7 +116,7 @@ class SlotStore:
         self._files.read(extent.file, place + start, start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
-        pass  # the views show what was read
+        pass
 
     def hide(self, slot: int, layer: Layer) -> None:
         pass
@@ -123,7 +127,7 @@ class SlotStore:
 
 
 def new_bytes(size: int) -> Any:
-    """An array of so many bytes, in memory."""
+    """An array of `size` bytes that is allocated now."""
     array = mx.zeros(size, mx.uint8)
     mx.eval(array)
     return array
@@ -135,9 +139,19 @@ def address(array: Any) -> int:
 
 @dataclass(slots=True)
 class Step:
+    """A layer of one work.
+
+    Attributes:
+        layer: its number.
+        taken: its input.
+        made: its output.
+        cache: of its attention, if it has one.
+        states: of a recurrent layer.
+    """
+
     layer: int
-    taken: Any  # its input
-    made: Any  # its output
+    taken: Any
+    made: Any
     cache: TreeCache | None
     states: ArraysCache | None
 
@@ -187,7 +201,7 @@ class LayerSweep:
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
             owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
-        mx.eval(self._views)  # once: a slot that is filled again needs no new views
+        mx.eval(self._views)  # views stay valid when a slot is filled again
         for index in self._order:
             model.layers[index].update(self._views[index][0])
             self._watch(model.layers[index], index)
@@ -198,7 +212,7 @@ class LayerSweep:
         self.streamer = Streamer(store.plan, store, how.threads, how.size)
 
     def _check_values(self, model: Any, layout: Layout) -> None:
-        """A model class may transform weights without another shape or type: one layer is compared bit by bit."""
+        """Compare one layer bit by bit, because a model class may change values without another shape or type."""
         placed = [one for one in layout.placed if one.layer == self._order[0]]
         weights = dict(tree_flatten(model.layers[self._order[0]].parameters()))
         for one, stored in zip(placed, self._store.load([p.tensor for p in placed], lambda *_: None), strict=True):
@@ -209,7 +223,7 @@ class LayerSweep:
                 )
 
     def _watch(self, layer: Any, index: int) -> None:
-        """Have a layer take its weights from the slot where this pass will have them, and note what it computes."""
+        """Make a layer take its weights from this pass's slot, and record its step."""
         kind = type(layer)
 
         def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,21 +235,21 @@ class LayerSweep:
             self._steps.append(Step(index, x, made, cache, states))
             return made
 
-        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python looks for __call__ in the class
 
     def run(self, caches: Sequence[Sequence[TreeCache]], write: Callable[[], Result]) -> Result:
-        """A pass over several works.
+        """A pass over several works. After an error, the caches are as before.
 
         Args:
             caches: of each work's session.
-            write: sends all works through the model; computes nothing.
+            write: makes the graphs of all works, without computation.
 
         Returns:
-            What `write` does. It depends on no streamed weight any more.
+            The result of `write`, which no longer depends on a streamed weight.
 
         Raises:
-            ModelError: a layer cannot be read. The caches are as they were.
-            Interrupted: so are they.
+            ModelError: a layer cannot be read.
+            Interrupted: `interrupted` was set.
         """
         self.streamer.begin()
         before = [Before(some) for some in caches]
@@ -260,7 +274,7 @@ class LayerSweep:
     def _compute(self, index: int, steps: list[Step], before: Sequence["Before"]) -> None:
         for one, step in zip(before, steps, strict=True):
             one.forget_until(step.cache)
-        mx.async_eval([step.taken for step in steps])  # the layers between compute while this one is waited for
+        mx.async_eval([step.taken for step in steps])  # earlier layers compute during the wait for this one
         self.streamer.enter(index)
         outputs = [step.outputs for step in steps]
         try:
@@ -269,13 +283,12 @@ class LayerSweep:
             mx.eval(outputs)
         except BaseException:
             with suppress(RuntimeError):
-                mx.eval(outputs)  # as long as the weights are there: afterwards nothing may look for them
+                mx.eval(outputs)  # while the slot has the weights
             raise
         self.streamer.leave(index)
 
     @property
     def bytes_held(self) -> int:
-        """Of weights that stay, and slots."""
         return self.streamer.plan.pinned_bytes + self.streamer.plan.slots * self._store.slot_bytes
 
     def close(self) -> None:
@@ -284,9 +297,9 @@ class LayerSweep:
 
 
 class Before:
-    """The caches of a session before a pass, for as long as the pass may be given up.
+    """The caches of a session before a pass, to restore them after an error.
 
-    Whoever holds a buffer keeps MLX from writing into it in place, so what is to be computed next is let go.
+    MLX does not write in place into a buffer that is also held here, so each cache is dropped before it is computed.
     """
 
     def __init__(self, caches: Iterable[TreeCache]) -> None:
@@ -307,7 +320,7 @@ class Before:
 
 
 def _handles(cache: TreeCache) -> tuple[Any, Any]:
-    """The buffers under other names: an assignment to a part of `cache.keys` changes what that name stands for."""
+    """Other handles of the buffers, because an assignment to a part of `cache.keys` changes the array object itself."""
     return (None, None) if cache.keys is None else (cache.keys[...], cache.values[...])
 
 

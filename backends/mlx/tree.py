@@ -1,4 +1,7 @@
-"""The replacements inside mlx-lm's models that make them read a tree: positions, masks and caches, final rows."""
+"""The replacements inside mlx-lm's models that make them read a tree.
+
+Ropes get the nodes' positions instead of an offset, caches give out masks of trees, and the head gets only wanted rows.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -13,16 +16,24 @@ from edgespec.loop.tree import ancestor_mask, depths
 
 
 class Pass:
-    """Places of the nodes of one forward. The model's caches hand it to the ropes in place of an offset."""
+    """Positions and cells of one pass's nodes; the model's caches give it to the ropes as their offset.
+
+    Attributes:
+        start, end: cells of the new nodes are those from `start` to `end` - 1.
+        is_chain: the uncommitted nodes are one path.
+        levels: positions, each with the indices of its new nodes.
+        level_order: place of each new node in the concatenated `levels`.
+        positions: of the new nodes, shape [n].
+    """
 
     def __init__(self, parents: Sequence[int], first: int, length: int) -> None:
         """
         Args:
             parents: of all uncommitted nodes of the session, the new ones at the end.
             first: number of the first new node.
-            length: how many tokens are committed.
+            length: committed tokens.
         """
-        self.start, self.end = length + first, length + len(parents)  # cells of the new nodes
+        self.start, self.end = length + first, length + len(parents)
         self.is_chain = list(parents) == list(range(-1, len(parents) - 1))
         self._parents, self._first, self._length = parents, first, length
         self._positions: NDArray[np.int64] = length + depths(parents).astype(np.int64)
@@ -32,11 +43,10 @@ class Pass:
         raise TypeError("positions are needed outside the rotary embedding")
 
     def __bool__(self) -> bool:
-        return self == 0  # refused too: a model that asks whether its cache is empty
+        return self == 0  # raises for a model that tests if its cache is empty
 
     @cached_property
     def positions(self) -> Any:
-        """Of the new nodes, as an array of MLX, shape [n]."""
         return mx.array(self._positions[self._first :])
 
     @cached_property
@@ -46,11 +56,13 @@ class Pass:
 
     @cached_property
     def level_order(self) -> Any:
-        """Place of each new node in the concatenated `levels`."""
         return mx.array(np.argsort(np.argsort(self._positions[self._first :], kind="stable")))
 
     def mask(self, window: int | None, as_array: bool) -> Any:
-        """The mask for mlx-lm's attention: None (all), "causal", or booleans [n, end]."""
+        """
+        Returns:
+            The mask for mlx-lm's attention: None (all), "causal", or booleans [n, end].
+        """
         if window is not None and self.end <= window:
             window = None
         if self.is_chain and window is None:
@@ -73,7 +85,7 @@ class Pass:
 
 
 class TreeRope(nn.Module):  # type: ignore[misc]
-    """A model's own rotary embedding, asked for the position of each node."""
+    """A model's own rotary embedding, called with the position of each node."""
 
     def __init__(self, rope: Any) -> None:
         super().__init__()
@@ -81,7 +93,6 @@ class TreeRope(nn.Module):  # type: ignore[misc]
         self._takes_array = takes_array(rope)
 
     def __call__(self, x: Any, offset: Any = 0) -> Any:
-        """Rotate x [1, heads, n, d]."""
         if not isinstance(offset, Pass):
             return self.rope(x, offset=offset)
         if self._takes_array and offset.is_chain:
@@ -96,7 +107,7 @@ class TreeRope(nn.Module):  # type: ignore[misc]
 
 
 def takes_array(rope: Any) -> bool:
-    """Can the rope rotate a batch of tokens by a position each? Most call MLX's kernel, which can."""
+    """True if the rope can rotate a batch with one position for each token, as MLX's kernel can."""
     width = getattr(rope, "dims", None) or getattr(rope, "dim", None)
     if not isinstance(width, int):
         return False
@@ -111,15 +122,17 @@ def takes_array(rope: Any) -> bool:
 
 
 class TreeCache:
-    """Keys and values of one layer in one session: what mlx-lm's attention takes for a cache.
+    """Keys and values of one layer in one session, with the interface of mlx-lm's caches.
 
-    Buffers have shape [1, heads, capacity, d] and are made by the first pass, which knows shapes and types.
+    Attributes:
+        keys, values: [1, heads, capacity, d]; None before the first pass, which shows shapes and types.
+        offset: the `Pass` under way, for `TreeRope`.
     """
 
     def __init__(self, capacity: int, window: int | None) -> None:
         self.keys: Any = None
         self.values: Any = None
-        self.offset: Any = None  # a `Pass`: the pass under way; TreeRope knows what to do with it
+        self.offset: Any = None
         self._capacity = capacity
         self._window = window
 
@@ -148,13 +161,12 @@ class TreeCache:
         return here.mask(window_size or self._window, return_array)
 
     def share(self, other: "TreeCache") -> None:
-        """Hold the other's buffers too; MLX copies them when one of both is written to."""
+        """Hold the other's buffers too; MLX copies them as soon as one of the two caches is written to."""
         if other.keys is not None:
             self.keys, self.values = other.keys[...], other.values[...]
 
 
 def wrap_ropes(model: Any) -> None:
-    """Replace every rotary embedding inside the model by a `TreeRope` around it."""
     for module in model.modules():
         for name, child in module.children().items():
             if "rope" in type(child).__name__.lower():
@@ -162,9 +174,14 @@ def wrap_ropes(model: Any) -> None:
 
 
 def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
-    """Make the module that runs the layers return only the states [1, rows, D] of `rows()` (None: all, of all lanes).
+    """Make the module that runs the layers return only the states [1, rows, D] of wanted rows.
 
-    False, and nothing is changed, when the model has no such module of its own.
+    Args:
+        model: to change.
+        rows: returns the wanted rows of all lanes; None: all.
+
+    Returns:
+        False if the model has no separate module that runs the layers, and so stays as it is.
     """
     first = model.layers[0]
     for module in model.modules():
@@ -179,5 +196,5 @@ def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
         states, chosen = kind.__call__(self, *args, **kwargs), rows()
         return states if chosen is None else states.flatten(0, 1)[None, chosen]
 
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python finds __call__ on the class only
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python looks for __call__ in the class only
     return True

@@ -1,4 +1,4 @@
-"""The yardstick of `tests/contract.py`: sessions, trees and paths over the model of `reference_model.py`.
+"""The yardstick of `tests/contract.py`: sessions, trees and paths over the model of `model.py`.
 
 A node's logits are the same bits however nodes were batched, committed or forked, so no tolerance is needed.
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 DEFAULT_CONTEXT = 512
 KEPT_STATES = 5  # of a session, where layers are recurrent
-SPECIAL = ("<s>", "</s>")  # ids 0 and 1; bytes follow, the commonest first, so that a small vocabulary has letters
+SPECIAL = ("<s>", "</s>")  # ids 0 and 1; then bytes, letters first for small vocabularies
 BYTES = bytes(dict.fromkeys((" " + string.ascii_lowercase + "\n" + string.printable).encode() + bytes(range(256))))
 CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = (
 
 
 class ReferenceVocab:
-    """See `edgespec.loop.backend.Vocab`. A token is a byte, but for the first two."""
+    """See `edgespec.loop.backend.Vocab`. Each token but the first two is a byte."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -106,7 +106,16 @@ class ReferenceSession(NodeSession):
         return np.concatenate([np.arange(length), length + above])
 
     def _evaluate(self, token: int, seen: NDArray[np.int64], cell: int, state: Array) -> tuple[Array, Array]:
-        """The final vector of one node, and the state of recurrent layers after it, from that before it."""
+        """
+        Args:
+            token: the node's.
+            seen: cells that the node sees.
+            cell: the node's own, to be filled.
+            state: of recurrent layers before the node.
+
+        Returns:
+            The node's final vector, and the state after it.
+        """
         if self._backend.interrupted.is_set():
             raise Interrupted("the pass was interrupted")
         x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
@@ -150,10 +159,9 @@ class RecurrentSession(ReferenceSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._tips: dict[int, Array] = {}  # node -> the state behind it, where a path ended
+        self._tips: dict[int, Array] = {}  # states after last nodes of paths
 
     def add(self, work: Work, positions: Sequence[int]) -> Logits:
-        """Evaluate a checked work's nodes, path by path."""
         length, first = len(self.token_ids), self.nodes
         if not work.prompt:
             self._states.mark(length)
@@ -168,7 +176,7 @@ class RecurrentSession(ReferenceSession):
             state = self._text(self._states.last, length) if path.start < 0 else self._tips[path.start]
             for node in path.nodes:
                 found[node], state = self._evaluate(self._tokens[node], self._seen(node), length + node, state)
-            if size == max(sizes):  # others go on behind their leaf
+            if size == max(sizes):  # as in engines, where shorter paths repeat their last token
                 self._tips[path.nodes[-1]] = state
         if self.unread_committed and step is not None:
             self._bring_on(step)
@@ -191,7 +199,7 @@ class RecurrentSession(ReferenceSession):
 
     @property
     def unread_committed(self) -> int:
-        return self._behind if self._behind <= MOST_OWED else 0  # more are read before
+        return self._behind if self._behind <= MOST_OWED else 0  # `add` reads more of them before the paths
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         length = super().reusable_prefix(length, short=short)
@@ -280,7 +288,7 @@ class ReferenceBackend:
     def _check_room(self, batch: Sequence[Work]) -> None:
         limits, trees = self.capabilities, {session: session.parents for session in self.opened}
         texts = [tuple(session.token_ids) for session in self.opened] if limits.cells is not None else []
-        cells = {text[:end] for text in texts for end in range(1, len(text) + 1)}  # texts that begin alike share them
+        cells = {text[:end] for text in texts for end in range(1, len(text) + 1)}  # equal prefixes share cells
         if limits.cells is not None and len(cells) > limits.cells:
             raise ContextFull(f"the cache of {limits.cells} cells is full")
         for work in batch:

@@ -1,6 +1,6 @@
 """A small transformer in plain numpy: what every backend must compute.
 
-Everything is float64; every node is computed on its own, in operations whose shapes depend only on its position.
+Each node is computed on its own in float64, in operations whose shapes depend only on its position.
 """
 
 import math
@@ -21,27 +21,44 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's weights. D is the width, F the width inside the MLP."""
+    """One block's weights; D is the width, F the width inside the MLP.
 
-    attention_norm: Array  # [D]
-    query: Array  # [D, D]
-    key: Array  # [D, D]
-    value: Array  # [D, D]
-    output: Array  # [D, D]
-    mlp_norm: Array  # [D]
-    gate: Array  # [F, D]
-    up: Array  # [F, D]
-    down: Array  # [D, F]
-    decay: Array | None = None  # [heads, D]: how much of its state each head keeps, if the layer is recurrent
+    Attributes:
+        attention_norm, mlp_norm: [D].
+        query, key, value, output: [D, D].
+        gate, up: [F, D].
+        down: [D, F].
+        decay: [heads, D], the part of its state that each head keeps; None if the layer is not recurrent.
+    """
+
+    attention_norm: Array
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    mlp_norm: Array
+    gate: Array
+    up: Array
+    down: Array
+    decay: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
+    """
+    Attributes:
+        heads: of each layer.
+        embedding: [V, D].
+        layers: in order.
+        final_norm: [D].
+        unembedding: [V, D]; None: the embedding (tied).
+    """
+
     heads: int
-    embedding: Array  # [V, D]
+    embedding: Array
     layers: tuple[Layer, ...]
-    final_norm: Array  # [D]
-    unembedding: Array | None = None  # [V, D]; None: the embedding (tied)
+    final_norm: Array
+    unembedding: Array | None = None
 
     def save(self, path: str) -> None:
         arrays = {"heads": np.array(self.heads), "embedding": self.embedding, "final_norm": self.final_norm}
@@ -66,7 +83,18 @@ def random_model(
     sharpness: float = 3.0,
     recurrent: bool = False,
 ) -> Model:
-    """Random weights; `sharpness` is about the standard deviation of the logits. `recurrent`: every other layer is."""
+    """
+    Args:
+        seed: of the weights.
+        vocab_size: V.
+        layers: their number.
+        width: D.
+        heads: of each layer.
+        hidden: F.
+        tied: the embedding is the unembedding.
+        sharpness: about the standard deviation of the logits.
+        recurrent: every other layer, from the first on, is recurrent.
+    """
     generator = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
@@ -85,7 +113,7 @@ def random_model(
 
 
 def perturbed(model: Model, scale: float, seed: int) -> Model:
-    """A copy with noise on every matrix, `scale` of the matrix's own size: a draft that is right now and then."""
+    """A copy, as a draft, with noise of `scale` times each matrix's standard deviation."""
     generator = np.random.default_rng(seed)
 
     def noisy(weights: Array) -> Array:
@@ -153,7 +181,7 @@ def evaluate(
         model: the weights.
         token_id: the node's token.
         position: its absolute position.
-        past: cells it sees, in the text's order, shape [position, layers, 2, heads, d].
+        past: cells it sees, in order of position, shape [position, layers, 2, heads, d].
         state: of recurrent layers before it [layers, heads, d, d]; not changed.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Model folders on PyTorch. The other files find PyTorch and transformers installed."""
+"""Model folders on PyTorch."""
 
 from edgespec.errors import MissingPackage
 

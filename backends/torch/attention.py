@@ -1,7 +1,7 @@
-"""Attention over trees in the place of transformers' own, and one pass of a model with it.
+"""Attention over trees instead of transformers' own, and one pass of a model with it.
 
-Inside a layer, `tree_attention` writes each work's keys and values into its session's cache and attends there;
-`backend.py` says where things lie.
+In each layer, `tree_attention` writes each work's keys and values into its session's cells (`backend.py`), and attends
+to these cells.
 """
 
 from collections.abc import Sequence
@@ -18,32 +18,56 @@ from torch.nn.functional import scaled_dot_product_attention
 from edgespec.errors import Interrupted, ModelError
 
 ATTENTION = "edgespec_tree"
-MASK_ALIGNMENT = 16  # elements; CUDA's memory-efficient kernel copies masks whose rows start elsewhere
+MASK_ALIGNMENT = 16  # elements between rows; CUDA's memory-efficient kernel copies other masks
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    rows: slice  # of the pass
-    new: Any  # those of them, a slice or indices, whose keys and values are not in the cache yet
-    cells: Any  # the session's cache [layers, 2, key heads, cells, d]; a dictionary where not all layers have cells
-    start: int  # cell of the first that is new
-    end: int  # behind that of the last
-    masks: dict[int | None, tuple[int, Any]]  # window -> first cell it can reach, mask [n, cells from there] or None
+    """One work's share of a pass.
+
+    Attributes:
+        rows: of the pass.
+        new: slice or indices of the rows of the pass whose keys and values get cells.
+        cells: the session's [layers, 2, key heads, cells, d]; a dictionary by layer if not all layers have cells.
+        start: cell of the first new row.
+        end: the cell after that of the last new row.
+        masks: window -> first cell in reach, mask [n, cells from there to `end`] or None.
+    """
+
+    rows: slice
+    new: Any
+    cells: Any
+    start: int
+    end: int
+    masks: dict[int | None, tuple[int, Any]]
 
 
 @dataclass(slots=True)
 class Probe:
-    """Takes a cache's place in the pass that `load` makes to see what the layers do: one token, which sees itself."""
+    """Takes the place of a `Tree` in the pass of one token by which `load` inspects the layers.
 
-    heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer -> key heads, d
+    Attributes:
+        heads: layer -> key heads, d.
+        windows: layer -> sliding window.
+    """
+
+    heads: dict[int, tuple[int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
+    """One pass.
+
+    Attributes:
+        parts: of its works.
+        windows: by layer.
+        interrupted: once it is set, no further layer is computed.
+    """
+
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]
-    interrupted: Event  # when it is set, no further layer is computed
+    interrupted: Event
 
 
 def tree_attention(
@@ -60,20 +84,19 @@ def tree_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Any, None]:
-    """Attention in the place of transformers' own.
-
+    """
     Args:
         module: the layer's attention module.
-        query: [1, heads, n, d], positions applied; n nodes of all works. Where trees go as paths: [lanes, …, width, d].
-        key: [1, key heads, n, d], or of lanes as well.
-        value: [1, key heads, n, d], or of lanes as well.
+        query: [1, heads, n, d], positions applied; n nodes of all works. For paths [lanes, heads, width, d].
+        key: [1, key heads, n, d], or [lanes, key heads, width, d].
+        value: as `key`.
         attention_mask: not used.
         tree: the pass.
         scaling: of the scores; default: 1 / sqrt(d).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        s_aux: [heads] a score of each head's for looking nowhere (gpt-oss).
+        s_aux: [heads], the score of each head's attention sink (gpt-oss).
         sliding_window: only a `Probe` reads it.
-        options: what else a model class passes on.
+        options: others of the model class.
 
     Returns:
         [1, n, heads, d], or [lanes, width, heads, d], and no weights.
@@ -96,7 +119,7 @@ def tree_attention(
         attend: Any = scaled_dot_product_attention
         if softcap is not None or s_aux is not None:
             attend = _by_definition(softcap, s_aux)
-        # The query heads that share a key head form a batch: keys and values are repeated by a stride of 0, not copied.
+        # Query heads of one key head form a batch, so that keys and values are repeated without a copy (stride 0).
         shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
         k, v = (cells[:, None, low:end].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
         found = attend(shared, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and end - start > 1)
@@ -105,7 +128,7 @@ def tree_attention(
 
 
 def _by_definition(softcap: float | None, sinks: Any) -> Any:
-    """Attention with capped scores, or with scores for looking nowhere: there is no kernel for it."""
+    """Attention with capped scores or attention sinks, for which PyTorch has no kernel."""
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any, scale: float | None, is_causal: bool) -> Any:
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -142,10 +165,9 @@ transformers.AttentionInterface.register(ATTENTION, tree_attention)
 def build_mask(
     sees: NDArray[np.bool_], positions: Sequence[int], length: int, window: int | None, dtype: Any, device: Any
 ) -> tuple[int, Any]:
-    """The additive mask of a work's nodes.
-
+    """
     Args:
-        sees: [n, nodes] which uncommitted nodes each new node sees.
+        sees: [n, nodes], the uncommitted nodes that each new node sees.
         positions: of all uncommitted nodes; the new ones are the last n.
         length: committed tokens.
         window: how many positions, its own included, a node can look at; None: all.
@@ -153,8 +175,8 @@ def build_mask(
         device: where they are computed.
 
     Returns:
-        The first cell that any node can see, and the mask [n, cells from there on]: 0 where a node sees a cell, -inf
-        elsewhere. No mask (None) if nothing is hidden, or if the nodes are a chain at the beginning of the sequence.
+        The first cell that any node can see, and an `additive` mask of the cells from there on. The mask is None if
+        nothing is hidden, or if the nodes are a chain at the beginning of the sequence.
     """
     count = len(sees)
     new = np.asarray(positions[len(positions) - count :])
@@ -187,7 +209,7 @@ def run(
     tree: Tree | Probe,
     device: Any,
 ) -> Any:
-    """One forward of a transformers model over n tokens; logits [wanted, V] on the device, finished."""
+    """One forward pass over n tokens, awaited; logits [wanted, V] on the device."""
     ids, places, rows = (torch.tensor([list(values)], device=device) for values in (token_ids, positions, wanted))
     logits = model(
         input_ids=ids, position_ids=places, logits_to_keep=rows[0].long(), use_cache=False, tree=tree
@@ -198,6 +220,6 @@ def run(
 
 def finish(device: Any) -> None:
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the whole device: copies for the next pass go on
+        torch.cuda.current_stream(device).synchronize()  # copies for the next pass go on in another stream
     elif device.type == "mps":
         torch.mps.synchronize()

@@ -1,7 +1,14 @@
-"""Model folders (config.json and safetensors) on PyTorch, with transformers' model classes.
+"""Model folders (config.json and safetensors) on PyTorch, with transformers' model classes but for attention.
 
-The classes do everything but attention (`AttentionInterface`). All nodes run as one row of tokens, so weights are
-read once a pass. Cells 0 to length - 1 of a session hold the committed tokens, the next ones the uncommitted nodes.
+All nodes of a pass are one row of tokens, so that weights are read once. Explicit positions (length + depth) suit any
+rotary embedding. A session's cells:
+
+    cells 0 to length - 1   committed tokens, in order
+    cells from length on    uncommitted nodes, in the order of their numbers
+    mask                    a node sees committed tokens, its ancestors and itself; in a window, by position
+    commit                  the accepted nodes' cells move behind the committed tokens; other cells stay
+
+`offload.py` streams layers from host memory, and `disk.py` from disk.
 """
 
 import math
@@ -67,15 +74,15 @@ from .session import Placement, TorchSession
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
-MIN_NODES = 512  # prompts are read in chunks of this size
-MIN_NODES_ON_GPU = 2048  # … and of this where every chunk may cost all weights a trip to the GPU
+MIN_NODES = 512  # tokens of a prompt's chunk
+MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
 
-# Most a logit moves with the shape of its pass. Measured on a CPU with SmolLM2 (135M) as the largest difference over a
-# vocabulary, chains of 1 to 33 tokens and 40-node trees: float32 6.3e-5, float16 0.11, bfloat16 0.75, nf4 0.84.
+# Most that a logit moves with the shape of its pass. Largest differences with SmolLM2 (135M) on a CPU, over chains of 1
+# to 33 tokens and 40-node trees: float32 6.3e-5, float16 0.11, bfloat16 0.75, nf4 0.84.
 TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 
 
-_mapped: "WeakSet[TorchBackend]" = WeakSet()  # models whose weights, on a processor, are pages of their files
+_mapped: "WeakSet[TorchBackend]" = WeakSet()  # models on the CPU whose weights are pages of their files
 
 
 def _bytes_of_weights(backend: "TorchBackend") -> int:
@@ -83,7 +90,12 @@ def _bytes_of_weights(backend: "TorchBackend") -> int:
 
 
 class TorchBackend:
-    """See `edgespec.loop.backend.Backend`. Make it with `load`."""
+    """See `edgespec.loop.backend.Backend`; made by `load`.
+
+    Attributes:
+        cache: states of recurrent layers; None if no layer is recurrent.
+        streamer: of layers that are not resident; None: all are.
+    """
 
     name = "torch"
 
@@ -103,7 +115,7 @@ class TorchBackend:
         self.notes = notes
         self.model = model
         self.windows = windows
-        self.cache = cache  # of states; None: no layer is recurrent
+        self.cache = cache
         self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
         self.device, self.dtype = caches[0].device, caches[0].dtype
         place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
@@ -111,7 +123,7 @@ class TorchBackend:
         self.computing: Computing = {
             "dtype": str(self.dtype), "threads": torch.get_num_threads(), "device": str(self.device),
         }  # fmt: skip
-        self.streamer = streamer  # None: all weights are resident
+        self.streamer = streamer
         self.interrupted = Event()
         self._files: Sequence[str] = ()
 
@@ -320,7 +332,7 @@ def assemble(
         paths=recurrent,
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
         experts=experts_of(config.to_dict()),
-        gaps=True,  # of float32, trees of 6 nodes have other bits than their chains
+        gaps=True,  # in float32, trees of 6 nodes round otherwise than their chains
     )
     shape = cache_shape(config, context_length + max_nodes)
     held = 0
@@ -330,7 +342,7 @@ def assemble(
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
         memory = memory or free
-    form.make(decoder_layers(model)[0])  # how large its parts are decides how much room computing takes
+    form.make(decoder_layers(model)[0])  # `work_bytes` depends on the sizes of its parts
     streamer, notes = None, list[str]()
     if memory is not None or gpu_layers is not None or form is not PLAIN:
         caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
@@ -339,7 +351,7 @@ def assemble(
             fixed -= WORKSPACE  # a processor has none
         streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form, gpu_layers)
     if streamer is not None:
-        capabilities = replace(capabilities, streams=True, experts=None)  # of streamed layers all experts are moved
+        capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
         notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
         model.to(device)
@@ -355,9 +367,9 @@ def assemble(
 
 
 def align(model: Any) -> None:
-    """Copy what lies askew in a mapped file: in float32 MKL rounds otherwise there on some processors (AMD's, say).
+    """Copy float32 weights that are not aligned in the mapped file, as streamed layers are.
 
-    Layers that are streamed lie straight, and must compute the same.
+    On some CPUs, such as AMD's, MKL rounds otherwise with unaligned weights.
     """
     for weights in model.parameters():
         if weights.device.type == "cpu" and weights.dtype == torch.float32 and weights.data_ptr() % NUMBER:
@@ -365,7 +377,13 @@ def align(model: Any) -> None:
 
 
 def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
-    """What is streamed, for a person. Raises ModelError: the disk cannot be measured."""
+    """
+    Returns:
+        Messages for the user about streamed layers.
+
+    Raises:
+        ModelError: the disk cannot be measured.
+    """
     size = sum(block.size for block in streamer.blocks)
     note = f"{len(streamer.blocks)} of {layers} layers are streamed: {format_size(size)} per pass"
     sources = streamer.feeder.sources if streamer.feeder else []
@@ -378,7 +396,6 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Put the path before what is wrong with the model."""
     try:
         yield
     except ModelError as error:

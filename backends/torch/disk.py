@@ -1,7 +1,7 @@
-"""Layers that host memory cannot hold: read from disk in every pass, and handed on to the device.
+"""Layers that host memory cannot hold: each pass reads them from disk, and copies them to the device.
 
-The threads of `ring.py` fill host buffers past the page cache; `Feeder`'s thread has them copied to the device.
-A layer whose bytes are not in one run in the folder is written once to a pack: `.edgespec/KEY/layers.bin`.
+The threads of `ring.py` fill host buffers without the page cache; `Feeder`'s thread starts the copies to the device. A
+layer whose bytes are not one run in a file of the folder is written once to a pack, `.edgespec/KEY/layers.bin`.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ from edgespec.weights.plan import Extent, Layer, Plan
 
 from .offload import CopyEngine, pin_memory, stored_tensors, unpin_memory
 
-STAGING = 3  # host buffers: one being read, one full, one being copied
-NUMBER = 16  # bytes; what kernels want numbers to be aligned to
-FOLDER = ".edgespec"  # in a model's folder: what was made of it
-LAYOUT = 1  # of packs; to be raised when blocks are laid out in another way
+STAGING = 3  # host buffers: one is read, one is full, one is copied
+NUMBER = 16  # bytes; alignment that kernels need
+FOLDER = ".edgespec"  # in a model's folder, for packs
+LAYOUT = 1  # version of packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,14 @@ class Source:
 
 
 class Staging:
-    """See `edgespec.weights.ring.Slots`: host buffers, pinned where a GPU copies from them."""
+    """See `edgespec.weights.ring.Slots`; slots are host buffers."""
 
     def __init__(self, sources: Sequence[Source], pin: bool) -> None:
         """
+        Args:
+            sources: of the blocks, by number.
+            pin: pin the buffers, for a GPU.
+
         Raises:
             OSError: a file cannot be opened.
             ModelError: the memory cannot be pinned.
@@ -54,7 +58,7 @@ class Staging:
         paths = list(dict.fromkeys(source.path for source in sources))
         self._pinned = list[Any]()
         self._files = DirectFiles(paths)
-        self._skip = [source.start % ALIGNED for source in sources]  # bytes before the block in its first page
+        self._skip = [source.start % ALIGNED for source in sources]  # bytes of the first page before the block
         self._sizes = [source.size for source in sources]
         extents = [
             self._files.whole_pages(Extent(paths.index(source.path), source.start, source.start + source.size))
@@ -98,10 +102,15 @@ class Staging:
 
 
 class Feeder:
-    """Brings blocks from disk into the device's buffers, in the order in which they are asked for."""
+    """Moves blocks from disk to the device's buffers, in the order of the calls.
+
+    Attributes:
+        wait_seconds: for which the host has waited for blocks.
+        sources: of the blocks, by number.
+    """
 
     def __init__(self, staging: Staging, engine: CopyEngine, buffers: int) -> None:
-        self.wait_seconds = 0.0  # that the host has waited for blocks on their way
+        self.wait_seconds = 0.0
         self.sources = staging.sources
         self._staging = staging
         self._engine = engine
@@ -109,21 +118,21 @@ class Feeder:
         self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
         self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
         self._changed = threading.Condition()
-        self._asked, self._sent = [0] * buffers, [0] * buffers  # how often, by buffer
+        self._asked, self._sent = [0] * buffers, [0] * buffers  # counts by buffer
         self._errors: list[EdgespecError | None] = [None] * buffers
         self._thread = threading.Thread(target=self._work, name="edgespec-feed", daemon=True)
         self._thread.start()
 
     def ask(self, buffer: int, target: Any, number: int) -> None:
-        """Have a block brought to `target`, the memory of a buffer that was released."""
+        """Start to move block `number` to `target`, the memory of a released buffer."""
         self._asked[buffer] += 1
         self._jobs.put((buffer, target, number))
 
     def wait(self, buffer: int) -> None:
-        """Return when the copy engine has got the copy of the block that was asked for last.
+        """Return when the copy engine's `fill` was called for the last block of the buffer.
 
         Raises:
-            ModelError: it cannot be read.
+            ModelError: the block cannot be read.
         """
         started = perf_counter()
         with self._changed:
@@ -142,7 +151,7 @@ class Feeder:
             try:
                 if broken:
                     raise broken
-                if number <= last:  # a new pass, or the old one was given up
+                if number <= last:  # a new pass
                     self._ring.finish()
                 if number <= last or last < 0:
                     self._ring.begin()
@@ -151,7 +160,7 @@ class Feeder:
                 self._engine.fill(buffer, target, self._staging.block(self._ring.slot(number), number))
             except EdgespecError as raised:
                 error, last = raised, len(self._staging.plan.streamed)
-            except Exception as raised:  # whatever it is, nobody may wait for this thread in vain
+            except Exception as raised:  # `wait` must return after any error
                 error, last = ModelError(f"a layer cannot be sent to the device: {raised}"), 1 << 30
             with self._changed:
                 self._sent[buffer] += 1
@@ -161,26 +170,25 @@ class Feeder:
                 try:
                     self._engine.finish(buffer)
                     self._ring.leave(number)
-                except Exception as raised:  # the host buffer is not known to be free: nothing goes on
+                except Exception as raised:  # the host buffer may still be in use, so later blocks fail too
                     broken = ModelError(f"a layer was not sent to the device: {raised}")
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._ring.close()  # wakes the thread if it waits for a layer
+        self._ring.close()  # also ends the thread's wait for a layer
         self._thread.join()
 
 
 def find_run(layer: Any, prefix: str, stored: Mapping[str, tuple[str, Stored]]) -> tuple[Source, list[int]] | None:
-    """Where a layer's tensors lie one behind the other in a file, and where in that run each of them begins.
-
+    """
     Args:
         layer: as it was loaded.
         prefix: its name in the model, with a dot.
-        stored: the folder's tensors by name: file, place.
+        stored: as from `read_folder`.
 
     Returns:
-        None: they do not, or the files have other bytes than the layer. The last is seen by names, shapes and types;
-        the caller compares bytes of one layer.
+        The run of a layer's tensors in a file, and the offset of each in it. None if they are not one run, or differ
+        from the layer in name, shape or type; bytes are not compared.
     """
     found = list[Stored]()
     paths = set[str]()
@@ -203,7 +211,13 @@ TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
-    """All tensors of a folder by name: file, place. Raises ModelError."""
+    """
+    Returns:
+        File and place of each tensor of a folder, by name.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
     return {
         one.name: (str(path), one)
         for path in sorted(folder.glob("*.safetensors"))
@@ -212,24 +226,21 @@ def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
 
 
 class Pack:
-    """Blocks of layers in one file: each begins at a huge page. Use within `with`.
-
-    Written once, and again where other layers are asked for.
-    """
+    """A file of layers' blocks, to be used in a `with`. It is written again for other layers, sizes or weights."""
 
     def __init__(self, folder: Path, form: str, layers: Sequence[int], sizes: Sequence[int]) -> None:
         """
         Args:
             folder: of the model.
-            form: what was made of the folder's weights, "nf4".
-            layers: numbers of those that will be asked for.
+            form: of the weights, such as "nf4".
+            layers: their numbers.
             sizes: bytes of their blocks.
         """
         files = sorted(folder.glob("*.safetensors"))
         about = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         key = hashlib.sha256(json.dumps([LAYOUT, form, about, list(layers), list(sizes)]).encode()).hexdigest()[:16]
         self._path = folder / FOLDER / key / "layers.bin"
-        self._part = self._path.with_name(f"layers.{os.getpid()}.part")  # others may be writing the same
+        self._part = self._path.with_name(f"layers.{os.getpid()}.part")  # other processes may write it too
         starts, end = list[int](), 0
         for size in sizes:
             starts.append(end)
@@ -256,7 +267,11 @@ class Pack:
         return self
 
     def add(self, layer: int, host: Any) -> Source:
-        """Write a layer's block, if it is not there. Raises ModelError."""
+        """Write a layer's block, if the file is new.
+
+        Raises:
+            ModelError: it cannot be written.
+        """
         place = self._places[layer]
         if not self._written:
             try:
@@ -281,7 +296,13 @@ class Pack:
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:
-    """True if a layer's tensors equal those on disk. Raises ModelError."""
+    """
+    Returns:
+        True if a layer's tensors equal those on disk.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
     try:
         with Path(source.path).open("rb") as file:
             for (_, store, name, _), offset in zip(stored_tensors(layer), offsets, strict=True):

@@ -1,7 +1,6 @@
 """Linear layers in NF4, a 4-bit format (QLoRA, arXiv 2305.14314), by bitsandbytes.
 
-Its wheels need no compiler, and a matrix is two plain tensors in one layout for all devices: it can be streamed
-compressed. torchao's int4 packs weights in tensor subclasses that cannot be views of a streaming buffer.
+Its plain tensors can be views of a streaming buffer (torchao's int4 tensors cannot), and its wheels need no compiler.
 """
 
 import logging
@@ -14,7 +13,7 @@ from edgespec.errors import MissingPackage, ModelError
 from .offload import aligned
 
 try:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would recommend further packages
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # hides recommendations of other packages
     import bitsandbytes
     from bitsandbytes.functional import QuantState, quantize_4bit
 except ImportError as error:
@@ -24,20 +23,27 @@ GROUP = 64  # weights that share a scale
 
 
 class NF4Linear(torch.nn.Module):  # type: ignore[misc]
-    """y = x W^T + b with W [out, in] held as 4-bit codes and one float32 scale for every 64 weights: 4.5 bits each."""
+    """y = x W^T + b, with W [out, in] in 4.5 bits a weight.
+
+    Attributes:
+        codes: 4 bits a weight, uint8 [out * in / 2, 1].
+        scales: float32 [out * in / GROUP].
+        levels: the values of codes, float32 [16].
+        bias: b [out], or None.
+    """
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
         weight = linear.weight.detach()
         codes, state = quantize_4bit(weight.contiguous(), quant_type="nf4", blocksize=GROUP)
         self._shape = weight.shape
-        self.register_buffer("codes", codes)  # uint8 [out * in / 2, 1]
-        self.register_buffer("scales", state.absmax)  # float32 [out * in / 64]
-        self.register_buffer("levels", state.code)  # float32 [16]
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", state.absmax)
+        self.register_buffer("levels", state.code)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Any) -> Any:
-        """[…, in] -> […, out]."""
+        """[..., in] -> [..., out]."""
         state = QuantState(
             absmax=self.scales, shape=self._shape, code=self.levels, blocksize=GROUP, quant_type="nf4", dtype=x.dtype
         )
@@ -59,10 +65,10 @@ def quantised_bytes(layer: Any) -> int:
 
 
 def quantise(layer: Any) -> None:
-    """Replace the linear modules of a decoder layer. Norms and the like stay as they are.
+    """Replace the linear modules of a decoder layer.
 
     Raises:
-        ModelError: the layer holds most of its weights otherwise, as fused experts do.
+        ModelError: the layer has fused experts, which are no linear modules.
     """
     for module in list(layer.modules()):
         for name, child in list(module.named_children()):

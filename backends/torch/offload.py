@@ -1,8 +1,8 @@
 """Weights larger than the GPU's memory: decoder layers are streamed from pinned host memory.
 
-SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Streamed layer i uses buffer i modulo their number, so the
-modules' weights are views that never change. A free buffer is filled at once, also beyond the end of a pass: the first
-layers of the next pass arrive while the draft model works.
+SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Streamed layer i uses buffer i modulo their number, so its
+weights are views that never change. A free buffer is filled at once, also after a pass: the first layers of the next
+pass arrive while the draft model works.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,39 +14,50 @@ import torch
 from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.machine.memory import format_size
 
-BUFFERS = 2  # enough to keep either the copies or the computation busy all the time
-ALIGNMENT = 256  # bytes; where a tensor may start in a block
+BUFFERS = 2  # enough for copies during computation
+ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 
 class Feeds(Protocol):
+    """See `disk.Feeder`.
+
+    Attributes:
+        wait_seconds: for which the host has waited.
+        sources: of the blocks, by number.
+    """
+
     wait_seconds: float
     sources: Sequence[Any]
 
     def ask(self, buffer: int, target: Any, number: int) -> None: ...
 
     def wait(self, buffer: int) -> None:
-        """Until the copy engine was told to fill the buffer. Raises ModelError."""
+        """Return when the copy engine's `fill` was called for the buffer.
+
+        Raises:
+            ModelError: the block cannot be read.
+        """
 
     def close(self) -> None: ...
 
 
 class CopyEngine(Protocol):
-    """Copies blocks into device buffers, in the order of the calls, while other work goes on."""
+    """Copies blocks into device buffers, in the order of the calls, during other work."""
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
-        """Copy `source` to `target`, the buffer's memory, once all work on the buffer that was released is done."""
+        """Copy `source` to `target`, the buffer's memory, after all work before the last `release`."""
 
     def wait(self, buffer: int) -> None:
-        """What is computed from now on finds the buffer filled."""
+        """Let later computation wait until the buffer is filled."""
 
     def release(self, buffer: int) -> None:
-        """All work on the buffer's present contents has been asked for."""
+        """Call it after the last work on the buffer's contents was submitted."""
 
     def finish(self, buffer: int) -> None:
-        """Return when the buffer is filled: its source may change."""
+        """Return when the buffer is filled, so that its source may change."""
 
     def waited(self) -> float:
-        """Seconds that computation has stood still in `wait` so far. To be asked when all of it is done."""
+        """Seconds that computation has waited, in all passes; call it after a pass."""
 
     def close(self) -> None: ...
 
@@ -77,18 +88,18 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Copies on a CUDA stream of their own. Events keep the order, so the host never waits."""
+    """Copies on a separate CUDA stream; events keep the order, so the host never waits."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(buffers)]
         self._free = [torch.cuda.Event() for _ in range(buffers)]
-        self._waits = list[tuple[Any, Any]]()  # when the device came to a wait, and when it went on
+        self._waits = list[tuple[Any, Any]]()  # events before and after each wait
         self._seconds = 0.0
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
-        self._stream.wait_event(self._free[buffer])  # an event that was never recorded holds nobody up
+        self._stream.wait_event(self._free[buffer])  # returns at once if it was never recorded
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             self._filled[buffer].record(self._stream)
@@ -109,7 +120,7 @@ class CudaCopies:
 
     def waited(self) -> float:
         for before, after in self._waits:
-            after.synchronize()  # times are known only then; after a whole pass it returns at once
+            after.synchronize()  # else its time is not known
             self._seconds += before.elapsed_time(after) / 1000
         self._waits = []
         return self._seconds
@@ -119,25 +130,30 @@ class CudaCopies:
 
 
 class Block:
-    """A layer's weights as one run of bytes, in host memory or on disk. The layer is empty until `bind`."""
+    """A layer's weights as one run of bytes.
+
+    Attributes:
+        size: bytes.
+        host: the run in host memory; None: it is on disk.
+    """
 
     def __init__(self, layer: Any, pin: bool, copy: bool = True) -> None:
         """
         Args:
-            layer: is emptied.
-            pin: its block's memory, for a GPU.
-            copy: its weights to host memory; else they are on disk already.
+            layer: is empty from now on, until `bind`.
+            pin: pin the block's memory, for a GPU.
+            copy: copy the weights to host memory; False: they are on disk.
 
         Raises:
             ModelError: the memory cannot be pinned.
         """
         self.size = block_bytes(layer)
-        self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None  # None: on disk
+        self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None
         self._pinned = False
         if pin:
             pin_memory(self.host)
             self._pinned = True
-        self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # where, name, parameter?, offset, likeness
+        self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # as `stored_tensors`, offset, meta tensor
         offset = 0
         for _, store, name, is_parameter in list(stored_tensors(layer)):
             tensor = store[name]
@@ -148,7 +164,7 @@ class Block:
             store[name] = None
 
     def lies_as(self, size: int, offsets: Sequence[int]) -> None:
-        """On disk the block is a run of `size` bytes, and its tensors begin at these offsets."""
+        """Set the block's size on disk, and the offsets of its tensors."""
         self.size = size
         self._places = [
             (store, name, is_parameter, offset, like)
@@ -156,7 +172,7 @@ class Block:
         ]
 
     def bind(self, buffer: Any) -> None:
-        """Make the layer's weights views of `buffer`, which will be filled with the block."""
+        """Make the layer's weights views of `buffer`."""
         for store, name, is_parameter, offset, like in self._places:
             view = _view(buffer, offset, like)
             store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
@@ -168,8 +184,11 @@ class Block:
 
 
 def pin_memory(host: Any) -> None:
-    """Pin host memory for a GPU. Raises ModelError."""
-    # Registered memory: PyTorch's own pinned memory is rounded up to a power of two.
+    """
+    Raises:
+        ModelError: CUDA refuses.
+    """
+    # Register the memory, because PyTorch rounds the size of its own pinned memory up to a power of two.
     status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
     if status != 0:
         raise ModelError(f"cannot pin {format_size(host.numel())} of host memory: CUDA error {status}")
@@ -180,7 +199,11 @@ def unpin_memory(host: Any) -> None:
 
 
 def stored_tensors(layer: Any) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
-    """Where a module and its children keep tensors: the child's name and a dot, dictionary, key, is it a parameter?"""
+    """
+    Yields:
+        For each tensor of a module and its children: the child's name and a dot, or "", the dictionary that has the
+        tensor, its key there, and True for a parameter.
+    """
     for module_name, module in layer.named_modules():
         for store, is_parameter in ((module._parameters, True), (module._buffers, False)):
             for name in [name for name, tensor in store.items() if tensor is not None]:
@@ -202,10 +225,9 @@ def block_bytes(layer: Any) -> int:
 
 
 class Streamer:
-    """Keeps the weights of `layers` coming, in order, pass after pass.
+    """Fills buffers with the weights of `layers`, in order, pass after pass.
 
-    Before a layer computes, its buffer must have arrived; after it, the buffer is free for the layer that needs it
-    next. A pass that breaks off halfway leaves the wrong layers in the buffers; they are then fetched again.
+    After an interrupted pass, the buffers have the wrong layers, and are filled again.
     """
 
     def __init__(
@@ -222,9 +244,9 @@ class Streamer:
             layers: the streamed layers in the order in which they compute.
             blocks: their weights.
             device: where they compute.
-            engine: does the copying.
-            feeder: brings blocks that are on disk, which it knows by their number among those.
-            buffers: how many buffers there are on the device.
+            engine: that copies.
+            feeder: of blocks on disk, numbered in their order; None: no block is on disk.
+            buffers: number of buffers on the device.
         """
         size = max(block.size for block in blocks)
         self.blocks = blocks
@@ -233,11 +255,11 @@ class Streamer:
         on_disk = [i for i, block in enumerate(blocks) if block.host is None]
         self._numbers = {i: number for number, i in enumerate(on_disk)}
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
-        self._held: list[int | None] = [None] * buffers  # the layer that is, or soon will be, in each buffer
+        self._held: list[int | None] = [None] * buffers  # each buffer's layer, perhaps not filled yet
         for i, block in enumerate(blocks):
             block.bind(self._buffers[i % buffers])
         for buffer in range(buffers):
-            engine.release(buffer)  # the device may still compute in memory that the buffer now has
+            engine.release(buffer)  # earlier work of the device may still use this memory
         for i in range(min(buffers, len(layers))):
             self._fetch(i)
         self._hooks = [
@@ -264,7 +286,7 @@ class Streamer:
 
         def hook(*_: Any) -> None:
             if self._held[buffer] != i:
-                with suppress(ModelError):  # of a layer that a broken pass had asked for
+                with suppress(ModelError):  # an interrupted pass asked for that layer
                     self._await(buffer)
                 self._engine.release(buffer)
                 self._fetch(i)
@@ -274,19 +296,19 @@ class Streamer:
         return hook
 
     def _await(self, buffer: int) -> None:
-        """Until the copy into the buffer has been ordered, if it comes from disk: then the engine can wait for it."""
+        """For a block on disk, return when its copy was submitted, so that the engine can wait for it."""
         held = self._held[buffer]
         if held in self._numbers and self.feeder is not None:
             try:
                 self.feeder.wait(buffer)
             except EdgespecError:
-                self._held[buffer] = None  # to be fetched again
+                self._held[buffer] = None
                 raise
 
     def _after(self, i: int) -> Callable[..., None]:
         buffer = i % len(self._buffers)
         following = i + len(self._buffers)
-        following = following if following < len(self.blocks) else buffer  # the next pass's first in this buffer
+        following = following if following < len(self.blocks) else buffer  # of the next pass
 
         def hook(*_: Any) -> None:
             self._engine.release(buffer)
@@ -313,14 +335,16 @@ class Streamer:
 def count_resident(
     memory: int, layer_bytes: Sequence[int], fixed: int, buffers: int = BUFFERS, what: str = "GPU memory"
 ) -> int:
-    """Number of layers that can stay on the device, or in host memory.
-
+    """
     Args:
-        memory: bytes of its memory to use.
+        memory: bytes to use, of a device or of the host.
         layer_bytes: each layer's size.
         fixed: bytes of everything but the layers: embeddings, caches, room to compute.
-        buffers: how many buffers streaming takes.
-        what: kind of memory, for a person.
+        buffers: for streaming.
+        what: kind of memory, for the error.
+
+    Returns:
+        Number of layers that can stay in `memory`.
 
     Raises:
         NoRoom: there is no room even for the buffers.
@@ -339,6 +363,6 @@ def count_resident(
 
 
 def streamed_layers(count: int, resident: int) -> list[int]:
-    """Which of `count` layers are streamed: evenly spread, so that copies go on while resident layers compute."""
+    """Choose the streamed ones of `count` layers, evenly spread, so that copies go on while resident layers compute."""
     streamed = count - resident
     return [i for i in range(count) if (i + 1) * streamed // count > i * streamed // count]

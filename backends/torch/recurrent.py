@@ -23,15 +23,14 @@ from .attention import Part, Probe, Tree, additive, finish
 from .logits import TorchLogits
 from .session import TorchOwner, TorchSession
 
-State = list[Any]  # tensors [1, …], one for each that transformers' cache has
-WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers, as transformers calls them
+State = list[Any]  # a tensor [1, ...] for each that transformers' cache has
+WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # `layer_types` of transformers
 WITH_BOTH = ("hybrid", "hybrid_sliding")
 RECURRENT = ("linear_attention", "conv", *WITH_BOTH)
 STATE_WIDTHS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim")
 
 
 def is_recurrent(config: Any) -> bool:
-    """True if some layers are recurrent."""
     return any(kind in RECURRENT for kind in getattr(config, "layer_types", None) or ())
 
 
@@ -41,7 +40,7 @@ def with_cells(config: Any) -> list[int]:
 
 
 def state_bytes(model: Any) -> int:
-    """Most bytes that a state takes; 0: no layer is recurrent. Known before anything is computed.
+    """An upper bound, without a pass, of a state's bytes; 0 if no layer is recurrent.
 
     A layer's convolution has at least as many channels as its state has rows.
     """
@@ -54,7 +53,7 @@ def state_bytes(model: Any) -> int:
 
 
 class StateCache(transformers.DynamicCache):  # type: ignore[misc]
-    """A cache for the model classes. It has states during a pass, and no keys and values."""
+    """A cache for the model classes, with states during a pass, but without keys and values."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(config=model.config)
@@ -69,7 +68,7 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
         return key_states, value_states
 
     def _cut(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of all lanes' last vectors only those whose logits are wanted."""
+        """Keep only the final vectors whose logits are wanted."""
         return (args[0].flatten(0, 1)[self._rows],)
 
     def _places(self) -> Iterator[tuple[dict[int, Any], int]]:
@@ -78,10 +77,10 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
                 yield from ((states, index) for index, state in states.items() if state is not None)
 
     def make_empty(self) -> None:
-        """After a first pass: from what it has left, states of no tokens are known.
+        """Make the state before the first token, by the shapes that a first pass left here.
 
         Raises:
-            ModelError: a recurrent layer has left nothing, so its state is kept elsewhere.
+            ModelError: a recurrent layer left no state, so the model keeps it elsewhere.
         """
         held = [layer for layer in self.layers if _has_states(layer)]
         if any(state is None for layer in held for state in layer.conv_states.values()) or not held:
@@ -99,18 +98,18 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
     def run(
         self, model: Any, token_ids: Any, positions: Any, states: Sequence[State | None], rows: Any, tree: Any
     ) -> Any:
-        """One forward over lanes.
+        """One forward pass over lanes.
 
         Args:
             model: the model.
             token_ids: [lanes, width].
             positions: [lanes, width].
             states: before each lane; None: of no tokens.
-            rows: [n] those of the lanes' tokens, lane after lane, whose logits are wanted.
+            rows: [n], wanted rows among the lanes' tokens, lane after lane.
             tree: for `tree_attention`.
 
         Returns:
-            Logits [n, V] on the device, finished.
+            Logits [n, V] on the device, after the pass has ended.
         """
         self._rows = rows
         for number, (held, index) in enumerate(self._places() if states else ()):
@@ -121,7 +120,6 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
         return logits
 
     def states(self, count: int) -> list[State]:
-        """States after each of `count` lanes."""
         every = [held[index] for held, index in self._places()]
         return [[state[lane : lane + 1].clone() for state in every] for lane in range(count)]
 
@@ -131,10 +129,13 @@ def _has_states(layer: Any) -> bool:
 
 
 def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
-    """The cache of a model on its device, and what its attention does: a few tokens are read.
+    """Make a model's cache, and check it with a few tokens.
+
+    Returns:
+        The cache, and facts of the attention layers.
 
     Raises:
-        ModelError: it cannot be run so, or tokens in two passes, the second from a copied state, do not give the
+        ModelError: the model cannot be run on paths, or two passes, the second from a copied state, do not give the
             logits of one pass.
     """
     probe = Probe()
@@ -236,10 +237,10 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
 def groups(
     batch: Sequence[Work], lanes: Sequence[Sequence[Lane[State]]], limits: Capabilities
 ) -> Iterator[tuple[list[int], int]]:
-    """Works whose lanes go through the model at once, and the lanes' width.
-
-    A prompt has a pass of its own. If weights are in memory, only trees of one depth share a pass: no lane is filled
-    up, so there is a state after every leaf.
+    """
+    Yields:
+        Works that share a pass, and the width of their lanes. A prompt has its own pass. If weights are in memory, only
+        trees of one depth share a pass: then no lane is filled up, and each leaf has a state.
     """
     together = dict[object, list[int]]()
     widths = [max(len(lane.token_ids) for lane in some) for some in lanes]
@@ -261,10 +262,15 @@ def _compute(
     parts: Sequence[tuple[TorchRecurrentSession, Rectangle[State], list[int]]],
     rows: Sequence[int],
 ) -> tuple[Any, list[State]]:
-    """One pass over rectangles of one width, each with the parents of all its session's nodes.
+    """One pass.
+
+    Args:
+        backend: that computes.
+        parts: sessions, rectangles of one width, and the parents of all nodes of each session.
+        rows: wanted ones among the lanes' tokens.
 
     Returns:
-        Logits of `rows`, and the states behind all lanes.
+        Logits of `rows`, and the states after all lanes.
     """
     if backend.interrupted.is_set():
         raise Interrupted("the pass was interrupted")

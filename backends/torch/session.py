@@ -1,4 +1,4 @@
-"""One sequence's cells: where nodes go, what they see, and what a commit moves."""
+"""One sequence's cells: places of nodes, the nodes that each node sees, and the moves of a commit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,16 @@ class TorchOwner(Owner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    first: int  # number of the first new node
-    positions: list[int]  # of the new nodes
-    sees: NDArray[np.bool_]  # [new, first + new]: which nodes each new node sees
+    """
+    Attributes:
+        first: number of the first new node.
+        positions: of the new nodes.
+        sees: [new, first + new], the nodes that each new node sees.
+    """
+
+    first: int
+    positions: list[int]
+    sees: NDArray[np.bool_]
 
 
 class TorchSession(NodeSession):
@@ -35,10 +42,10 @@ class TorchSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._sees: list[NDArray[np.bool_]] = []  # row i: nodes 0 … i and perhaps more
+        self._sees: list[NDArray[np.bool_]] = []  # row i has at least the nodes 0 to i
 
     def place(self, work: Work) -> Placement:
-        """Check a work, and find its nodes their places. Changes nothing; raises as `check` does."""
+        """Check `work`, and find places for its nodes, without any change; errors as for `check`."""
         return Placement(self.nodes, self.check(work), visible(self._sees, work.parents.tolist()))
 
     def add(self, work: Work, placement: Placement) -> None:
@@ -95,14 +102,13 @@ class TorchSession(NodeSession):
 
 
 def visible(sees: Sequence[NDArray[np.bool_]], parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Which nodes the next nodes see: their ancestors and themselves.
-
+    """
     Args:
-        sees: the same for the nodes before, row by row.
+        sees: rows of the result for the nodes before.
         parents: of the new nodes; numbers from len(sees) on are new nodes.
 
     Returns:
-        [new, all].
+        The nodes that each new node sees, its ancestors and itself: [new, all].
     """
     first, count = len(sees), len(parents)
     rows = np.zeros((count, first + count), np.bool_)

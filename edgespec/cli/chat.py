@@ -26,8 +26,6 @@ def chat(
 ) -> list[dict[str, Any]]:
     """Chat until /exit or end of input, and return all messages.
 
-    The scheduler keeps the conversation's keys and values between messages.
-
     Args:
         model: answers.
         system: its system message.

@@ -1,7 +1,8 @@
 import json
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,8 @@ from edgespec.cli.completion import complete_model
 from edgespec.cli.convert import convert
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
-    BUDGET_OPTION,
-    CONTEXT_OPTION,
-    DRAFT_OPTION,
-    EXACT_OPTION,
-    KV_TYPE_OPTION,
-    LENDER_OPTION,
-    MEMORY_OPTION,
+    DEFAULT_MODEL,
+    DOCTOR_OPTIONS,
     MODEL_OPTIONS,
     MODELS_OPTION,
     NO_MEMORY_OPTION,
@@ -28,13 +24,14 @@ from edgespec.cli.options import (
     TARGETS_OPTIONS,
     YES_OPTION,
     SectionedCommand,
+    model_option,
     outdated,
 )
 from edgespec.cli.pairs import pair
-from edgespec.cli.session_file import SessionFile
 from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import choose_backend, find_engine, load_vocab
+from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
@@ -85,7 +82,7 @@ Examples:
   edgespec run big.gguf --resume talk.session         a chat that goes on where it was left
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
-@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
+@click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
 @click.argument("prompt", required=False)
 @PLANNER_OPTION
 @MODEL_OPTIONS
@@ -133,12 +130,10 @@ def run(
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
-    session = SessionFile(resume) if resume else None
+    session = _session_file(resume) if resume else None
     _pull(model, options, yes)
-    with _load(model, options) as loaded:
-        for note in loaded.notes:
-            click.echo(click.style(note, dim=True), err=True)
-        earlier = session.load(loaded) if session else None
+    with _loaded(model, options) as loaded:
+        earlier = loaded.scheduler.load(session) if session and session.exists() else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier and text is None:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
@@ -149,7 +144,7 @@ def run(
 
             messages = chat(loaded, system, show_drafts, answer_options, earlier)
             if session:
-                session.save(loaded, messages)
+                loaded.scheduler.save(session, messages)
             return
         question = text if raw else user_messages(text, system)
         result = GenerationResult()
@@ -160,9 +155,19 @@ def run(
         else:
             click.echo(click.style(result.stats.summary(), dim=True), err=True)
         if session:
-            session.save(loaded, earlier)
+            loaded.scheduler.save(session, earlier)
     if interrupted:
         sys.exit(130)
+
+
+def _session_file(name: str) -> Path:
+    """Raises UsageError: no file can have this name."""
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise UsageError(f"--resume {name}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"--resume {name}: is a folder; give the name of a file")
+    return path
 
 
 def _prompt(prompt: str | None) -> str | None:
@@ -176,24 +181,13 @@ def _prompt(prompt: str | None) -> str | None:
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     """Take the given sampling options out of `options`; the others stay the model's defaults."""
-    names = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-    )
+    names = [name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias"]
     sampling = {name: value for name in names if (value := options.pop(name)) is not None}
     if bias := options.pop("logit_bias"):
         try:
             sampling["logit_bias"] = {int(i): float(v) for i, v in (item.split("=") for item in bias)}
         except ValueError as error:
             raise UsageError(f"--logit-bias must be ID=BIAS, for example 42=-5; got {', '.join(bias)}") from error
-    from edgespec.loop.sampling import SamplingParams
-
     SamplingParams(**sampling)  # refuse bad values before a model is loaded
     return sampling
 
@@ -216,11 +210,17 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     pull_what_is_missing(needed, yes)
 
 
-def _load(model: str, options: dict[str, Any]) -> Model:
-    extra, context_length = _planner_options(options), options.pop("ctx")
+@contextmanager
+def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
+    """Load, tell notes, and close at the end."""
+    extra = _planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
     with LoadingBar(model) as bar:
-        return load(model, context_length=context_length, progress=bar.update, say=bar.say, **options, **extra)
+        loaded = load(model, progress=bar.update, say=bar.say, **options, **extra)
+    with loaded:
+        for note in loaded.notes:
+            click.echo(click.style(note, dim=True), err=True)
+        yield loaded
 
 
 @cli.command(
@@ -230,7 +230,7 @@ Examples:
   edgespec serve big.gguf --keep-on-disk              long prompts are prefilled once, also across restarts
   edgespec serve big.gguf --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"""
 )
-@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
+@click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free.")
 @click.option("--parallel", type=int, default=4, show_default=True, help="Requests served at once; others wait.")
@@ -271,9 +271,7 @@ def serve(
         raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
     with server.open_socket(host, port, keys, no_key) as listening:
         _pull(model, options, yes)
-        with _load(model, options) as loaded:
-            for note in loaded.notes:
-                click.echo(click.style(note, dim=True), err=True)
+        with _loaded(model, options) as loaded:
             name = Path(model).stem
             if keep is not None:
                 server.keep_on_disk(loaded, keep, most_kept)
@@ -287,27 +285,16 @@ Examples:
   edgespec doctor big.gguf --memory 12G --json
   edgespec doctor big-folder --backend mlx"""
 )
-@click.argument("model", default="smollm2-135m", shell_complete=complete_model)
-@DRAFT_OPTION
+@click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
 @click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
-@MEMORY_OPTION
-@KV_TYPE_OPTION
-@EXACT_OPTION
-@LENDER_OPTION
-@BUDGET_OPTION
-@CONTEXT_OPTION
-@MODELS_OPTION
+@DOCTOR_OPTIONS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--forget-costs",
     is_flag=True,
     help=f"Only delete the measured pass times of all models. Runs with {remembered.OFF}=1 set measure none.",
 )
-def doctor(
-    model: str, draft: str | None, backend: str | None, memory: str | None, kv_type: str | None, exact: str | None,
-    lenders: list[str] | None, budget: int | None, ctx: int | None, models_file: str | None, as_json: bool,
-    forget_costs: bool,
-) -> None:  # fmt: skip
+def doctor(model: str, backend: str | None, as_json: bool, forget_costs: bool, **options: Any) -> None:
     """Predict how MODEL runs here: what stays in memory, what is streamed, how fast, and what limits it.
 
     Also find the row classes: batch sizes whose passes are bit-identical, so that a text does not depend on drafting.
@@ -320,21 +307,9 @@ def doctor(
         return
     from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
-    options: dict[str, Any] = {"draft": draft, "memory": memory, "budget": budget, "models_file": models_file}
-    options |= {"context_length": ctx, "kv_type": kv_type, "exact": exact, "lenders": lenders}
-
-    def look(say: Callable[[str], None] = lambda what: None) -> list[Any]:
-        if backend:
-            return [diagnose(model, backend=backend, say=say, **options)]
-        return compare(model, say=say, **options)
-
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status("looking") as status:
-            found = look(lambda what: status.update(f"measuring: {what}"))
-    else:
-        found = look()
+    with LoadingBar(model) as bar:
+        options["say"] = lambda what: bar.say(f"measuring: {what}")
+        found = [diagnose(model, backend=backend, **options)] if backend else compare(model, **options)
     if as_json:
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
         click.echo(json.dumps(as_dict(found[0]) | others))
@@ -344,11 +319,8 @@ def doctor(
         sys.exit(1)
 
 
-cli.add_command(models)
-cli.add_command(pull)
-cli.add_command(pair)
-cli.add_command(convert)
-cli.add_command(lend)
+for command in (models, pull, pair, convert, lend):
+    cli.add_command(command)
 
 
 @cli.command(
@@ -357,13 +329,7 @@ Example:
   edgespec bench prompts.jsonl --model big.gguf --draft small.gguf --planners none,specexec,sssd --limit 16"""
 )
 @click.argument("prompts", metavar="PROMPTS.jsonl")
-@click.option(
-    "--model",
-    default="smollm2-135m",
-    show_default=True,
-    shell_complete=complete_model,
-    help="Target: a name, path or source.",
-)
+@model_option("Target: a name, path or source.")
 @click.option(
     "--planners", default="none,sssd", show_default=True, help="Comma-separated; `none` is always among them."
 )
@@ -408,13 +374,7 @@ Example:
 )
 @click.argument("out")
 @click.argument("texts", nargs=-1, required=True)
-@click.option(
-    "--model",
-    default="smollm2-135m",
-    show_default=True,
-    shell_complete=complete_model,
-    help="The model whose tokenizer is used.",
-)
+@model_option("The model whose tokenizer is used.")
 @MODELS_OPTION
 def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
     """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT.

@@ -1,4 +1,4 @@
-"""Completion of model names and files. The scripts for bash, zsh and fish are click's own."""
+"""Completion of model names and files; the scripts for shells are click's own."""
 
 import click
 from click.shell_completion import CompletionItem

@@ -10,8 +10,9 @@ from edgespec.errors import UsageError
 from edgespec.machine.measurements import OFF
 from edgespec.planners.choice import PLANNERS
 
+DEFAULT_MODEL = "smollm2-135m"
 SECTIONS = {  # title -> names of parameters, in this order
-    "Model": ("model", "backend", "ctx", "threads", "device", "dtype", "models_file", "yes"),
+    "Model": ("model", "backend", "context_length", "threads", "device", "dtype", "models_file", "yes"),
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders"),
     "Drafting": (
         "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
@@ -62,6 +63,10 @@ def _in_python(name: str, call: str, **kwargs: Any) -> Callable[[Any], Any]:
     return outdated(name, instead=f"in Python: {call}", **kwargs)
 
 
+def model_option(about: str) -> Callable[[Any], Any]:
+    return click.option("--model", default=DEFAULT_MODEL, show_default=True, shell_complete=complete_model, help=about)
+
+
 def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
     if value in (None, "auto"):
         return None
@@ -94,7 +99,7 @@ BUDGET_OPTION = click.option(
     "--budget", type=int, help="Draft tokens per pass. [default: the model's, else as many as pay, at most 64]"
 )
 CONTEXT_OPTION = click.option(
-    "--ctx", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
+    "--ctx", "context_length", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
 )
 MEMORY_OPTION = click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
 KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
@@ -104,6 +109,10 @@ PLANNER_OPTION = click.option(
     "--planner", metavar="NAME", help=f"Where draft tokens come from: {', '.join(PLANNERS)}. [default: auto]"
 )
 YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
+DOCTOR_OPTIONS = _options(
+    DRAFT_OPTION, MEMORY_OPTION, KV_TYPE_OPTION, EXACT_OPTION, LENDER_OPTION, BUDGET_OPTION, CONTEXT_OPTION,
+    MODELS_OPTION,
+)  # fmt: skip
 MODEL_OPTIONS = _options(
     DRAFT_OPTION,
     click.option("--datastore", metavar="FILE", help="auto, sssd: datastore to copy draft tokens from."),

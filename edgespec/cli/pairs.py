@@ -29,35 +29,26 @@ Examples:
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Of an answer.")
 @click.option("--budget", type=int, default=64, show_default=True, help="Largest budget that is tried.")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
-@click.option("--ctx", type=int, default=2048, show_default=True, help="Context in tokens.")
+@click.option("--ctx", "context_length", type=int, default=2048, show_default=True, help="Context in tokens.")
 @click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
 @click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
 @MODELS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pair(
-    target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int, ctx: int,
-    png: str | None, write: str | None, as_json: bool, **options: Any,
+    target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int,
+    context_length: int, png: str | None, write: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Check whether DRAFT suits TARGET, and measure what it gains here.
 
     Without DRAFT the one in models.yaml is taken. TARGET's greedy answers to a few questions are recorded once; every
     planner is then replayed against them, and passes are timed. The result may be that no draft is best.
     """
+    from edgespec.measure import pair_report as report
     from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
-    from edgespec.measure.pair_report import (
-        append_entry,
-        check_picture,
-        check_writable,
-        figures,
-        pair_table,
-        picture,
-        ranking,
-        recommendation,
-    )
     from edgespec.measure.recording import questions
 
     if png:
-        check_picture(png)
+        report.check_picture(png)
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
     for name, value in (("max tokens", max_tokens), ("budget", budget)):
         if value < 1:
@@ -66,14 +57,14 @@ def pair(
         raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick and --write")
     if quick and (write or png):
         raise UsageError("--quick measures no speed: it goes without --write and --png")
-    own = check_writable(write) if write else None
+    own = report.check_writable(write) if write else None
     entry = find_model(target, options["models_file"])
     draft = None if find else draft or entry.draft
     path = _file(entry)
     if quick and not draft:
         raise UsageError("--quick compares two models: name a draft")
     candidates = drafts_here(path, options["models_file"]) if find else [draft] if draft else []
-    good = [one for one in candidates if _suits(path, one, ctx, find, as_json, **options)]
+    good = [one for one in candidates if _suits(path, one, context_length, find, **options)]
     if find:
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
@@ -84,7 +75,7 @@ def pair(
             bar.stop()
             _tell_agreement(found, expected_tokens(found[1]), as_json)
             return
-        shared = {"max_tokens": max_tokens, "budget": budget, "context_length": ctx, **options}
+        shared = {"max_tokens": max_tokens, "budget": budget, "context_length": context_length, **options}
         drafts: list[str | None] = [*good] or [None]
         measured = [
             (str(one), measure_pair(entry, one, asked, progress=bar.update, say=bar.say, **shared)) for one in drafts
@@ -92,14 +83,14 @@ def pair(
     for _, one in measured:
         for note in one.notes:
             click.echo(click.style(note, dim=True), err=True)
-        click.echo(json.dumps(_as_json(one)) if as_json else f"{pair_table(one)}\n{recommendation(one)}")
+        click.echo(json.dumps(_as_json(one)) if as_json else f"{report.pair_table(one)}\n{report.recommendation(one)}")
     if find and good and not as_json:
-        click.echo(ranking(measured))
+        click.echo(report.ranking(measured))
     if png:
-        picture(measured[0][1], Path(png))
+        report.picture(measured[0][1], Path(png))
     if write and own:
         sources = {"target": entry.target, "draft": find_model(draft, options["models_file"]).target if draft else None}
-        append_entry(own, _entry(write, sources, figures(measured[0][1], options["memory"])))
+        report.append_entry(own, _entry(write, sources, report.figures(measured[0][1], options["memory"])))
         click.echo(f"{own}: {write} is added", err=True)
 
 
@@ -110,14 +101,15 @@ def _file(entry: Entry) -> str:
 
 
 def _suits(
-    path: str, draft: str, ctx: int, quietly: bool, as_json: bool, *, memory: str | None, models_file: str | None
+    path: str, draft: str, context_length: int, quietly: bool, *, memory: str | None, models_file: str | None
 ) -> bool:
     """Print refusals and warnings; true if the draft can be used."""
     from edgespec.machine.memory import available_memory, parse_size
     from edgespec.measure.pair_checks import check_pair
 
     other = _file(find_model(draft, models_file))
-    verdict = check_pair(path, other, context_length=ctx, memory=parse_size(memory) if memory else available_memory())
+    room = parse_size(memory) if memory else available_memory()
+    verdict = check_pair(path, other, context_length=context_length, memory=room)
     if not quietly:
         for line in verdict.refusals:
             click.echo(f"edgespec: {line}", err=True)
@@ -149,8 +141,7 @@ def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) 
         for role, source in sources.items()
         if source
     }
-    defaults = (
-        {"planner": measured["planner"]} if measured["planner"] != "specexec" else {}
-    )  # else auto, with the draft
-    defaults |= {"budget": measured["budget"]} if measured["budget"] else {}
+    defaults = {name: measured[name] for name in ("planner", "budget") if measured[name]}
+    if defaults["planner"] == "specexec":  # auto uses the draft, too
+        del defaults["planner"]
     return {"name": name, **absolute, "defaults": defaults, "measured": [measured]}

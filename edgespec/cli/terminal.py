@@ -9,11 +9,11 @@ from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult, Model
 
-# TARGET stays plain.
 COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
     Source.PREDICTION: "blue",
 }  # fmt: skip
+LONG_PROMPT = 256  # tokens: its prefill gets a bar
 
 
 def write_answer(
@@ -26,9 +26,14 @@ def write_answer(
     tint: bool = False,
 ) -> bool:
     """Stream an answer to the terminal and into `result`; true if Ctrl-C ended it."""
-    with PrefillBar() as bar:
+    with Bars(transient=True) as bar:
+
+        def prefilled(done: int, total: int) -> None:
+            if total >= LONG_PROMPT:
+                bar.update("prefill", done, total)
+
         try:
-            for chunk in model.stream(prompt, stats=result.stats, progress=bar.update, **options):
+            for chunk in model.stream(prompt, stats=result.stats, progress=prefilled, **options):
                 bar.stop()
                 result.add(chunk)
                 if not quiet:
@@ -61,7 +66,7 @@ def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | No
 
 
 class Bars:
-    """Progress bars on standard error, one for each task; none without a terminal."""
+    """Progress bars on standard error, one for each task, from the first update; none without a terminal."""
 
     def __init__(self, *more: Any, transient: bool = False) -> None:
         """
@@ -77,6 +82,7 @@ class Bars:
         self._tasks: dict[str, Any] = {}
 
     def update(self, what: str, done: int, total: int | None) -> None:
+        self._bars.start()
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total or None, completed=done)
         self._bars.update(self._tasks[what], completed=done, total=total or None)
@@ -92,38 +98,10 @@ class Bars:
             self.update(what, 0, None)
 
     def stop(self) -> None:
-        self._bars.stop()
-
-    def start(self) -> "Bars":
-        self._bars.start()
-        return self
+        if self._bars.live.is_started:
+            self._bars.stop()
 
     def __enter__(self) -> "Bars":
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-class PrefillBar:
-    """A progress bar for the prefill of a long prompt; none without a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: Bars | None = None
-
-    def update(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty() or total < 256:
-            return
-        if self._bar is None:
-            self._bar = Bars(transient=True).start()
-        self._bar.update("prefill", done, total)
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def __enter__(self) -> "PrefillBar":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,43 +114,38 @@ class LoadingBar:
     def __init__(self, model: str) -> None:
         self._model = model
         self._shown: Any = None
-        self._counts = False  # the bar is shown, not the spinner
 
     def update(self, done: int, total: int) -> None:
-        if self._shown is None:
-            return
-        if not self._counts:
+        if self._shown and not isinstance(self._shown, Bars):
             from rich.progress import DownloadColumn, TransferSpeedColumn
 
             self._shown.stop()
-            columns = DownloadColumn(binary_units=True), TransferSpeedColumn()
-            self._shown, self._counts = Bars(*columns, transient=True).start(), True
-        self._shown.update(f"reading {self._model}", done, total)
+            self._shown = Bars(DownloadColumn(binary_units=True), TransferSpeedColumn(), transient=True)
+        if self._shown:
+            self._shown.update(f"reading {self._model}", done, total)
 
     def say(self, what: str) -> None:
-        if self._shown is None:
-            return
-        if self._counts:
-            from rich.console import Console
-
+        if isinstance(self._shown, Bars):
             self._shown.stop()
-            self._shown, self._counts = Console(stderr=True).status(what), False
-            self._shown.start()
-        else:
+            self._spin(what)
+        elif self._shown:
             self._shown.update(what)
+
+    def _spin(self, what: str) -> None:
+        from rich.console import Console
+
+        self._shown = Console(stderr=True).status(what)
+        self._shown.start()
+
+    def stop(self) -> None:
+        if self._shown:
+            self._shown.stop()
+        self._shown = None
 
     def __enter__(self) -> "LoadingBar":
         if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._shown = Console(stderr=True).status(f"loading {self._model}")
-            self._shown.start()
+            self._spin(f"loading {self._model}")
         return self
-
-    def stop(self) -> None:
-        if self._shown is not None:
-            self._shown.stop()
-            self._shown = None
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -1,1 +1,1 @@
-"""One sequence: propose a tree, one pass over it, verify, accept. The contracts of an engine and of a planner."""
+"""One sequence (propose a tree, one pass over it, verify, accept), and the contracts of engines and planners."""

@@ -1,4 +1,4 @@
-"""The contract between the loop and the engines. Every backend passes `tests/contract.py`."""
+"""The contract between the loop and the engines, tested by `tests/contract.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ class Capabilities:
         max_leaves: most leaves among one session's uncommitted nodes: see `leaves`.
         logit_tolerance: most a logit changes with the shape of the pass it is computed in.
         streams: every pass reads weights from a disk or over a bus, so a wide tree is nearly free.
-        read_seconds: that every pass spends on reading weights; inf: unknown.
-        layers: that follow each other, where known.
-        experts: (experts of a layer, used by a token), if passes read only those used; else None.
-        paths: a tree is evaluated path by path, so a node on several paths costs as often.
+        read_seconds: seconds that every pass reads weights; inf: unknown.
+        layers: number of layers; 1 where unknown.
+        experts: (experts of a layer, experts that a token uses), if passes read only those used; else None.
+        paths: trees are evaluated path by path: a node on k paths costs k times.
         gaps: attention adds up groups of cells, hidden ones included, so no row class exists.
-        exact: None: passes have any shape, and logits move by `logit_tolerance`.
-        spare_leaves: leaves of all sessions, the first of each not counted; None: no limit.
-        one_thread: all passes must be made in one thread.
-        cells: committed tokens of all sessions; None: each has room for a whole context.
+        exact: row classes that passes are kept to; None: passes have any shape, and logits move by `logit_tolerance`.
+        spare_leaves: most leaves of all sessions, the first of each not counted; None: no limit.
+        one_thread: one thread must make all passes.
+        cells: most committed tokens of all sessions; None: each has room for a whole context.
     """
 
     context_length: int
@@ -86,7 +86,7 @@ class Vocab(Protocol):
         """
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that the token adds to the text; empty for control tokens."""
+        """The token's bytes in the output; empty for control tokens."""
 
     def token_text(self, token_id: int) -> str:
         """The token's name, for messages."""
@@ -95,20 +95,23 @@ class Vocab(Protocol):
 class Session(Protocol):
     """One sequence's cache in a loaded model.
 
-    Nodes evaluated since the last `commit` are numbered from 0 in the order given.
+    Nodes evaluated since the last `commit` are numbered from 0, in the order of their evaluation.
+
+    Attributes:
+        token_ids: committed tokens whose keys and values are held.
     """
 
-    token_ids: list[int]  # committed tokens whose keys and values are held
+    token_ids: list[int]
 
     @property
     def unread_committed(self) -> int:
-        """Committed tokens that the next pass evaluates again, as rows of it."""
+        """Number of committed tokens that the next pass evaluates again, as rows of it."""
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        """Number of the first `length` committed tokens that a prompt with this prefix can reuse.
+        """Number of cached tokens that a prompt can reuse.
 
         Args:
-            length: of the common prefix.
+            length: committed tokens that the prompt begins with.
             short: the prompt has the row class `BatchInvariance.short`.
         """
 
@@ -133,22 +136,22 @@ class Session(Protocol):
 
         Raises:
             SessionFileError: the file is damaged, of another model, or computed in another way.
-            ContextFull: other sessions leave no room. After either error the session may be empty.
+            ContextFull: other sessions leave no room; after either error the session may be empty.
         """
 
     def close(self) -> None:
-        """Free the cache. Safe to call twice."""
+        """Free the cache; safe to call twice."""
 
 
 @runtime_checkable
 class KeepsNodes(Protocol):
-    """Optional feature of sessions: nodes below a commit can stay. Used by `planners/ahead.py`."""
+    """Optional feature of sessions, for `planners/ahead.py`: nodes below a commit can stay."""
 
     def commit_keeping(self, path: Sequence[int]) -> IntArray:
         """Commit as `commit` does, but keep nodes under the last of `path` where possible, numbered from 0 again.
 
         Returns:
-            Their old numbers; shape [0] where none can stay.
+            Old numbers of the kept nodes, [k]; shape [0] where none can stay.
         """
 
 
@@ -158,8 +161,9 @@ class Work:
 
     Attributes:
         token_ids: [n].
-        parents: a node's number (this work's nodes follow those evaluated before), or -1: last committed.
-        wanted: numbers of this work's nodes whose logits are needed.
+        parents: [n] numbers of nodes in the session, where this work's nodes follow earlier ones; -1: the last
+            committed token.
+        wanted: numbers in the session of those of this work's nodes whose logits are needed.
         prompt: part of a prompt: a chain without draft tokens, in a session without nodes.
         short: of the row class `BatchInvariance.short`.
     """
@@ -179,21 +183,25 @@ class Logits(Protocol):
         """One node's logits, shape [V], the caller's to keep."""
 
     def state(self, node: int) -> Float32Array:
-        """The output matrix's input for a node, where the backend keeps it, else shape [0].
+        """The output matrix's input for a node: logits of a quantised matrix hide small differences.
 
-        Logits of a quantised output matrix hide small differences.
+        Returns:
+            [hidden size]; shape [0] where the backend does not keep it.
         """
 
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        """Per node, the k best of log-softmax((logits + noise) / temperature): ids [k] and values [k].
+        """The best of log-softmax((logits + noise) / temperature), for each node.
 
         Args:
             nodes: wanted nodes.
             k: at least 1.
             temperature: above 0.
-            noise: an array or None per node. Ids beyond a shorter one are left out, also of the sum.
+            noise: an array or None per node; ids beyond a shorter array are left out, also of the softmax.
+
+        Returns:
+            Ids [k] and values [k] of each node, best first.
         """
 
 
@@ -201,8 +209,8 @@ class Backend(Protocol):
     """A loaded model.
 
     Attributes:
-        name: engine, as for `load_backend`.
-        notes: for the user, on how the model was loaded; a line each.
+        name: the engine's, as for `load_backend`.
+        notes: lines for the user on how the model was loaded.
         build: the engine, its version, and the processor features that it reports.
         computing: options that decide how it computes, as resolved.
     """
@@ -226,26 +234,23 @@ class Backend(Protocol):
         """
 
     def keep_to(self, exact: BatchInvariance) -> None:
-        """Keep passes to these row classes from now on, padding short ones. Call before the first session is opened."""
+        """Keep passes to these row classes, padding short ones; called before the first session is opened."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
         """Everything that decides a cache's bits; where it is equal, sessions can be loaded."""
 
     def interrupt(self) -> None:
-        """End the current pass early (within a layer where weights stream), else the next one.
-
-        Callable from any thread.
-        """
+        """End the current pass early (within a layer where weights stream), else the next one; from any thread."""
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        """One pass over all works' nodes. A node sees the committed tokens, its ancestors and itself.
+        """One pass over all works' nodes, each of which sees the committed tokens, its ancestors and itself.
 
         Raises:
-            ContextFull: the nodes do not fit into the cache. Nothing has changed then.
-            Interrupted: `interrupt` was called. The works' sessions have their committed tokens and no nodes.
+            ContextFull: the nodes do not fit into the cache; nothing has changed.
+            Interrupted: `interrupt` was called; the works' sessions keep their committed tokens, and no nodes.
             ValueError: a work breaks the contract (more nodes, leaves or wanted nodes than the capabilities say).
         """
 
     def close(self) -> None:
-        """Free the model and every session. Safe to call twice."""
+        """Free the model and every session; safe to call twice."""

@@ -1,7 +1,4 @@
-"""Draft passes shared by several sequences.
-
-A planner is a generator: it yields a pass that it wants, and receives the result.
-"""
+"""Draft passes shared by several sequences, whose planners yield the passes that they want (`DraftSteps`)."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A pass of the draft that a planner asks for."""
+    """A pass of the draft that a planner wants."""
 
     draft: Backend
     work: Work
@@ -24,11 +21,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """Result of a pass. The logits are valid until the planner yields again.
+    """The result of a pass.
 
     Attributes:
-        sequences: that shared the pass.
-        nodes: of all of them.
+        logits: of the sequence's nodes, valid until its planner yields again.
+        sequences: number of sequences that shared the pass.
+        nodes: number of their nodes.
         seconds: wall time of the pass.
     """
 
@@ -50,7 +48,11 @@ def run_one(steps: DraftSteps[T]) -> T:
 
 
 def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
-    """Run the draft steps of several sequences in shared passes; return the result or exception of each."""
+    """Run the draft steps of several sequences in shared passes.
+
+    Returns:
+        The result or exception of each.
+    """
     found: dict[int, T | Exception] = {}
     wanted: dict[int, Wanted] = {}
 
@@ -71,7 +73,7 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
         started, nodes = perf_counter(), sum(len(work.token_ids) for work in works)
         try:
             logits = wanted[group[0]].draft.forward(works)
-        except Exception as error:  # their nodes are lost
+        except Exception as error:  # it is raised in each planner of the group
             for number in group:
                 resume(number, partial(sequences[number].throw, error))
             continue
@@ -82,9 +84,9 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
 
 
 def next_batch(wanted: Mapping[int, Wanted]) -> list[int]:
-    """Sequences of the next pass: the one that waits longest, and others with the same draft, as far as they fit.
+    """Numbers of the sequences of the next pass: the one that waits longest, and all with its draft that fit.
 
-    With row classes a pass takes one sequence: prompts and trees may differ in class.
+    With row classes it is that one only: prompts and trees may be of different classes.
     """
     first, *others = wanted
     draft, work = wanted[first].draft, wanted[first].work

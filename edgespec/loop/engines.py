@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Vocab
 
-# name -> module with an `engine`, as in the entry-point group edgespec.backends
+# Name -> module with an `engine`; others are in the entry-point group edgespec.backends.
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp.engine",
     "mlx": "edgespec.backends.mlx.backend",
@@ -23,8 +23,8 @@ BUILT_IN = {
 # Optional fields of `LoadOptions`, in the order in which messages name them.
 ENGINE_OPTIONS = ("threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders")
 
-Computing = Mapping[str, str | int | None]  # see `Backend.computing`
-Progress = Callable[[int, int], None]  # of (bytes read, bytes in all)
+Computing = Mapping[str, str | int | None]  # `Backend.computing`
+Progress = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
 class Machine(Protocol):
@@ -49,27 +49,27 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of a model that is loaded. None = not given: the engine chooses.
+    """Options of a model that is loaded; None: the engine chooses.
 
     Attributes:
-        context_length: most tokens of one sequence; 0 = what the model was trained for.
+        context_length: most tokens of one sequence; 0: as many as the model was trained for.
         budget: most draft tokens of one pass.
         sessions: most sessions open at once.
-        wide: passes will mostly have 16 nodes and more.
+        wide: most passes will have at least 16 nodes.
         exact: wanted row class, as for `edgespec.load`.
         backend: the engine's name.
         threads: compute threads.
-        gpu_layers: layers on the GPU; the output counts as one, -1 = all.
+        gpu_layers: layers on the GPU, of which the output matrix is one; -1: all.
         gpu_memory: bytes of GPU memory that this program may take, or "10G".
         memory: bytes of this machine's memory that the program and `draft_files` may take, or "12G".
-        kv_type: type of keys and values in the cache, or of each, as in "f16/q8_0".
-        device: where to compute.
-        dtype: of the weights.
-        lenders: addresses HOST:PORT of `edgespec lend`.
-        draft_files: models that will be loaded with the same options and stay in memory.
-        resident: all weights stay in memory: another model's plan has left room for them.
-        in_order: a session's cells lie in the order of its tokens; a draft does without.
-        share: of one context, what each further session adds to the cells that all sessions share.
+        kv_type: type of keys and values in the cache, or of each, such as "f16/q8_0".
+        device: name of the device to compute on.
+        dtype: type of the weights.
+        lenders: addresses HOST:PORT of machines that run `edgespec lend`.
+        draft_files: paths of models that will be loaded with the same options and stay in memory.
+        resident: all weights stay in memory, where another model's plan has left room for them.
+        in_order: a session's cells lie in the order of its tokens, which a draft does not need.
+        share: part of a context that each further session adds to the cells of all sessions.
     """
 
     context_length: int = 4096
@@ -92,7 +92,7 @@ class LoadOptions:
     share: float | None = None
 
     def for_draft(self) -> Self:
-        """Options of a draft. It stays in memory, and uses the GPU unless `gpu_layers` is 0."""
+        """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
@@ -105,12 +105,12 @@ class LoadPlan:
     """A model that an engine would load.
 
     Attributes:
-        path: of the model.
+        path: path of the model.
         options: as given.
         build: `Backend.build`.
-        ways: `Backend.computing` of each way to compute, the best first. All but the last need a row class.
-        fills_memory: once it is loaded there is no room for a probe model.
-        notes: for a person, on what stays in memory; None: only the loaded model has them.
+        ways: `Backend.computing` of each way to compute, the best first; all but the last need a row class.
+        fills_memory: there is no room for a probe model when it is loaded.
+        notes: lines for the user on what stays in memory; None: only the loaded model has them.
     """
 
     path: str
@@ -154,10 +154,10 @@ class Engine(Protocol):
         return LoadPlan(path=path, options=options)
 
     def load(self, plan: Any, way: Computing | None = None, progress: Progress | None = None) -> Backend:
-        """Load what `plan` returned; errors as there.
+        """Load a model; errors as for `plan`.
 
         Args:
-            plan: recent, since other programs take memory, too.
+            plan: recent result of `plan`: other programs take memory, too.
             way: one of `plan.ways`; None: the last.
             progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
         """
@@ -175,8 +175,8 @@ class Engine(Protocol):
         """A small model that computes as the one at `path`, freed at the end; None: this engine makes none.
 
         Args:
-            path: of the whole model.
-            computing: of the whole model.
+            path: path of the whole model.
+            computing: `Backend.computing` of the whole model.
 
         Raises:
             ModelError: on entering the `with`, if it cannot be made.
@@ -213,7 +213,7 @@ def load_vocab(name: str, path: str) -> Vocab:
 
 
 def check_supported(names: Sequence[str], options: LoadOptions) -> None:
-    """Refuse an option that was given and that none of these engines supports.
+    """Refuse options that none of these engines supports.
 
     Raises:
         UsageError: names the option and the engines' own options.

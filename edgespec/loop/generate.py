@@ -1,7 +1,7 @@
 """The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
 `verify.walk` and `sampling.sample` alone decide the tokens. The caller of a `Generation` makes the passes, so that
-several sequences can share one:
+several sequences can share one; `Generation.steps` makes those of one sequence:
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    the nodes that the pass has room for
@@ -21,16 +21,7 @@ from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import (
-    Pass,
-    Proposed,
-    check_room,
-    fitting,
-    most_nodes,
-    prefill,
-    prompt_work,
-    start_of,
-)
+from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import GenerationStats
@@ -68,9 +59,9 @@ class Step:
 
 
 class Generation:
-    """One sequence: `read_prompt`, then `propose`, `cut` and `accept` until it is `finished`.
+    """One sequence: `read_prompt`, then `read_draft`, `propose`, `cut` and `accept` until it is `finished`.
 
-    Instead of `read_prompt`: `begin`, then `prompt_pass` and `accept_prompt` while prompt tokens are `unread`.
+    Instead of `read_prompt`: `begin`, then `prompt_pass` and `accept_prompt` while `prompt` has unread tokens.
     """
 
     def __init__(
@@ -117,6 +108,7 @@ class Generation:
         self._planner = planner
         self._comparable = True  # with plain decoding
         self._prompt_ids = prompt_ids
+        self.prompt = Prefill(target, session, prompt_ids[:-1])  # the last token is the first tree's root
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
         self._grammar = grammar
@@ -130,43 +122,55 @@ class Generation:
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def begin(self) -> None:
-        """Keep the prefix of the prompt that the session holds, and let the planner read the prompt.
+        """Keep the prefixes of the prompt that the sessions hold.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
         """
-        started = perf_counter()
-        self.stats.cached_tokens = start_of(self.target.capabilities, self.session, self.token_ids[:-1])
         self._planner.begin(self._prompt_ids)
-        self.session.rewind(self.stats.cached_tokens)
-        self.stats.prefill_seconds = perf_counter() - started
+        self.stats.cached_tokens = self.prompt.resume()
 
-    @property
-    def unread(self) -> int:
-        """Prompt tokens to prefill, without the last one, which is the first tree's root."""
-        return max(0, len(self._prompt_ids) - 1 - len(self.session.token_ids))
-
-    def reads_on_at(self) -> int:
-        """Start of the next part of the prompt; passes of other sequences may have moved it."""
-        self.session.rewind(start_of(self.target.capabilities, self.session, self._prompt_ids[:-1]))
-        return len(self.session.token_ids)
-
-    def prompt_pass(self, most: int | None = None) -> Pass:
-        """The next part of the prompt, at most `most` tokens; call `reads_on_at` before."""
-        work = prompt_work(self.target.capabilities, self.session, self._prompt_ids[:-1], most=most)
+    def prompt_pass(self, work: Work) -> Pass:
+        """A pass over a part of `prompt`."""
         return Pass(work, perf_counter(), self.target.wait_seconds)
 
     def accept_prompt(self, pass_: Pass) -> None:
         """Commit a prefilled part of the prompt."""
-        self.session.commit(list(range(len(pass_.work.token_ids))))
+        self.prompt.commit(pass_.work)
         self.stats.prefill_seconds += perf_counter() - pass_.began
 
     def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Commit the prompt but for its last token; `progress` as for `passes.prefill`."""
         self.begin()
         started = perf_counter()
-        prefill(self.target, self.session, self.token_ids[:-1], progress=progress)
+        prefill(self.target, self.session, self.prompt.token_ids, progress=progress)
         self.stats.prefill_seconds += perf_counter() - started
+        self.read_draft()
+
+    @property
+    def draft_prompt(self) -> Prefill | None:
+        """Tokens for the draft to read before the next `propose`: by `read_draft`, or in parts. None: go on."""
+        return self._planner.unread(self.token_ids) if self._budget else None
+
+    def read_draft(self) -> None:
+        """Have the draft read all of `draft_prompt`; raises as `read_draft_part`."""
+        while reading := self.draft_prompt:
+            self.read_draft_part(reading, reading.work())
+
+    def read_draft_part(self, reading: Prefill, work: Work) -> float:
+        """Make a pass over a part of `draft_prompt`; its seconds, or 0 if all is to be read again.
+
+        Raises:
+            ContextFull: it does not fit into the draft's context.
+        """
+        started = perf_counter()
+        was_read = reading.read(work) is not None
+        seconds = perf_counter() - started
+        if self.stats.tokens:
+            self.stats.draft_seconds += seconds
+        else:
+            self.stats.prefill_seconds += seconds
+        return seconds if was_read else 0.0
 
     def propose(self, most: int | None = None, sequences: int = 1) -> DraftSteps[Proposed]:
         """Draft a tree rooted at the last committed token, and choose the nodes that pay and fit.
@@ -268,6 +272,16 @@ class Generation:
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
+    def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
+        """Read the prompt and decode to the end, in passes of its own. Arguments as for `read_prompt`."""
+        self.read_prompt(progress)
+        while not self.finished:
+            self.read_draft()
+            pass_ = self.cut(run_one(self.propose()))
+            with self.while_target_runs(pass_):
+                logits = self.target.forward([pass_.work])[0]
+            yield self.accept(pass_, logits)
+
     def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
@@ -286,32 +300,6 @@ def told(row: Float32Array, token: int, count: int) -> LogProbs:
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()
     return LogProbs(float(row[token]) - total, [(int(i), float(row[i]) - total) for i in ids])
-
-
-def generate_tokens(
-    target: Backend,
-    session: Session,
-    planner: Planner,
-    prompt_ids: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    max_tokens: int,
-    budget: int,
-    stats: GenerationStats,
-    stop_ids: frozenset[int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Step]:
-    """Run one generation to its end; arguments and errors as for `Generation` and `Generation.read_prompt`."""
-    generation = Generation(
-        target, session, planner, prompt_ids, sampling,
-        max_tokens=max_tokens, budget=budget, stats=stats, stop_ids=stop_ids,
-    )  # fmt: skip
-    generation.read_prompt(progress)
-    while not generation.finished:
-        pass_ = generation.cut(run_one(generation.propose()))
-        with generation.while_target_runs(pass_):
-            logits = target.forward([pass_.work])[0]
-        yield generation.accept(pass_, logits)
 
 
 def until_stop(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:

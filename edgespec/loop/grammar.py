@@ -1,7 +1,6 @@
 """Constrained decoding by a JSON schema, a regular expression, or a Lark grammar, with the package llguidance.
 
-The mask depends on earlier tokens alone, so drafts change nothing. A forced continuation joins the tree, and forbidden
-draft tokens leave it.
+The mask depends on earlier tokens only, so drafts change nothing.
 """
 
 import json
@@ -21,21 +20,21 @@ from edgespec.loop.tree import DraftTree, Source, make_tree
 
 MOST_BYTES = 64 * 2**10
 SPECIAL = b"\xff"  # begins the names of control tokens
-SEEN = 3  # tokens encoded again with forced text, since no token boundary need lie where it begins
+SEEN = 3  # tokens before forced text that are encoded with it: it may begin within a token
 SURE = log(0.98)  # log-probability of a token within forced text
-LAST = log(0.5)  # of the last one: what follows may belong to the same token
+LAST = log(0.5)  # of its last token, which may reach beyond it
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Made by `json_schema`, `regex` or `lark`."""
+    """A grammar's source, made by `json_schema`, `regex` or `lark`."""
 
     kind: str
     text: str
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-    """JSON by a schema. Free white space is forbidden: models loop in it.
+    """JSON by a schema, without free white space: models loop in it.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -59,12 +58,12 @@ def regex(pattern: str) -> Grammar:
 
 
 def lark(rules: str) -> Grammar:
-    """A grammar in llguidance's variant of Lark; its rule `start` is the answer."""
+    """A grammar in llguidance's variant of Lark, whose rule `start` is the answer."""
     return Grammar("lark", rules)
 
 
 class Tokenizer:
-    """A vocabulary for llguidance's constructor."""
+    """A vocabulary in the form that llguidance's constructor reads."""
 
     is_tokenizer_wrapper = True
 
@@ -81,7 +80,7 @@ class Tokenizer:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary."""
+    """Compiles grammars for a vocabulary."""
 
     def __init__(self, vocab: Vocab) -> None:
         """Args:
@@ -101,7 +100,7 @@ class Compiler:
         self.compiled = lru_cache(32)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> "Compiled":
-        """Compile a grammar, from any thread.
+        """Compile a grammar; callable from any thread.
 
         Raises:
             UsageError: it is wrong, too long, or needs what llguidance lacks.
@@ -130,7 +129,7 @@ def _line(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar at its beginning."""
+    """A compiled grammar."""
 
     matcher: Any
     vocab: Vocab
@@ -159,12 +158,12 @@ class Constraint:
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append a token to the sequence."""
+        """Append `token` to the sequence."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
     def prune_and_force(self, tree: DraftTree, token_ids: Sequence[int]) -> DraftTree:
-        """Return the tree without forbidden tokens, and with forced ones.
+        """Drop forbidden draft tokens, and add those that the grammar forces.
 
         Args:
             tree: rooted at the last committed token.
@@ -205,7 +204,7 @@ class Constraint:
         return make_tree(tokens, parents, values, sources)
 
     def _forced(self, matcher: Any, before: Sequence[int]) -> list[int]:
-        """Forced text as the tokenizer encodes it; the target may choose other tokens for it."""
+        # The tokens are only proposed: the target may write the same text in other tokens.
         if matcher.is_stopped() or not (forced := matcher.compute_ff_bytes()):
             return []
         head = b"".join(map(self._vocab.token_bytes, before))
@@ -222,7 +221,4 @@ class Constraint:
 
 
 def _bits(mask: bytes, size: int) -> NDArray[np.bool_]:
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
-    found = np.zeros(size, np.bool_)
-    found[: len(bits)] = bits
-    return found
+    return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=size).astype(np.bool_)

@@ -1,4 +1,4 @@
-"""N-gram indices: of a growing sequence, and of hint texts, from which its draft tokens may be copied."""
+"""N-gram indices of a sequence and of its hint texts: both hold tokens that a planner can copy."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -11,19 +11,23 @@ LONGEST_INPUT = 6  # tokens of the longest match
 
 
 class NgramIndex:
-    """Occurrences of each run of 0 to `longest` tokens in a growing list; the run of 0 tokens is everywhere."""
+    """Places of each run of 0 to `longest` tokens in a growing list; the run of 0 tokens occurs everywhere.
+
+    Attributes:
+        text: the tokens, then one END.
+    """
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        self.text: list[int] = [END]  # the tokens, then one END
+        self.text: list[int] = [END]
         self._after: dict[tuple[int, ...], list[int]] = {}  # run -> positions of the tokens after it
-        self._changing = False  # also after an exception such as KeyboardInterrupt, which leaves the index broken
+        self._changing = False  # stays True where KeyboardInterrupt ends a change and leaves the index broken
 
     def __len__(self) -> int:
         return len(self.text) - 1
 
     def become(self, tokens: Sequence[int]) -> None:
-        """Index these tokens instead; the common prefix stays."""
+        """Index `tokens` instead of the present ones."""
         if self._changing:
             self.text, self._after = [END], {}
         shared = common_prefix(self.text[:-1], tokens)
@@ -31,7 +35,7 @@ class NgramIndex:
         self.extend(tokens[shared:])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append `tokens`."""
         self._changing = True
         text, after = self.text, self._after
         for token in tokens:
@@ -58,13 +62,13 @@ class NgramIndex:
         """Earlier occurrences of the last tokens, longest run first.
 
         Returns:
-            (run length, at most the last `count` positions of the tokens after it), without the lengths with the same
-            occurrences as a longer one.
+            (run length, at most the last `count` positions of the tokens after it); no length that has only the
+            occurrences of a longer one.
         """
         return self.matches_of(self.text[max(0, len(self) - self.longest) : -1], count)
 
     def matches_of(self, end: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-        """Matches of another sequence's last tokens, as `matches`."""
+        """Occurrences of runs that end another sequence; result as for `matches`."""
         found = list[tuple[int, list[int]]]()
         known = 0
         for length in range(min(self.longest, len(end)), -1, -1):
@@ -75,19 +79,19 @@ class NgramIndex:
         return found
 
 
-Hint: TypeAlias = tuple[Source, NgramIndex]  # index, and source of the tokens copied from it
+Hint: TypeAlias = tuple[Source, NgramIndex]  # an index, and the source of tokens that are copied from it
 
 
 class HintTexts:
-    """Texts shared by one request's sequences: a predicted answer, and the output of each sequence.
+    """Hint texts of one request: a predicted answer, and the output of each of its sequences.
 
-    Each begins with the prompt's last tokens, so that an answer's first tokens match it.
+    Each of them begins with the prompt's last tokens, so that the first tokens of an answer find a match.
     """
 
     def __init__(self, prompt_ids: Sequence[int], prediction: Sequence[int] = ()) -> None:
         """Args:
-        prompt_ids: the prompt of all the sequences.
-        prediction: tokens of a predicted answer; empty: there is none.
+        prompt_ids: the prompt of all sequences.
+        prediction: tokens of the predicted answer; empty: none.
         """
         self._head = list(prompt_ids[-LONGEST_INPUT:])
         self._predicted = [(Source.PREDICTION, self._index(prediction))] if prediction else []
@@ -112,10 +116,10 @@ class HintTexts:
         return len(self._generated) - 1
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """Append new tokens of a sequence."""
+        """Append tokens to the output of sequence `number`."""
         self._generated[number].extend(tokens)
 
     def hints(self, number: int) -> list[Hint]:
-        """Hints for one sequence: the prediction and its siblings."""
+        """Hints for sequence `number`: the prediction, and the output of its siblings."""
         siblings = [(Source.INPUT, index) for i, index in enumerate(self._generated) if i != number]
         return [*self._predicted, *siblings]

@@ -13,13 +13,13 @@ from numpy.typing import ArrayLike
 from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
 
-KEPT = 8  # passes of about one size; times change with length and load
-RECALLED = 2  # passes that a remembered time counts for: a few new ones outvote it
-NEAR = 3  # sizes closer than this ratio do not show the slope
-STEEP, FLAT = 0.5, 0.01  # cost of a further node, in plain passes, until it is measured; FLAT: weights are streamed
+KEPT = 8  # last passes that count, of about one size: times change with load
+RECALLED = 2  # passes that a remembered time counts for: a few new ones outweigh it
+NEAR = 3  # ratio of two sizes that shows the slope; closer ones do not
+STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
 
 
-NOVELTY = 0.75  # share of a node's experts chosen as if at random: 0.78 follows from two nodes of GLM-4.7-Flash
+NOVELTY = 0.75  # random choices of experts that a further node is worth: 0.78 in passes over two nodes of GLM-4.7-Flash
 WIDE = 64  # nodes of a wide tree
 
 
@@ -28,8 +28,8 @@ def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
 
     Args:
         nodes: at least 1.
-        experts: of a layer.
-        used: by a token.
+        experts: experts of a layer.
+        used: experts that a token uses.
     """
     further = np.asarray(nodes, np.float64) - 1
     return np.asarray(experts * (1 - (1 - used / experts) ** (1 + further * NOVELTY)))
@@ -37,17 +37,16 @@ def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Curve:
-    """Pass times by number of nodes: linear between the sizes seen, and beyond them.
+    """Seconds of a pass by its number of nodes: linear between the sizes seen and beyond them.
 
-    With `experts`, linear in the `weight` of the nodes. A sequence that shares passes pays its part: if all propose
-    alike, the best step of one is the best for all.
+    They are one sequence's share of the pass: if all propose alike, the best step of one is the best of all.
 
     Attributes:
-        sizes: [k], rising.
-        took: [k] seconds; falling at `TILE` nodes if anywhere.
-        slope: seconds of each node, or weight, beyond the largest size.
-        experts: of a layer, and used by a token, if passes read only those used.
-        sequences: that share each pass, with as many nodes each.
+        sizes: [k] numbers of nodes, rising.
+        took: [k] seconds; they fall nowhere but at `TILE` nodes.
+        slope: seconds of each node beyond the largest size; with `experts`, of each unit of `weight`.
+        experts: as in `Capabilities`; with them, seconds are linear in `weight`.
+        sequences: sequences that share each pass, with equally many nodes.
     """
 
     sizes: FloatArray
@@ -57,13 +56,13 @@ class Curve:
     sequences: float = 1
 
     def shared(self, sequences: float) -> "Curve":
-        """The curve of one sequence's part in passes that `sequences` share."""
-        if sequences == self.sequences:  # a new one would forget `plain` and `least`
+        """The curve of one sequence's share of passes that `sequences` share."""
+        if sequences == self.sequences:  # a new curve would compute `plain` and `least` again
             return self
         return replace(self, sequences=sequences)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
-        """Predicted seconds of passes over `nodes` nodes; the shape of `nodes`."""
+        """Predicted seconds of passes over `nodes` nodes, in the shape of `nodes`."""
         nodes = np.asarray(nodes) * self.sequences
         wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: the same slope, but not below the proportional time.
@@ -78,7 +77,7 @@ class Curve:
 
     @cached_property
     def least(self) -> float:
-        """Cost of a node where nodes are cheapest, in plain passes: a less probable draft token cannot pay."""
+        """Plain passes that a node costs where nodes are cheapest: no draft token less probable than this pays."""
         far, whole = self.sizes > self.sequences, self.plain * self.sequences
         on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
         return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.sequences))]) / self.plain)
@@ -90,7 +89,7 @@ class Curve:
 
 
 def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
-    """Work of passes over `nodes` nodes, in passes over one node; the shape of `nodes`."""
+    """Work of passes over `nodes` nodes, in passes over one node, and in the shape of `nodes`."""
     wanted = np.asarray(nodes, np.float64)
     return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
 
@@ -100,12 +99,12 @@ class PassTimes:
 
     def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:
         """Args:
-        slope: expected cost of a further node, in plain passes, until it is measured.
+        slope: plain passes that a further node is expected to cost, until it is measured.
         experts: as for `Curve`.
         """
         self.slope = slope
         self.experts = experts
-        # Length class -> bits of the number of nodes -> the last passes (nodes, seconds).
+        # Length class -> bit length of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # as `_passes` -> (mean nodes, median seconds)
         self._curves: dict[int, Curve] = {}
@@ -121,16 +120,16 @@ class PassTimes:
         self._curves.pop(at, None)
 
     def least_seen(self, sequences: int = 1) -> int:
-        """Most passes known, over the length classes, of the smallest size that `sequences` can share.
+        """Most passes that any length class has of the smallest size that `sequences` can share.
 
-        One is too few: the first pass after loading may take twice as long as all others.
+        A single one shows nothing: the first pass after loading may take twice as long as the others.
         """
         shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
         counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
         return max(counts, default=0)
 
     def at(self, length: int) -> Curve | None:
-        """The curve of this or the nearest length class seen; None: no pass was seen."""
+        """The curve of the length class seen that is nearest to `length`; None: no pass was seen."""
         if not self._passes:
             return None
         wanted = length_class(length)
@@ -153,11 +152,11 @@ class PassTimes:
         return Curve(np.array(size), np.array(took), slope, self.experts)
 
     def as_list(self) -> list[list[float]]:
-        """For JSON: [length class, nodes, seconds] for each size."""
+        """For JSON: [length class, mean nodes, median seconds] of each size."""
         return [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
-        """Start from the rows of `as_list`; new passes soon outvote them."""
+        """Start from the rows of `as_list`."""
         for at, nodes, seconds in rows:
             for _ in range(RECALLED):
                 self.add(nodes, seconds, _length(int(at)))

@@ -1,4 +1,4 @@
-"""Assembles passes: the part of a prompt, the nodes of a tree, and the prefix that a session can reuse."""
+"""Puts passes together: the next part of a prompt, the nodes of a tree, the prefix that a session can reuse."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ NO_NODES = np.zeros(0, np.intp)
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """One sequence's proposal before it is cut: other sequences may want rows of the same pass.
+    """One sequence's proposal, before it is cut to the rows that its pass has left.
 
     Attributes:
-        nodes: [m] that it may keep, best first, the root left out.
+        nodes: [m] nodes that pay and fit, best first, the root left out.
         started: `perf_counter()` when proposing began.
-        draft_seconds: of its draft passes.
+        draft_seconds: seconds of its draft passes.
     """
 
     tree: DraftTree
@@ -31,18 +31,18 @@ class Proposed:
 
     @property
     def log_probs(self) -> FloatArray:
-        """Of `nodes`: shape [m], falling."""
+        """Log-probabilities of `nodes`, [m], falling."""
         return self.tree.log_probs[self.nodes]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One sequence's part of a forward, from when it is put together until its logits are accepted.
+    """One sequence's part of a forward.
 
     Attributes:
         began: `perf_counter()` when it was put together.
         waited: the target's `wait_seconds` then.
-        tree: to be verified; None: a part of the prompt.
+        tree: the tree to be verified; None: a part of the prompt.
         started: as in `Proposed`.
         draft_seconds: as in `Proposed`.
         plain: plain decoding would make the same pass.
@@ -58,7 +58,7 @@ class Pass:
 
 
 def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:
-    """The nodes that pay and fit: at most `budget`, best first, the root left out."""
+    """Nodes of the proposal that pay and fit: [m], at most `budget`, best first, the root left out."""
     if proposal.nodes is not None:
         return proposal.nodes[:budget]
     if len(proposal.tree) == 1:
@@ -69,12 +69,90 @@ def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Number of leading tokens that are equal."""
     shorter = min(len(left), len(right))
-    if left[:shorter] == right[:shorter]:  # the usual case, without a loop
+    if left[:shorter] == right[:shorter]:  # the usual case costs no loop
         return shorter
     for i, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return i
     return shorter
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Tokens on their way into a session: `work`, then `read` or `commit`, while some are `unread`.
+
+    Attributes:
+        session: any session, committed tokens, uncommitted nodes and all.
+        token_ids: the tokens wanted; the prefix that the session already holds is kept.
+        want_last: the logits that follow the last token are needed.
+        retries: how often all may be read again after ContextFull. An emptied session has room if the cache was
+            reordered meanwhile, so that its cells cannot be continued.
+    """
+
+    backend: Backend
+    session: Session
+    token_ids: Sequence[int]
+    want_last: bool = False
+    retries: int = 1
+
+    @property
+    def unread(self) -> int:
+        """Number of tokens that are to be read."""
+        return max(0, len(self.token_ids) - len(self.session.token_ids))
+
+    def resume(self) -> int:
+        """Keep what can be continued; passes of other sequences may have changed that. Returns the tokens kept."""
+        start = start_of(self.backend.capabilities, self.session, self.token_ids, want_last=self.want_last)
+        self.session.rewind(start)
+        return start
+
+    def work(self, most: int | None = None) -> Work:
+        """The next part.
+
+        Args:
+            most: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
+        """
+        limits, session, start = self.backend.capabilities, self.session, self.resume()
+        exact = limits.exact
+        if short := is_short(limits, len(self.token_ids)):
+            end = len(self.token_ids)
+        elif exact and exact.blocks:
+            end = start - start % exact.prompts.most + exact.prompts.most
+        else:
+            fits = min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.unread_committed
+            end = start + (fits if most is None else min(fits, most))
+        piece = np.asarray(self.token_ids[start:end], np.int32)
+        nodes = np.arange(len(piece), dtype=np.int32)
+        wanted = nodes[-1:] if self.want_last and end >= len(self.token_ids) else nodes[:0]
+        return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
+
+    def read(self, work: Work) -> Logits | None:
+        """Make a pass over a part and commit it; None: the session was emptied, all is to be read again.
+
+        Raises:
+            ContextFull: the tokens do not fit.
+        """
+        try:
+            [logits] = self.backend.forward([work])
+        except ContextFull:
+            if not self.may_begin_again():
+                raise
+            self.session.rewind(0)
+            return None
+        self.commit(work)
+        return logits
+
+    def commit(self, work: Work) -> None:
+        """Commit a part that was evaluated."""
+        self.session.commit(list(range(len(work.token_ids))))
+
+    def may_begin_again(self) -> bool:
+        """Use up a retry; False if none is left, or if an empty session would have no more room."""
+        limit = self.backend.capabilities.context_length
+        if self.retries == 0 or not self.session.token_ids or len(self.token_ids) > limit:
+            return False
+        self.retries -= 1
+        return True
 
 
 def prefill(
@@ -85,100 +163,48 @@ def prefill(
     want_last: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Logits, int] | None:
-    """Make `token_ids` the session's committed tokens, keeping the prefix it already holds.
+    """Make `token_ids` the session's committed tokens; arguments as for `Prefill`.
 
     Args:
-        backend: the session's backend.
-        session: any session, committed tokens, uncommitted nodes and all.
-        token_ids: the tokens wanted.
-        want_last: return the logits that follow the last token, and the node they belong to.
         progress: called with (tokens done, tokens in all) before the first and after every pass.
+
+    Returns:
+        The logits wanted, and the node that they belong to.
 
     Raises:
         ContextFull: the tokens do not fit.
     """
-    session.rewind(start_of(backend.capabilities, session, token_ids, want_last=want_last))
-    last, retries = None, PromptRetries()
-    if progress and len(session.token_ids) < len(token_ids):
+    reading, last = Prefill(backend, session, token_ids, want_last), None
+    reading.resume()
+    if progress and reading.unread:
         progress(len(session.token_ids), len(token_ids))
-    while len(session.token_ids) < len(token_ids):
-        work = prompt_work(backend.capabilities, session, token_ids, want_last=want_last)
-        try:
-            last = backend.forward([work])[0], len(work.token_ids) - 1
-        except ContextFull:
-            if not retries.allow(backend.capabilities, session, token_ids):
-                raise
-            session.rewind(0)
+    while reading.unread:
+        work = reading.work()
+        if (logits := reading.read(work)) is None:
             continue
-        session.commit(list(range(len(work.token_ids))))
+        last = logits, len(work.token_ids) - 1
         if progress:
             progress(len(session.token_ids), len(token_ids))
     return last if want_last else None
 
 
-@dataclass(slots=True)
-class PromptRetries:
-    """Decides after ContextFull whether a prompt is read again from its beginning, in an emptied session.
-
-    That helps if the cache was reordered during the prefill, so that its cells cannot be continued.
-    """
-
-    left: int = 1
-
-    def allow(self, limits: Capabilities, session: Session, token_ids: Sequence[int]) -> bool:
-        """Use one retry; False if none is left, or if an empty session would have no more room."""
-        if self.left == 0 or not session.token_ids or len(token_ids) > limits.context_length:
-            return False
-        self.left -= 1
-        return True
-
-
-def prompt_work(
-    limits: Capabilities,
-    session: Session,
-    token_ids: Sequence[int],
-    *,
-    want_last: bool = False,
-    most: int | None = None,
-) -> Work:
-    """The next part of a prompt whose beginning is the session's committed tokens; the session has no nodes.
-
-    `most`: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
-    """
-    exact, start = limits.exact, len(session.token_ids)
-    if short := is_short(limits, len(token_ids)):
-        end = len(token_ids)
-    elif exact and exact.blocks:
-        end = start - start % exact.prompts.most + exact.prompts.most
-    else:
-        end = (
-            start + min(limits.max_nodes, exact.prompts.most if exact else limits.max_nodes) - session.unread_committed
-        )
-        if most is not None:
-            end = min(end, start + most)
-    piece = np.asarray(token_ids[start:end], np.int32)
-    nodes = np.arange(len(piece), dtype=np.int32)
-    wanted = nodes[-1:] if want_last and start + len(piece) == len(token_ids) else nodes[:0]
-    return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
-
-
 def is_short(limits: Capabilities, length: int) -> bool:
-    """True if a prompt of `length` tokens has a row class of its own, and is read in one pass."""
+    """True if a prompt of `length` tokens is read in one pass of the row class `BatchInvariance.short`."""
     exact = limits.exact
     return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
 
 
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
-    """Tokens of a prompt that the session holds already; `want_last`: the last one is read again."""
+    """Number of the prompt's first tokens that the session keeps; with `want_last`, the last one is read again."""
     shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
     return session.reusable_prefix(shared, short=is_short(limits, len(token_ids)))
 
 
 def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
-    """Refuse more nodes, or more wanted ones, than a backend takes in one forward, before any work is done.
+    """Refuse a batch that a backend cannot evaluate in one forward, before any work is done.
 
     Raises:
-        ValueError: with the numbers, or prompts and trees, whose passes have other shapes, are in one batch.
+        ValueError: too many nodes, wanted nodes or rows, or works of different row classes.
     """
     nodes = sum(len(work.token_ids) for work in batch)
     counts = [
@@ -198,7 +224,7 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
 
 
 def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
-    """The class that a pass over these works is kept to; None: it has any shape."""
+    """The row class of a pass over these works; None: any shape."""
     exact = limits.exact
     if exact is None:
         return None
@@ -208,7 +234,7 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
 
 
 def most_nodes(limits: Capabilities, unread: int) -> int:
-    """Most nodes of a tree, the root included, in a session with `unread` committed tokens."""
+    """Most nodes of a tree, the root included, in a session with `unread` tokens (`Session.unread_committed`)."""
     most = min(limits.max_nodes, limits.max_wanted)
     return min(most, limits.exact.trees.most - unread) if limits.exact else most
 

@@ -2,6 +2,7 @@
 
 A step of one sequence, as a planner sees it:
 
+    unread              tokens that the draft model reads first: a long prompt
     propose             a tree of draft tokens, perhaps with passes of a draft model
     while_target_runs   the target verifies the tree
     saw                 the target's logits
@@ -19,6 +20,7 @@ from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
+from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import DraftTree, Proposal
 
@@ -29,15 +31,17 @@ class Context:
 
     Attributes:
         token_ids: all committed tokens; the last is the tree's root, at position len - 1.
-        prompt_length: how many of them are prompt.
-        noise: the Gumbel noise that the target's samples will use.
-        max_depth: deeper nodes cannot be used: the output would be too long.
-        max_leaves: leaves that the pass has room for.
-        pass_times: the target's: stop where more nodes do not pay; None: use the whole budget.
-        least: a draft token less probable than this does not pay.
-        sequences: that have trees at once, and share the leaves that a backend holds.
-        hints: texts from which draft tokens may be copied.
-        foreseen: last tokens that are not committed; 0 but for `foresee`.
+        prompt_length: number of these that are the prompt.
+        sampling: the sequence's.
+        noise: Gumbel noise of the target's samples.
+        max_depth: most depth of a node: the output ends there.
+        max_leaves: leaves for which the pass has room.
+        pass_times: the target's, by which only nodes that pay are proposed; None: the whole budget.
+        least: probability that a draft token needs to pay.
+        head: with recurrent layers, unread tokens that each path of the pass begins with; None: no paths.
+        sequences: number of sequences that have trees at once, and share a backend's leaves.
+        hints: the sequence's hint texts.
+        foreseen: number of the last tokens that are not committed; 0 but for `foresee`.
     """
 
     token_ids: Sequence[int]
@@ -48,9 +52,7 @@ class Context:
     max_leaves: int
     pass_times: Curve | None = None
     least: float = 0.0
-    head: int | None = (
-        None  # committed tokens that each path of the pass begins with (recurrent layers); None: no paths
-    )
+    head: int | None = None
     sequences: int = 1
     hints: Sequence[Hint] = ()
     foreseen: int = 0
@@ -61,11 +63,12 @@ class PlannerStats:
     """Counts since `begin`, and a measurement.
 
     Attributes:
+        draft_passes: number of draft passes.
         draft_seconds: of draft passes that the target waited for.
         hidden_seconds: of draft passes made while the target ran.
-        went_on: steps whose search was used again by the next step.
-        mean_batch: sequences that shared a draft pass; earlier passes fade.
-        plain_seconds: of the target's pass over one node, if measured.
+        went_on: steps whose search the next step went on with.
+        mean_batch: mean number of sequences that shared a draft pass; earlier passes fade.
+        plain_seconds: of the target's pass over one node; 0: not measured.
     """
 
     draft_passes: int = 0
@@ -77,63 +80,77 @@ class PlannerStats:
 
 
 class Planner(ABC):
-    """Proposes draft tokens for one sequence at a time. Never touches the target.
+    """Proposes draft tokens for one sequence at a time, and never touches the target.
 
-    A method needs `propose`; all else has a default.
+    Attributes:
+        name: as users write it.
+        depth: most depth of the trees that it proposes.
     """
 
-    name: str = ""  # as users write it
-    depth: int = 1 << 30  # most nodes of a path that it proposes, the root left out
+    name: str = ""
+    depth: int = 1 << 30
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
-        """A sequence starts.
-
-        Args:
-            prompt_ids: at least one token.
-            read: `propose` will be called soon. False: leave for later what takes time.
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A sequence of at least one token starts. Makes no pass.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
         """
 
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """Tokens that the draft is to read before the next `propose`; the caller makes these passes, between steps.
+
+        Args:
+            token_ids: all committed tokens.
+
+        Returns:
+            None: there are none, or so few that `propose` reads them.
+        """
+        return None
+
     @abstractmethod
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        """Yield the draft passes that are wanted, return the tree; more than `budget` nodes are of no use.
+        """Yield the draft passes that are wanted, and return the tree; without a draft model, `yield from ()`.
 
-        A method without a draft model yields nothing: `yield from ()`.
+        Args:
+            context: the sequence's state.
+            budget: most nodes that can be used.
         """
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        """Entered while the target verifies the tree just proposed, of `nodes` nodes, and nothing else.
+        """Context of a pass of the target over the proposed tree only, during which a draft may go on.
 
-        A draft may go on meanwhile. `observe` comes next; no other planner with this draft is called before.
+        No other planner with this draft is called before `observe`.
+
+        Args:
+            nodes: of the tree, after it was cut.
         """
         return nullcontext()
 
     def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        """Learn from the target's logits. Called after verification, before `observe`.
+        """Learn from the target's logits, after verification and before `observe`.
 
         Args:
             tree: as it was verified.
-            path: its nodes that are committed, the root first. These have logits, all others may.
+            path: its committed nodes, the root first; these have logits, and others may.
             logits: by node; valid until this returns.
         """
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """Learn what the step has brought.
+        """Learn from the result of the step.
 
         Args:
-            tokens: newly committed: accepted draft tokens, then the bonus. Empty: the tree was not verified.
-            seconds: of the target's pass. 0: other sequences shared it, and the tree may have been cut further.
+            tokens: committed by it: accepted draft tokens, then the bonus; empty: the tree was not verified.
+            seconds: of the target's pass; 0: other sequences shared it, and the tree may have been cut further.
         """
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The most probable next tokens, far beyond a tree; called between steps only.
+        """The most probable next tokens, far beyond a tree; called only between steps.
 
         Args:
-            context: its last `context.foreseen` tokens are not committed.
+            context: the sequence's state, with `context.foreseen` tokens that are not committed.
             count: most tokens.
-            seconds: stop after about this time, but not without a token.
+            seconds: time after which to stop, but not without a token.
 
         Returns:
             An empty list where there is no draft model, or it is still reading the sequence.
@@ -141,11 +158,11 @@ class Planner(ABC):
         return []
 
     def close(self) -> None:
-        """Free what was opened, such as a session of the draft."""
+        """Free the draft's session."""
 
     @property
     def stats(self) -> PlannerStats:
-        """Counted since `begin`."""
+        """Counts since `begin`."""
         return PlannerStats()
 
     @property

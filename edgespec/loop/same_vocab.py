@@ -3,17 +3,16 @@
 from edgespec.errors import VocabMismatch
 from edgespec.loop.backend import Vocab
 
-MAX_PADDING = 1024  # most tokens by which the vocabularies of a pair may differ at their end
+MAX_PADDING = 1024  # most tokens that one vocabulary of a pair may have after the other's last
 
 
 def check_same_vocab(target: Vocab, draft: Vocab) -> None:
     """Refuse a draft with another vocabulary than the target.
 
-    Families pad their vocabularies to different sizes (Qwen2.5: 151,936 to 152,064), so unused tokens
-    at the end may be missing on one side.
+    Unused tokens at the end may differ: families pad them to different sizes (Qwen2.5: 151,936 to 152,064).
 
     Raises:
-        VocabMismatch: says what differs.
+        VocabMismatch: a token or the size differs; it names which.
     """
     if target.fingerprint == draft.fingerprint:
         return

@@ -4,9 +4,8 @@ The token at absolute position t is
 
     argmax( warped_logits / T + gumbel(seed, t) )        (Gumbel-max: an exact sample of the softmax)
 
-where gumbel(seed, t) comes from a counter-based generator (Philox) keyed by the seed and the
-position. Nothing else in the program draws random numbers, so the text cannot depend on the draft
-tree, the planner, the budget, or on how tokens fell into passes. T = 0 is plain argmax.
+where gumbel(seed, t) comes from a counter-based generator keyed by the seed and the position. Nothing else in the
+program draws random numbers, so the output cannot depend on drafts or on the shape of passes. T = 0 is plain argmax.
 """
 
 import math
@@ -22,30 +21,39 @@ Float32Array = NDArray[np.float32]
 IdArray = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
-MOST_LIFT = 27.0  # from the least to the most noise: gumbel of 32 bits lies between -3.2 and 22.9; and some rounding
-MOST_BIAS = 1e30  # beyond it float32 has infinity
-_BLOCKS = 64  # rows of the block-maximum trick in top_ids
+MOST_LIFT = 27.0  # most noise less least noise, and rounding: gumbel of 32 bits lies between -3.2 and 22.9
+MOST_BIAS = 1e30  # logits with larger ones could become infinite in float32
+_BLOCKS = 64  # values of a block in `top_ids`
 _CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is chosen from the target's logits.
+    """Options of sampling, applied in llama.cpp's order: bias, penalties, top-k, top-p, min-p, temperature.
 
-    Filters apply in llama.cpp's order: bias, penalties, top-k, top-p, min-p, then temperature.
+    Attributes:
+        temperature: divides the logits; 0: greedy.
+        top_k: keep the k best tokens; 0: all.
+        top_p: keep the smallest set whose probability reaches `top_p`.
+        min_p: keep tokens at least `min_p` times as probable as the best.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
+        presence_penalty: as OpenAI's, subtracted once for a token in the output.
+        frequency_penalty: subtracted for each occurrence in the output.
+        logit_bias: token id -> added to its logit.
+        seed: of the noise.
 
     Raises:
         UsageError: a value is out of its range.
     """
 
-    temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # keep the k best; 0 = all
-    top_p: float = 1.0  # keep the smallest set whose probability reaches top_p
-    min_p: float = 0.0  # keep tokens at least min_p times as probable as the best
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens seen in prompt or output
-    presence_penalty: float = 0.0  # subtracted once for a token in the output
-    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,23 +76,26 @@ class SamplingParams:
 
 
 class Noise:
-    """Gumbel noise by position; any prefix of a row is the same for every `size`.
+    """Gumbel noise by position, from Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
-    Philox with key = (seed, position), counter from 0 (Salmon et al., "Parallel random numbers: as
-    easy as 1, 2, 3", 2011). numpy keeps this raw stream stable between versions.
+    The key is (seed, position), and numpy keeps this raw stream stable between versions.
     """
 
     def __init__(self, seed: int, size: int) -> None:
+        """Args:
+        seed: below 2**64.
+        size: tokens of a row; rows of two sizes begin with the same noise.
+        """
         self.seed = seed
         self.size = size
         self._rows: dict[int, Float32Array] = {}
 
     def row(self, position: int) -> Float32Array:
-        """Noise of every token at `position`, shape [size]. Kept for a while, so do not write to it."""
+        """Noise of every token at `position`, shape [size]; read only, since it is kept for a while."""
         row = self._rows.get(position)
         if row is None:
             row = _gumbel(self._bits(position))
-            while len(self._rows) >= _CACHED_POSITIONS:  # another thread, in which a draft goes on, may do the same
+            while len(self._rows) >= _CACHED_POSITIONS:  # a draft's thread may do the same
                 self._rows.pop(min(list(self._rows)), None)
             self._rows[position] = row
         return row
@@ -111,7 +122,7 @@ def _gumbel(bits: NDArray[np.uint32]) -> Float32Array:
 def adjust(
     logits: Float32Array, params: SamplingParams, prompt_ids: ArrayLike, output_ids: Sequence[int]
 ) -> Float32Array:
-    """Logits with bias and penalties, shape [V]. Presence and frequency count the output alone, as OpenAI's do."""
+    """Logits with bias and penalties, shape [V]."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     if not params.logit_bias and not penalties:
         return logits
@@ -134,16 +145,15 @@ def adjust(
 
 
 def top_ids(values: NDArray[np.floating], k: int) -> IdArray:
-    """Indices of the k largest values, best first, ties to the smaller index. Exact.
+    """Indices of the k largest values, best first, ties to the smaller index; shape [k], exact.
 
-    At least k values reach the k-th largest of the maxima of any partition into k or more blocks,
-    so only the values above that threshold need sorting: two linear passes instead of a partition.
+    At least k values reach the k-th largest of the maxima of k or more blocks, so only values that reach it are sorted.
     """
     size = len(values)
     k = min(k, size)
     width = size // _BLOCKS
     if k <= width // 2:
-        # Column maxima of a [64, width] view: contiguous, so numpy vectorises the reduction.
+        # Each column of the [64, width] view is a block: numpy vectorises maxima over contiguous rows.
         maxima = values[: width * _BLOCKS].reshape(_BLOCKS, width).max(axis=0)
         threshold = np.partition(maxima, width - k)[width - k]
         ids = np.flatnonzero(values >= threshold)
@@ -159,7 +169,7 @@ def log_sum_exp(values: NDArray[np.floating]) -> float:
 
 
 def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
-    """The k best ids of one row and their log-softmax over the whole row; shapes [k], [k]."""
+    """The k best ids of one row, and their log-softmax over the whole row; shapes [k], [k]."""
     ids = top_ids(scores, k)
     return ids, scores[ids].astype(np.float64) - log_sum_exp(scores)
 
@@ -167,7 +177,7 @@ def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
 def top_of_rows(
     rows: Iterable[Float32Array], k: int, temperature: float, noise: Iterable[Float32Array | None]
 ) -> tuple[list[IdArray], list[Scores]]:
-    """Implements `edgespec.loop.backend.Logits.top` for rows [V] in the host's memory."""
+    """`Logits.top` of `backend.py`, for rows [V] in the host's memory."""
     ids, values = list[IdArray](), list[Scores]()
     for row, extra in zip(rows, noise, strict=True):
         scores = row if extra is None else row[: len(extra)] + extra[: len(row)]
@@ -178,7 +188,7 @@ def top_of_rows(
 
 
 def candidates(logits: Float32Array, params: SamplingParams) -> IdArray | None:
-    """Ids that top-k, top-p and min-p leave; None when nothing is filtered."""
+    """Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all."""
     ids = top_ids(logits, params.top_k) if params.top_k else None
     if params.top_p < 1:
         if ids is None:
@@ -222,11 +232,11 @@ def sample(
         return int(adjusted.argmax())
     ids = candidates(adjusted, params)
     if ids is None:
-        # Noise lifts no token over the best by more than this, so most of its logarithms need not be computed.
+        # No token further below the best can win, so its noise is not computed.
         ids = np.flatnonzero(adjusted >= adjusted.max() - MOST_LIFT * params.temperature)
     return int(ids[scores(adjusted[ids], params, noise.at(position, ids)).argmax()])
 
 
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
-    """Operands of the argmax when T > 0; float64 adds no ties to the model's."""
+    """Operands of the argmax when T > 0, in float64: it adds no ties to the model's."""
     return logits.astype(np.float64) / params.temperature + gumbel

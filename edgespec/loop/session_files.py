@@ -1,9 +1,9 @@
-"""A session in a file: tokens with their keys and values, so that a prompt need no prefill.
+"""A session in a file: its tokens, keys and values, so that a prompt needs no prefill.
 
-    the engine's bytes | JSON: identity, token ids, … | length and checksum of the JSON, MARK
+    the engine's bytes | JSON of `Saved` | length and checksum of the JSON, MARK
 
-The JSON comes last, since engines write their part themselves. A file is written under another name and then renamed,
-so what has the name is whole; the checksums are for what happens to it later.
+Engines write their bytes themselves, so the JSON comes last. A file gets its name when it is whole; checksums show
+later damage.
 """
 
 import hashlib
@@ -26,30 +26,30 @@ VERSION = 1
 MARK = b"edgespec"
 END = struct.Struct("<QI8s")  # length and CRC-32 of the JSON, MARK
 PIECE = 1 << 20  # bytes read at once
-SAMPLES = 64  # pieces of a model file that stand for all of it: hashing 40 GB would take a minute
-SAMPLE = 1 << 14  # bytes
+SAMPLES = 64  # parts of a model file that are hashed: hashing 40 GB would take a minute
+SAMPLE = 1 << 14  # bytes of such a part
 
 
 class Loaded(Protocol):
-    """The part of `Backend` that is needed here."""
+    """The part of `Backend` that session files need."""
 
     capabilities: Capabilities
 
     @property
     def name(self) -> str:
-        """See `Backend`, as for all others."""
+        """As in `Backend`."""
 
     @property
     def build(self) -> str:
-        """…"""
+        """As in `Backend`."""
 
     @property
     def computing(self) -> Mapping[str, Any]:
-        """…"""
+        """As in `Backend`."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """…"""
+        """As in `Backend`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,13 @@ class Saved:
     """Description of a session, from the end of its file.
 
     Attributes:
-        identity: `Backend.identity`, when it was saved.
-        details: the engine's own.
-        note: the caller's own.
-        size: of the engine's bytes.
-        checksum: CRC-32 of them.
+        identity: `Backend.identity` of the backend that saved it.
+        token_ids: committed tokens.
+        details: JSON values of the engine.
+        note: a JSON value of the caller.
+        size: number of the engine's bytes.
+        checksum: CRC-32 of the engine's bytes.
+        version: of the file format.
     """
 
     identity: dict[str, Any]
@@ -81,18 +83,18 @@ def write(
     put: Callable[[Path], None],
     note: Any = None,
 ) -> None:
-    """Write a session's file, or leave what was there.
+    """Write a session's file.
 
     Args:
-        path: of the file; its folder must exist.
-        backend: the session's.
-        token_ids: its text.
-        details: what the engine needs to read its bytes.
+        path: where; its folder must exist.
+        backend: the session's backend.
+        token_ids: the session's committed tokens.
+        details: JSON values that the engine needs to read its bytes.
         put: writes the engine's bytes to a file.
-        note: anything JSON can hold, for whoever loads it.
+        note: a JSON value that `load` returns.
 
     Raises:
-        SessionFileError: it cannot be written.
+        SessionFileError: the file cannot be written; an earlier one stays.
     """
     path = Path(path)
     try:
@@ -117,10 +119,10 @@ def write(
 
 
 def look(path: str | Path) -> Saved:
-    """Read a file's description; the engine's bytes are not read.
+    """Read a session's description, without the engine's bytes.
 
     Raises:
-        SessionFileError: it cannot be read, or is no session's file, or not a whole one.
+        SessionFileError: the file cannot be read, is no session's file, or is damaged.
     """
     try:
         with Path(path).open("rb") as file:
@@ -143,7 +145,7 @@ def look(path: str | Path) -> Saved:
 
 
 def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
-    """True if a file's tokens begin with `token_ids`, and its note equals `note`."""
+    """True if a file holds a session that begins with `token_ids` and has this note."""
     try:
         saved = look(path)
     except SessionFileError:
@@ -152,10 +154,10 @@ def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
 
 
 def read(path: str | Path, backend: Loaded) -> Saved:
-    """Read the description of a session that this backend can load, and check the engine's bytes.
+    """Read the description of a session that `backend` can load, and check the engine's bytes.
 
     Raises:
-        SessionFileError: as `look`, or it is another model's, or of one that was loaded otherwise.
+        SessionFileError: as for `look`, or `identity` differs, or the context is too small.
     """
     saved = look(path)
     if differs := difference(saved, backend):
@@ -175,19 +177,19 @@ def read(path: str | Path, backend: Loaded) -> Saved:
 
 
 def beside(path: str | Path) -> Path:
-    """File of the draft's session, next to the target's."""
+    """Path of the draft's session, next to the target's at `path`."""
     return Path(f"{path}.draft")
 
 
 def load_beside(path: str | Path, draft: Session | None) -> None:
-    """Load the draft's session saved with the target's; without a usable one the draft prefills again."""
+    """Load the draft's session that was saved with the target's at `path`, if there is a usable one."""
     if draft and beside(path).exists():
         with suppress(SessionFileError, ContextFull):
             draft.load(beside(path))
 
 
 def difference(saved: Saved, backend: Loaded) -> str:
-    """Reason why a session cannot be used with a model; "" if it can."""
+    """The reason why `backend` cannot use a session; "" if it can."""
     here = backend.identity
     for name in (*here, *saved.identity):
         was, is_ = saved.identity.get(name), here.get(name)
@@ -197,7 +199,11 @@ def difference(saved: Saved, backend: Loaded) -> str:
 
 
 def checksum_of(path: Path, size: int) -> int:
-    """CRC-32 of a file's first `size` bytes. Raises OSError."""
+    """CRC-32 of a file's first `size` bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     found = 0
     with path.open("rb") as file:
         while size and (piece := file.read(min(size, PIECE))):
@@ -206,14 +212,14 @@ def checksum_of(path: Path, size: int) -> int:
 
 
 def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
-    """`Backend.identity`.
+    """`Backend.identity` of a backend.
 
     Args:
         backend: any.
-        weights: equal for equal weights: `content_of` their files.
+        weights: `content_of` the files of its weights.
     """
     exact, shapes = backend.capabilities.exact, "off"
-    if exact:  # how large passes may be changes nothing within a class, but for blocks
+    if exact:  # the largest size of a class changes no bits, but for blocks
         more = f" by {exact.prompts.step}" if exact.prompts.step > 1 else ""
         more += f", short ones from {exact.short.least}" if exact.short else ""
         more += f", blocks of {exact.prompts.most}" if exact.blocks else ""
@@ -224,7 +230,7 @@ def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
 
 @cache
 def content_of(*paths: str) -> str:
-    """A hash of files' sizes and of samples of what is in them: a copy has the same, another model another.
+    """A hash of files' sizes and of samples of their bytes.
 
     Raises:
         SessionFileError: a file cannot be read.

@@ -4,26 +4,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-# Over this number of rows or more llama.cpp's attention adds up tiles, which have as many cells: GGML_FA_TILE_KV in
-# ggml-cpu/common.h. Prompts of all engines are cut at multiples of it.
+# llama.cpp's GGML_FA_TILE_KV (ggml-cpu/common.h): passes of TILE rows or more add up attention in tiles of TILE cells.
+# Prompts of all engines are cut at its multiples.
 TILE = 64
 
 
 def whole_tiles(length: int) -> int:
-    """The most tokens in whole tiles, of `length`."""
+    """The largest multiple of `TILE` that is at most `length`."""
     return length - length % TILE
 
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
-    """Numbers of rows a pass may have, so that no bit of a row depends on that number or on other rows."""
+    """Numbers of rows that a pass may have, so that no bit of a row depends on this number or on other rows.
 
-    least: int  # rows; the backend pads shorter passes
+    Attributes:
+        least: fewest rows; the backend pads shorter passes.
+        most: most rows.
+        step: rows are padded to a multiple of it: some kernels compute `step` rows together, and the rest singly.
+    """
+
+    least: int
     most: int
-    step: int = 1  # longer passes are padded to a multiple: some kernels take `step` rows together, the rest singly
+    step: int = 1
 
     def rows(self, count: int) -> int:
-        """Rows, with padding, of a pass that needs `count`."""
+        """Number of rows, padding included, of a pass that needs `count`."""
         return max(self.least, -(-count // self.step) * self.step)
 
 
@@ -32,10 +38,10 @@ class BatchInvariance:
     """Row classes to which an engine keeps its passes.
 
     Attributes:
-        name: narrow: few rows; wide: many; any: the engine makes no difference worth a name.
-        trees: of passes over trees.
-        prompts: of passes over prompts; if another class, a prompt's part that was written is read again.
-        short: of prompts that have fewer tokens than `prompts` has rows; cells do for such only.
+        name: "narrow": few rows; "wide": many rows; "any": one class for both.
+        trees: class of passes over trees.
+        prompts: class of passes over prompts; if it is another one, generated tokens of a prompt are read again.
+        short: class of prompts with fewer tokens than `prompts.least`; only such prompts can reuse its cells.
         blocks: rows depend on each other: prompts are cut at multiples of `prompts.most`, and share no pass.
     """
 
@@ -48,11 +54,17 @@ class BatchInvariance:
 
 @dataclass(slots=True)
 class PromptRead:
-    """The number of a session's first tokens that were read as a prompt. A prompt reuses cells of these alone."""
+    """The part of a session that was read as a prompt: another prompt can reuse only its cells.
+
+    Attributes:
+        tokens: number of the session's first tokens that were read so.
+        short: they were read in the class `BatchInvariance.short`.
+        reading: the session's nodes are the next of them.
+    """
 
     tokens: int = 0
-    short: bool = False  # in the class `BatchInvariance.short`
-    reading: bool = False  # the session's nodes are the next of them
+    short: bool = False
+    reading: bool = False
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
@@ -80,7 +92,7 @@ class PromptRead:
         self.tokens, self.reading = min(self.tokens, length), False
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
-        """See `Session.reusable_prefix`: tokens decoded, or prefilled in another class, differ in their bits."""
+        """`Session.reusable_prefix`: keys and values that were computed in another class have other bits."""
         if exact is None or exact.prompts == exact.trees:
             return length
         length = min(self.tokens, length) if short == self.short else 0
@@ -88,12 +100,12 @@ class PromptRead:
 
 
 def also_wanted(wanted: Sequence[int], rows: int, shape: RowClass) -> list[int]:
-    """Further rows of a pass whose logits are computed, so that the output matrix is of the class, too, if it has any.
+    """Rows whose logits are computed only to keep the output matrix in the row class, too.
 
     Args:
         wanted: rows whose logits are needed.
-        rows: of the pass, with padding.
-        shape: its class.
+        rows: number of rows of the pass, padding included.
+        shape: the pass's class.
     """
     missing = shape.rows(len(wanted)) - len(wanted)
     if missing == 0 or len(wanted) == 0:

@@ -1,4 +1,4 @@
-"""Counts and seconds of a generation."""
+"""Counts and seconds of generations."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,20 +13,20 @@ class GenerationStats:
 
     Attributes:
         backend: the target's engine.
-        exact: the class of shapes its passes have, which agree to the bit; "": none.
+        exact: name of the row class that passes were kept to; "": none.
         cached_tokens: prompt tokens that were still in the cache.
-        tokens: output, an end-of-text token included.
+        tokens: of the output, an end-of-text token included.
         passes: of the target, prefill not counted.
         drafted: draft nodes verified, roots not counted.
         finish_reason: "stop": end of text or a stop string; "length": max_tokens or context; "interrupted".
-        prefill_seconds: both models.
-        draft_seconds: draft model's passes.
-        hidden_seconds: of draft passes made while the target worked, so part of none of the others.
-        draft_went_on: steps whose search was used again by the next step.
-        target_seconds: target's passes.
-        wait_seconds: the part of them spent waiting for weights from a disk.
-        plan_seconds: planning, sampling and bookkeeping: the rest of a step.
-        plain_seconds: plain decoding of these tokens, by what its passes were seen to take; 0: not seen.
+        prefill_seconds: of both models.
+        draft_seconds: of the draft's passes.
+        hidden_seconds: of draft passes made while the target ran, in none of the other seconds.
+        draft_went_on: steps whose search the next step went on with.
+        target_seconds: of the target's passes.
+        wait_seconds: the part of `target_seconds` that passes waited for weights.
+        plan_seconds: the rest of the steps: planning, sampling and bookkeeping.
+        plain_seconds: predicted for plain decoding of these tokens, by its measured passes; 0: none measured.
     """
 
     planner: str = "none"
@@ -52,7 +52,7 @@ class GenerationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens gained per target pass, bonus included."""
+        """Tokens per pass of the target, the bonus token included."""
         return self.tokens / self.passes if self.passes else 0.0
 
     @property
@@ -71,13 +71,13 @@ class GenerationStats:
         return self.plain_seconds / self.seconds if self.seconds else 0.0
 
     def reset(self) -> None:
-        """Begin again."""
+        """Set all fields to their defaults."""
         fresh = GenerationStats()
         for one in fields(self):
             setattr(self, one.name, getattr(fresh, one.name))
 
     def count(self, sources: Sequence[Source], drafted: int) -> None:
-        """Count a pass of the target over `drafted` draft nodes, which gained tokens of these sources."""
+        """Count a pass of the target over `drafted` draft nodes that gained tokens of these sources."""
         self.passes += 1
         self.tokens += len(sources)
         self.drafted += drafted
@@ -85,13 +85,13 @@ class GenerationStats:
             self.tokens_by_source[source.name.lower()] += 1
 
     def drop(self, sources: Sequence[Source]) -> None:
-        """Take back tokens behind a stop string: they were generated, but are not part of the output."""
+        """Take back generated tokens after a stop string: they are not part of the output."""
         self.tokens -= len(sources)
         for source in sources:
             self.tokens_by_source[source.name.lower()] -= 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields and what follows from them."""
+        """For JSON: the fields, and the values derived from them."""
         derived = ("acceptance_length", "seconds", "tokens_per_second", "times_plain")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 

@@ -1,8 +1,7 @@
-"""The draft tree: flat numpy arrays, nothing else.
+"""The draft tree, as flat numpy arrays.
 
-Node 0, the root, is the last committed token, which is not yet in the target's cache. Every other
-node is a draft token for the position after its parent's. `parents[i] < i`, so one loop in index
-order visits parents before children.
+Node 0, the root, is the last committed token, which is not yet in the target's cache. Each other node is a draft token
+for the position after its parent's, and comes after its parent: `parents[i] < i`.
 """
 
 from collections.abc import Sequence
@@ -17,14 +16,23 @@ FloatArray = NDArray[np.float64]
 
 
 class Source(IntEnum):
-    """Origin of a token."""
+    """Origin of a token.
 
-    TARGET = 0  # sampled by the target: the root, and every bonus token
-    DRAFT = 1  # proposed by a draft model
-    INPUT = 2  # copied from the prompt, or from what this sequence and its siblings have generated
-    DATASTORE = 3  # copied from a datastore
-    GRAMMAR = 4  # all that a grammar allows
-    PREDICTION = 5  # copied from the answer that the request predicts
+    Attributes:
+        TARGET: sampled by the target: the root, and every bonus token.
+        DRAFT: proposed by a draft model.
+        INPUT: copied from the prompt, or from the output of this sequence and its siblings.
+        DATASTORE: copied from a datastore.
+        GRAMMAR: of the only text that a grammar allows.
+        PREDICTION: copied from the answer that the request predicts.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    INPUT = 2
+    DATASTORE = 3
+    GRAMMAR = 4
+    PREDICTION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +42,8 @@ class DraftTree:
     Attributes:
         parents: parents[0] == -1, else 0 <= parents[i] < i.
         log_probs: natural log of the estimated probability that the whole path to the node is accepted.
-        depth: root 0, its children 1, ….
-        source: a Source each.
+        depth: 0 for the root, 1 for its children.
+        source: values of `Source`.
     """
 
     token_ids: IntArray
@@ -50,10 +58,15 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A tree, of which the loop keeps the nodes that the pass has room for."""
+    """A tree, of which the loop keeps the nodes that the pass has room for.
 
-    tree: DraftTree  # rooted at the last committed token; of any size
-    nodes: NDArray[np.intp] | None = None  # [m] that pay, as `ranked` gives them; None: all, best first
+    Attributes:
+        tree: rooted at the last committed token; of any size.
+        nodes: [m] nodes that pay, best first, as `ranked` returns them; None: all.
+    """
+
+    tree: DraftTree
+    nodes: NDArray[np.intp] | None = None
 
 
 def make_tree(
@@ -62,7 +75,7 @@ def make_tree(
     """Build a tree and its depths.
 
     Raises:
-        ValueError: a parent does not come before its child, or two siblings carry one token.
+        ValueError: a parent does not come before its child, or two siblings have one token.
     """
     tokens = np.asarray(token_ids, np.int32)
     up = np.asarray(parents, np.int32)
@@ -75,7 +88,7 @@ def make_tree(
 
 
 def depths(parents: ArrayLike) -> IntArray:
-    """Depth of every node, from parents alone; a node whose parent is -1 has depth 0."""
+    """Depth of every node, [n]; a node whose parent is -1 has depth 0."""
     up = np.asarray(parents, np.int32)
     depth = list[int]()
     for parent in up.tolist():
@@ -94,7 +107,7 @@ for shared in (ZERO, ABOVE_ROOT, CERTAIN):
 
 
 def chain_of(token_ids: Sequence[int], source: Source = Source.DRAFT) -> DraftTree:
-    """The tree without branches: a root and draft tokens of unknown probability."""
+    """The tree without branches: the first token is the root, and all log-probabilities are 0."""
     count = len(token_ids)
     sources = np.full(count, source, np.int32)
     sources[0] = Source.TARGET
@@ -103,7 +116,7 @@ def chain_of(token_ids: Sequence[int], source: Source = Source.DRAFT) -> DraftTr
 
 
 def path_to(parents: Sequence[int] | IntArray, node: int) -> list[int]:
-    """Nodes from the top (parent -1) down to `node`."""
+    """Nodes from the top, whose parent is -1, down to `node`."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(int(parents[path[-1]]))
@@ -111,7 +124,7 @@ def path_to(parents: Sequence[int] | IntArray, node: int) -> list[int]:
 
 
 def nodes_below(parents: Sequence[int], top: int) -> list[int]:
-    """The nodes under `top` in rising order; -1: all."""
+    """The nodes under `top`, in rising order; -1: all nodes."""
     found, inside = list[int](), {top}
     for node, parent in enumerate(parents):
         if parent in inside:
@@ -121,7 +134,7 @@ def nodes_below(parents: Sequence[int], top: int) -> list[int]:
 
 
 def parents_among(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Parents of the kept nodes by their new numbers; -1 where the parent is not kept."""
+    """Parents of the kept nodes, by their new numbers; -1 where the parent is not kept."""
     new = {node: i for i, node in enumerate(kept)}
     return [new.get(parents[node], -1) for node in kept]
 
@@ -145,20 +158,21 @@ def is_leaf(parents: ArrayLike) -> NDArray[np.bool_]:
 
 
 def shallow(tree: DraftTree, depth: int) -> DraftTree:
-    """The tree without the nodes that are deeper; the root stays."""
+    """The tree without the nodes that are deeper than `depth`; the root stays."""
     return select(tree, tree.depth <= max(0, depth))
 
 
 def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max_leaves: int) -> NDArray[np.intp]:
-    """The best `budget` nodes besides the root, with at most `max_leaves` leaves: best first. Shape [m].
+    """The best nodes besides the root; the first of them always form a tree with it (SpecExec, section 4.2).
 
     Args:
         parents: [n] of a tree.
-        log_probs: [n]; a node's must not exceed its parent's.
-        budget: any number.
-        max_leaves: at least 1.
+        log_probs: [n]; none exceeds its parent's.
+        budget: most nodes.
+        max_leaves: most leaves, at least 1.
 
-    Ties go to the smaller index, so the first nodes always form a tree with the root (SpecExec, section 4.2).
+    Returns:
+        [m] nodes, best first, ties to the smaller index.
     """
     order: NDArray[np.intp] = np.argsort(-log_probs[1:], kind="stable") + 1
     if len(parents) <= max_leaves or np.count_nonzero(is_leaf(parents)) <= max_leaves:
@@ -180,7 +194,7 @@ def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max
 
 
 def only(tree: DraftTree, nodes: NDArray[np.intp]) -> DraftTree:
-    """The sub-tree of the root and these nodes, whose parents are among them."""
+    """The sub-tree of the root and `nodes`, whose parents are among them."""
     if len(nodes) == len(tree) - 1:
         return tree
     keep = np.zeros(len(tree), np.bool_)
@@ -189,7 +203,7 @@ def only(tree: DraftTree, nodes: NDArray[np.intp]) -> DraftTree:
 
 
 def select(tree: DraftTree, keep: NDArray[np.bool_]) -> DraftTree:
-    """The sub-tree of the nodes where `keep` is true; a kept node's parent must be kept."""
+    """The sub-tree of the nodes where `keep` is true; parents of kept nodes must be kept."""
     if keep.all():
         return tree
     new_index = np.cumsum(keep, dtype=np.int32) - 1

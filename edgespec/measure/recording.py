@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import render_chat, user_messages
@@ -93,10 +93,10 @@ def record(
             if question in known:
                 continue
             prompt_ids = render_chat(target.vocab, user_messages(question))
-            rounds = generate_tokens(
+            rounds = Generation(
                 target, session, planner, prompt_ids, SamplingParams(),
                 max_tokens=max_tokens, budget=16, stats=GenerationStats(),
-            )  # fmt: skip
+            ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]
             known[question] = Recording(prompt_ids, output_ids, task, question)
             with suppress(OSError):  # a full or read-only disk: it is recorded again next time

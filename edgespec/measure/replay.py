@@ -34,7 +34,7 @@ class Replay:
 def replay(
     planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
 ) -> Replay:
-    """Draft a recorded output, as `generate.generate_tokens` would.
+    """Draft a recorded output, as `Generation.steps` would.
 
     Args:
         planner: a planner that touches no target.
@@ -49,6 +49,8 @@ def replay(
     planner.begin(prompt_ids)
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
+        while reading := planner.unread(token_ids):
+            reading.read(reading.work())
         started = perf_counter()
         proposal = run_one(planner.propose(context, budget))
         tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))

@@ -87,7 +87,7 @@ def run_bench(
     max_tokens: int = 96,
     raw: bool = False,
     system: str | None = None,
-    ctx: int | None = None,
+    context_length: int | None = None,
     models_file: str | None = None,
     ahead: bool | None = None,
     progress: bool = False,
@@ -111,7 +111,7 @@ def run_bench(
     need_draft = any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(
-        context_length=choose_context(ctx, entry), budget=budget, wide=fixed and budget >= WIDE,
+        context_length=choose_context(context_length, entry), budget=budget, wide=fixed and budget >= WIDE,
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system

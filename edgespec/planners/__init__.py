@@ -1,1 +1,1 @@
-"""Where draft tokens come from, one file a method, and how many pay."""
+"""Methods that propose draft tokens, one file each, and how many draft tokens pay."""

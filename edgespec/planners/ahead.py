@@ -1,7 +1,6 @@
-"""The draft's search goes on while the target runs, in a thread of its own, and across steps.
+"""The draft's search goes on in a thread of its own while the target runs, and across steps.
 
-Verification ends at the accepted nodes and the bonus. If the draft has read the bonus, too, the search below it is the
-next step's.
+If the draft has read the accepted nodes and the bonus, the next step goes on with the search below the bonus.
 """
 
 import os
@@ -31,23 +30,29 @@ from edgespec.planners.drafting import ChildScores
 from edgespec.planners.search import COMMITTED, NOT_READ, Search
 from edgespec.planners.specexec import SpecExecPlanner
 
-KNOWN = 512  # most nodes known beyond those sent
-UNLIKELY = 0.001  # nodes less probable are not read ahead
-QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft's
+KNOWN = 512  # most nodes of a search, if the budget is not more
+UNLIKELY = 0.001  # less probable nodes are not read ahead
+QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft
 
 
 class Worker:
-    """Run one task at a time. Join before touching what the task works on."""
+    """Runs one task at a time in a thread; join before using what the task works on.
+
+    Attributes:
+        stopped: the task is to end.
+        lock: held while a pass begins, ends or is interrupted.
+        late: an interrupt may have come too late, and would end the next pass.
+    """
 
     def __init__(self, interrupt: Callable[[], None], *, nice: bool = True) -> None:
         """
         Args:
-            interrupt: ends a pass early, or the next if none is under way: `Backend.interrupt` of the draft.
-            nice: on Linux the thread, and those that it starts, give way to others.
+            interrupt: `Backend.interrupt` of the draft.
+            nice: on Linux, the thread and those that it starts give way to others.
         """
         self.stopped = Event()
         self.lock = Lock()
-        self.late = False  # an interrupt may have come too late, and would end the next pass
+        self.late = False
         self._interrupt, self._nice = interrupt, nice
         self._passing = False
         self._executor: ThreadPoolExecutor | None = None
@@ -59,7 +64,7 @@ class Worker:
 
     @contextmanager
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
-        """Run the task within; at the end it is asked to stop, but not joined."""
+        """Run `task` within; at the end it is asked to stop, but not joined."""
         if self._executor is None:
             give_way = _give_way if self._nice else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
@@ -84,13 +89,13 @@ class Worker:
                 self._passing = False
 
     def join(self, *, lost: bool = False) -> bool:
-        """Wait until the task is done; raises what it raised.
+        """Wait for the task's end, and raise its exception.
 
         Args:
-            lost: its result is not needed: end a current pass early.
+            lost: its result is not needed, so a current pass may end early.
 
         Returns:
-            True if a pass ended early: the draft's session has no nodes then.
+            True if a pass ended early, which leaves no nodes in the draft's session.
         """
         self.late = False
         if self._task is None:
@@ -106,7 +111,7 @@ class Worker:
             self.late = False
             return True
         finally:
-            if self._task.done():  # not where Ctrl-C came first
+            if self._task.done():  # Ctrl-C may come first
                 self._task = None
         return False
 
@@ -128,7 +133,7 @@ class AheadSearch(Search):
     def __init__(self, root_token: int, budget: int) -> None:
         super().__init__(root_token, budget)
         self.lock = Lock()
-        self.known = KNOWN  # nodes; farther ones are dropped, unless the budget has room for them
+        self.known = KNOWN
 
     @property
     def most_known(self) -> int:
@@ -139,12 +144,17 @@ class AheadSearch(Search):
             super().add_children(batch, places, ids, values)
 
     def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
-        """Unread nodes above a depth, nearest first, whose probability is at least `least`."""
+        """Unread nodes above `depth`, nearest first, whose probability is at least `least`."""
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
     def forks(self, most: int, depth: int) -> NDArray[np.intp]:
-        """The best children, as far as unread, of the likeliest path's least sure node: `most`, the fewer the surer."""
+        """Unread nodes among the best children of the least sure node of the most probable path.
+
+        Args:
+            most: most children; fewer, the surer the node is.
+            depth: most depth.
+        """
         at, least_sure, surest = 0, 0, 1.0
         while True:
             children = np.flatnonzero(self.parents == at)
@@ -160,14 +170,14 @@ class AheadSearch(Search):
         return unread
 
     def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
-        """Return the search below a node that was read and is committed now.
+        """The search below `node`, which was read and is committed now.
 
         Args:
             node: the new root.
-            kept: places of nodes that stayed in the draft's session, in the order of their new places.
+            kept: old places of nodes that stayed in the draft's session, in the order of their new places.
 
         Returns:
-            None: not all nodes below have stayed.
+            None: not all nodes below `node` have stayed.
         """
         part = [node, *nodes_below(self.parents.tolist(), node)]
         new_place = {place: i for i, place in enumerate(kept)} | {NOT_READ: NOT_READ}
@@ -206,17 +216,17 @@ class AheadPlanner(SpecExecPlanner):
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.
-            sequences: that may be generated at once, with sessions of this draft.
-            top_up: go on with the search before it is sent. Without, the target starts at once, if need be with the
-                root alone (pre-verify and post-verify of PEARL, arXiv 2408.11850).
-            forks: most children of the most probable path's least sure node that are read first while the target runs;
-                fewer where that node is surer (the branches of SpecBranch, arXiv 2506.01979).
-            nice: the thread gives way to others: target and draft share processors.
+            sequences: number of sequences that are generated at once, with sessions of this draft.
+            top_up: draft further before the target's pass; False: the target starts at once, if need be with the root
+                only (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            forks: most of `AheadSearch.forks` that are read first while the target runs (the branches of SpecBranch,
+                arXiv 2506.01979).
+            nice: the thread gives way to others, since target and draft share processors.
             options: of `SpecExecPlanner`.
         """
         super().__init__(draft, **options)
-        self._went_on = 0  # as in `PlannerStats`
-        self._hidden_seconds = 0.0  # as in `PlannerStats`
+        self._went_on = 0
+        self._hidden_seconds = 0.0
         self._sequences, self._top_up, self._forks = sequences, top_up, forks
         self._worker = Worker(draft.interrupt, nice=nice)
         self._context: Context | None = None  # of the last proposal
@@ -227,9 +237,9 @@ class AheadPlanner(SpecExecPlanner):
     def stats(self) -> PlannerStats:
         return replace(super().stats, hidden_seconds=self._hidden_seconds, went_on=self._went_on)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._went_ahead, self._went_on, self._hidden_seconds = False, 0, 0.0
-        super().begin(prompt_ids, read=read)
+        super().begin(prompt_ids)
 
     def _begun(self, context: Context, budget: int) -> Search:
         search = self._search
@@ -261,11 +271,11 @@ class AheadPlanner(SpecExecPlanner):
             raise
 
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
-        """Read the likeliest nodes, in the tree or not, until one more pass would outlast the target's."""
+        """Read the most probable nodes until one more draft pass would last longer than the target's pass."""
         scores, depth = ChildScores(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
         leaves, self._reading = self._limits.leaves(context.sequences), []
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
-        drafter.pass_cost = PassTimes()  # pass times while the target runs are no measure for others
+        drafter.pass_cost = PassTimes()  # passes take longer while the target runs, so they are not counted
         try:
             self._pass(self._read_root(search, scores, context))
             forks = search.forks(self._forks, depth) if self._forks else None
@@ -289,7 +299,7 @@ class AheadPlanner(SpecExecPlanner):
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
         with search.lock:
             path = search.follow(tokens)
-            if tokens and search.place[0] == NOT_READ:  # it is reading the sequence
+            if tokens and search.place[0] == NOT_READ:  # the draft is reading the sequence
                 return False
             if not tokens or len(path) < len(tokens):
                 return True
@@ -297,19 +307,17 @@ class AheadPlanner(SpecExecPlanner):
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
-        late = False
-        if self._worker.busy:
-            if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
-                self._drafter.evaluated = 0
-                return
-            late = self._worker.late
+        if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
+            self._drafter.evaluated = 0
+            return
+        late = self._worker.late
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):
             kept = self._commit_keeping(places)
             self._drafter.evaluated = len(kept)
             new = search.rerooted(path[-1], kept)
-            if new and new.leaves <= self._limits.leaves(self._sequences):  # others need theirs between our steps
+            if new and new.leaves <= self._limits.leaves(self._sequences):  # others need their leaves between our steps
                 self._search = new
                 self._went_on += 1
             elif kept:
@@ -327,7 +335,7 @@ class AheadPlanner(SpecExecPlanner):
         return []
 
     def _settle(self) -> None:
-        """Use up an interrupt that came too late. The session has no nodes before and after."""
+        """Use up an interrupt that came too late; the session has no nodes before and after."""
         token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
         with suppress(Interrupted, ContextFull):
             self._drafter.draft.forward([Work(self._drafter.session, token, above, np.zeros(0, np.int32))])

@@ -1,7 +1,4 @@
-"""In every step, the candidate with the most tokens per second, or plain decoding.
-
-A candidate is asked if its estimate beats the best rate so far. `AutoState` outlives the sequence.
-"""
+"""In each step, the candidate with most predicted tokens per second, or plain decoding."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,23 +12,32 @@ import numpy as np
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.tree import DraftTree, Proposal, only, root_only
 from edgespec.planners.guard import Guard
 from edgespec.planners.path_cost import rows_of
 
-BELIEF = 4.0  # things hoped for that count as seen before any was
-HEAVY = 0.8  # of a plain pass, what another one's worth of experts costs until that is seen
-FURTHER = 16  # times the nodes of the largest pass seen, a tree may have: beyond that pass times are not predictable
-PATIENCE = 64  # tokens in memory, besides the prompt's number, before a draft is first asked: it costs a tenth of them
-PLAIN = 3  # passes in memory before anything is proposed: the first after loading may take twice as long as others
-PLAIN_STREAMED = 1  # the same where weights are streamed: processors differ in what nodes cost them
-RETRIED = 16  # runs after which a draft that did not pay gets a new chance: machines and texts change
+BELIEF = 4.0  # expected things as which a prior value counts
+HEAVY = 0.8  # plain passes that another plain pass's number of experts costs, until it is measured
+FURTHER = 16  # largest tree, in nodes of the largest pass measured: larger passes cannot be predicted
+PATIENCE = 64  # tokens in memory, beyond the prompt's number, before a draft is first asked: it costs a tenth of them
+PLAIN = 3  # plain passes measured before anything is proposed: the first after loading may take twice as long
+PLAIN_STREAMED = 1  # the same with streamed weights: processors differ in the cost of nodes
+RETRIED = 16  # runs after which a draft that did not pay is tried again: machines and texts change
 
 
 @dataclass(slots=True)
 class Share:
-    fading: float  # of what was seen, with each further thing
+    """Part of expected things that came, in fading sums.
+
+    Attributes:
+        fading: factor of the sums for each further expected thing.
+        came: things that came.
+        hoped: things that were expected.
+    """
+
+    fading: float
     came: float = 0.0
     hoped: float = 0.0
 
@@ -49,15 +55,17 @@ class Share:
 
 @dataclass(slots=True)
 class AutoState:
-    """Measurements of a target, its draft and the copies at work; kept from sequence to sequence and run to run.
+    """Measurements of a target and of methods, kept from sequence to sequence and from run to run.
 
     Attributes:
+        target: pass times of the target.
+        draft: pass times of the draft.
         copies: copied tokens that were accepted, of those expected.
-        agreement: tokens the draft knew best, of all it was asked.
+        agreement: tokens that were the draft's best, of those for which it was asked.
         worth: tokens of drafted steps, of those predicted.
-        guard: of drafts that go on while the target works.
-        runs: in which it was learned.
-        written: tokens, in all of them.
+        guard: decides whether the draft goes on while the target runs.
+        runs: number of runs of the program.
+        written: tokens generated in all of them.
     """
 
     target: PassTimes = field(default_factory=PassTimes)
@@ -74,7 +82,7 @@ class AutoState:
         return self.target.slope == FLAT
 
     def proportions(self, sequences: int) -> Curve:
-        """Before the first pass only proportions of pass times are known: a pass over one node takes 1."""
+        """Pass times in plain passes, before the first pass is measured."""
         return Curve(np.ones(1), np.ones(1), self.target.slope, self.target.experts, sequences)
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,10 +91,10 @@ class AutoState:
         return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, "written": self.written, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Start from what `as_dict` gave. Every `RETRIED` runs what is known of the draft is left out.
+        """Begin with the values of `as_dict`, every `RETRIED` runs without those of the draft.
 
         Raises:
-            KeyError, TypeError, ValueError: it did not.
+            KeyError, TypeError, ValueError: `known` does not have them.
         """
         self.runs, self.written = int(known["runs"]) + 1, int(known["written"])
         self.target.recall(known["target"])
@@ -112,14 +120,30 @@ def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> Aut
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    proposal: Proposal  # with `nodes`: the part that pays
-    rate: float  # tokens per second of a step with it
-    expected: float = 0.0  # accepted draft tokens
-    learn: Callable[[Sequence[int], float], None] = lambda tokens, seconds: None  # verified: arguments as for `observe`
+    """A candidate's proposal.
+
+    Attributes:
+        proposal: its `nodes` are those that pay.
+        rate: predicted tokens per second of a step with it.
+        expected: draft tokens that are expected to be accepted.
+        learn: called after verification with the arguments of `observe`.
+    """
+
+    proposal: Proposal
+    rate: float
+    expected: float = 0.0
+    learn: Callable[[Sequence[int], float], None] = lambda tokens, seconds: None
 
 
 class Candidate(ABC):
-    goes_ahead = False  # its draft may go on while the target runs
+    """A planner that `AutoPlanner` can ask.
+
+    Attributes:
+        planner: the planner.
+        goes_ahead: its draft may go on while the target runs.
+    """
+
+    goes_ahead = False
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -127,13 +151,21 @@ class Candidate(ABC):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self.planner.begin(prompt_ids)
 
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """As for `Planner`, if it is likely to be asked."""
+        return self.planner.unread(token_ids)
+
+    def is_ready(self, token_ids: Sequence[int]) -> bool:
+        """It is to be asked now. False: it has too much to read, which is `unread` from now on."""
+        return True
+
     @abstractmethod
     def estimate(self, context: Context, budget: int) -> float:
-        """Tokens per second that asking it may bring; 0: do not ask, inf: asking costs nothing."""
+        """Tokens per second to expect if it is asked; 0: do not ask it, inf: asking costs nothing."""
 
     @abstractmethod
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
-        """As for `Planner`, with the part that pays; `context.pass_times` is None before the target's first pass."""
+        """As for `Planner`; `context.pass_times` is None before the target's first pass."""
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         self.planner.observe(tokens, seconds)
@@ -144,21 +176,20 @@ class AutoPlanner(Planner):
         """
         Args:
             name: as users write it.
-            state: what is known; learned on.
-            candidates: in the order in which they are asked, the cheapest first.
+            state: measurements, which it continues.
+            candidates: the cheapest first; each is asked if its estimate is above the best rate so far.
         """
         self.name = name
         self._state = state
         self._candidates = candidates
         self._offer: Offer | None = None
         self._asked: Candidate | None = None
-        self._length = 0  # of the sequence when it was made
+        self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
         self._went_ahead = False
 
     @property
     def stats(self) -> PlannerStats:
-        """See `Planner`; `plain_seconds` at the length of the sequence when it last proposed."""
         known = [candidate.planner.stats for candidate in self._candidates]
         times = self._state.target.at(self._length) if self._offer else None
         return PlannerStats(
@@ -172,11 +203,15 @@ class AutoPlanner(Planner):
         sessions = (candidate.planner.draft_session for candidate in self._candidates)
         return next((session for session in sessions if session), None)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._offer, self._went_ahead = None, False
         self._state.guard.pause()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        readings = (candidate.unread(token_ids) for candidate in self._candidates)
+        return next((reading for reading in readings if reading), None)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
@@ -186,20 +221,19 @@ class AutoPlanner(Planner):
         offer, asked = Offer(Proposal(root_only(context.token_ids[-1])), rate), None
         if self._may_propose(context):
             context = replace(context, pass_times=times)
-            if times and (context.head is None or sequences == 1):  # of shared paths larger passes are never learned
+            if times and (context.head is None or sequences == 1):  # shared paths are not measured
                 budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
             for candidate in self._candidates:
-                if candidate.estimate(context, budget) > offer.rate:
+                if candidate.estimate(context, budget) > offer.rate and candidate.is_ready(context.token_ids):
                     offer, asked = (yield from candidate.propose(context, budget)), candidate
         self._offer, self._asked, self._length = offer, asked, length
         self._rows = _rows(offer.proposal, context.head)
         return offer.proposal
 
     def _may_propose(self, context: Context) -> bool:
-        """True if enough passes over one node were timed.
+        """True if enough passes over one node were measured.
 
-        Sequences that share passes make none, so earlier runs' have to do. Of shared paths no pass times are learned:
-        where weights are streamed they are proposed at once.
+        Sequences that share passes make no such passes, so those of earlier runs count, or streamed paths need none.
         """
         state = self._state
         if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):
@@ -230,7 +264,7 @@ class AutoPlanner(Planner):
         if not seconds:
             state.guard.pause()
         state.guard.wrote(len(tokens))
-        if seconds and not went_ahead:  # else the target's pass took longer: the guard counts that
+        if seconds and not went_ahead:  # a draft that runs meanwhile lengthens the pass, which the guard counts
             state.target.add(self._rows, seconds, self._length)
         self._offer.learn(tokens, seconds)
 

@@ -8,21 +8,21 @@ A draft that was asked little gets the benefit of the doubt, which fades as it i
 tried a few times and then not again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner
-from edgespec.loop.tree import DraftTree, Proposal, ranked
+from edgespec.loop.tree import Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
-from edgespec.planners.drafting import agreed
+from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # what is believed of a draft before it was asked
@@ -72,6 +72,7 @@ class Drafting(Candidate):
         self._state = state
         self._patience, self._first_asked = patience, 0
         self._agreement_here = Share(0.98)  # as `AutoState.agreement`, of this sequence alone
+        self._wanted = 0  # tokens of the sequence that the draft is to read before it is asked
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
@@ -80,7 +81,15 @@ class Drafting(Candidate):
         likely = self._may_try
         if times := self._state.target.at(length):
             likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
-        self.planner.begin(prompt_ids, read=likely)
+        self._wanted = length if likely else 0
+        self.planner.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        return self.planner.unread(token_ids[: self._wanted]) if self._unread(self._wanted) > 1 else None
+
+    def is_ready(self, token_ids: Sequence[int]) -> bool:
+        self._wanted = len(token_ids)
+        return self._unread(self._wanted) <= 1 + CATCH_UP
 
     def estimate(self, context: Context, budget: int) -> float:
         if (depth := self._depth(context, budget)) <= 0:
@@ -92,42 +101,31 @@ class Drafting(Candidate):
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
-        draft_times = self._draft_times(length, context.sequences)
-        hindsight = None
-        if times and draft_times:
-            hindsight = partial(
-                chain_goodput, behind=self._unread(length), deepest=self._depth(context, budget), cost=times,
-                draft_cost=draft_times, head=context.head,
-            )  # fmt: skip
+        draft_times, unread = self._draft_times(length, context.sequences), self._unread(length)
         tree = (yield from self.planner.propose(context, budget)).tree
-        seconds = self.planner.stats.draft_seconds - before
+        drafting = self.planner.stats.draft_seconds - before
         leaves = context.max_leaves
         found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         rate = 0.0
         if times:
-            nodes, rate = best_part(tree, seconds, times, budget=budget, max_leaves=leaves, head=context.head)
-        expected = float(np.exp(tree.log_probs[nodes]).sum())
-        return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, tree, found, seconds, hindsight))
+            nodes, rate = best_part(tree, drafting, times, budget=budget, max_leaves=leaves, head=context.head)
+
+        def learn(tokens: Sequence[int], seconds: float) -> None:
+            hits, asked = agreed(tree, found, tokens)
+            self._state.agreement.add(hits, asked)
+            self._agreement_here.add(hits, asked)
+            if times and draft_times and seconds:
+                # With what is known now: that the draft agreed less than believed is counted once.
+                depth = self._depth(context, budget)
+                rate_hoped = chain_goodput(self._agreement, unread, depth, times, draft_times, context.head)
+                self._state.worth.add(len(tokens), rate_hoped * (seconds + drafting))
+
+        return Offer(Proposal(tree, nodes), rate, float(np.exp(tree.log_probs[nodes]).sum()), learn)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         super().observe(tokens, seconds)
         if tokens:
             self._agreement_here.fade(1)
-
-    def _learn(
-        self,
-        tree: DraftTree,
-        found: NDArray[np.intp],
-        drafting: float,
-        hindsight: Callable[[float], float] | None,
-        tokens: Sequence[int],
-        seconds: float,
-    ) -> None:
-        hits, asked = agreed(tree, found, tokens)
-        self._state.agreement.add(hits, asked)
-        self._agreement_here.add(hits, asked)
-        if hindsight and seconds:  # with what is known now: that the draft agreed less than believed is counted once
-            self._state.worth.add(len(tokens), hindsight(self._agreement) * (seconds + drafting))
 
     @property
     def _agreement(self) -> float:

@@ -1,7 +1,6 @@
-"""One sequence from the draft model: the classical baseline (Leviathan et al., arXiv 2211.17192).
+"""A chain of the draft's best next tokens, the classical method (Leviathan et al., arXiv 2211.17192).
 
-Each draft pass adds the draft's best next token, coupled to the target's noise as in `specexec.py`: its search with one
-child of each node, as deep as it may be, unless pass times say that this does not pay.
+It is the search of `specexec.py` with one child of each node.
 """
 
 from edgespec.planners.specexec import SpecExecPlanner

@@ -1,7 +1,4 @@
-"""Planners by name: one table, and making one.
-
-A new planner is one file with a subclass of `loop.planner.Planner`, and one line of `PLANNERS`.
-"""
+"""Planners by name: a new one is a subclass of `loop.planner.Planner` in its own file, and a line of `PLANNERS`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +21,23 @@ from edgespec.planners.sssd import SssdPlanner
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """Parts of a planner.
+
+    Attributes:
+        target: loaded.
+        draft: loaded.
+        datastore_file: path of a datastore.
+        state: pass times and gains; None: the budget is fixed.
+        ahead: arguments of `AheadPlanner`; None: the draft does not go on while the target runs.
+        options: of the planner.
+    """
+
     target: Backend
     draft: Backend | None = None
     datastore_file: str | None = None
-    state: AutoState | None = None  # None: the budget is fixed
-    ahead: Mapping[str, Any] | None = None  # how the draft goes on while the target runs; None: it does not
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the planner
+    state: AutoState | None = None
+    ahead: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def datastore(self) -> Datastore | None:
         return open_datastore(Path(self.datastore_file), self.target.vocab) if self.datastore_file else None
@@ -42,12 +50,23 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    make: Callable[[Parts], Planner] | None = None  # None: `candidates` are made
+    """A line of `PLANNERS`.
+
+    Attributes:
+        make: makes the planner; None: its candidates are made.
+        options: names of its options.
+        draft: it can use a draft model.
+        needs_draft: it cannot do without.
+        datastore: it can use a datastore.
+        candidates: names of the planners that it chooses from, the cheapest first.
+    """
+
+    make: Callable[[Parts], Planner] | None = None
     options: tuple[str, ...] = ()
-    draft: bool = False  # it uses a draft model
+    draft: bool = False
     needs_draft: bool = False
-    datastore: bool = False  # it uses a datastore
-    candidates: tuple[str, ...] = ()  # planners that it asks, the cheapest first
+    datastore: bool = False
+    candidates: tuple[str, ...] = ()
 
 
 SEARCH, COPY = ("depth", "beam", "tau", "coupling"), ("depth", "min_probability")
@@ -65,10 +84,11 @@ USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datast
 
 
 def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown planner, one that lacks what it needs, and options it does not have or that are out of range.
+    """Check a planner's name and options before it is made.
 
     Raises:
-        UsageError: with what would be right.
+        UsageError: no such planner or option, no draft for a planner that needs one, a datastore for one that cannot
+            use it, or a value out of its range.
     """
     if name not in PLANNERS:
         raise UsageError(f"there is no planner {name!r}; there are: {', '.join(PLANNERS)}")
@@ -98,16 +118,17 @@ def make_planner(
     forks: int = 0,
     **options: Any,
 ) -> Planner:
-    """Make a planner that `check_planner` lets pass, for backends = [target] or [target, draft].
+    """Make a planner, after `check_planner`.
 
     Args:
         name: one of `PLANNERS`.
-        backends: loaded; the draft has a session for this planner.
-        datastore: a file to copy from.
-        state: pass times and gains, by which only what pays is proposed. None: always as much as the budget allows.
-        sequences: that may be generated at once.
-        ahead: the draft goes on while the target runs, with a state as long as that gains (`planners/guard.py`).
-            Default: with a state, where the draft has a processor of its own.
+        backends: [target] or [target, draft], loaded; the draft has room for the planner's session.
+        datastore: path of a datastore.
+        state: pass times and gains, by which only draft tokens that pay are proposed; None: as many as the budget
+            allows.
+        sequences: number of sequences that are generated at once.
+        ahead: the draft goes on while the target runs; with a state, only while that gains (`planners/guard.py`);
+            default: with a state, where the draft has a processor of its own.
         top_up: as for `AheadPlanner`.
         forks: as for `AheadPlanner`.
         options: of the planner.
@@ -157,7 +178,7 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
     """True if the draft may go on while the target runs.
 
     Raises:
-        UsageError: it is asked for, and cannot.
+        UsageError: it was asked for, and it may not.
     """
     if asked and draft.capabilities.one_thread:
         raise UsageError(

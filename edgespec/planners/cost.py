@@ -1,17 +1,11 @@
-"""Goodput: the number of draft tokens that makes most tokens per second, by pass times.
+"""Goodput: tokens per second of a whole step, predicted by pass times (TurboSpec, arXiv 2406.14066).
 
-More draft tokens gain more tokens per pass, but drafting and verifying them takes time. What counts is tokens per
-second of a whole step, which TurboSpec (arXiv 2406.14066) calls goodput. With the tree's nodes ordered by the
-probability p that they are right, and the n best of them kept:
+Of a tree whose n best nodes are kept, and whose i-th best node is accepted with probability p_i:
 
     goodput(n) = (1 + p_1 + … + p_n) / (drafting + pass(n + 1))
 
-A disk that streams the weights makes `pass` flat, and wide trees win. A weak processor with the weights in memory makes
-it steep, and a few probable draft tokens win. Pass times decide how the tree grows, never which tokens are sampled.
-`planners/auto.py` decides by them.
-
-Where a pass reads the experts of a mixture that its nodes have chosen, its time goes with how many different ones there
-are: each further node adds fewer, until all are there (MoESD, arXiv 2505.19645, counts them so, too).
+Streamed weights make `pass` flat, and wide trees win; weights in memory make it steep, and few draft tokens win.
+Each further node of a mixture of experts costs less, since fewer of its experts are new (MoESD, arXiv 2505.19645).
 """
 
 from collections.abc import Sequence
@@ -30,22 +24,22 @@ def goodput(
     sequences: int = 1,
     rows: FloatArray | None = None,
 ) -> FloatArray:
-    """Tokens per second of a step that keeps the 0, 1, …, n best nodes, shape [n + 1].
+    """Tokens per second of a step that keeps the 0 to n best nodes, shape [n + 1].
 
     Args:
         log_probs: [n] of the nodes, best first, the root left out.
         spent: seconds of drafting.
-        cost: of the target's passes.
-        trust: accepted draft tokens for each that these probabilities promise.
-        sequences: whose trees share the pass; each has a root, and gains a token at least.
-        rows: [n + 1] of each such pass, if nodes and roots are not one each.
+        cost: pass times of the target.
+        trust: accepted draft tokens for each that these probabilities predict.
+        sequences: number of sequences that share the pass; each has a root, and gains at least one token.
+        rows: [n + 1] rows of the pass that keeps 0 to n nodes; None: one row for each node and root.
     """
     tokens = sequences + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
     return tokens / (spent + cost.seconds(np.arange(sequences, sequences + len(tokens)) if rows is None else rows))
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
-    """Number of nodes of the best step, and its tokens per second; arguments as for `goodput`, but in any order."""
+    """Number of nodes of the best step, and its tokens per second; `goodput`'s arguments, nodes in any order."""
     rates = goodput(-np.sort(-log_probs), spent, cost, trust)
     size = int(np.argmax(rates))
     return size, float(rates[size])
@@ -59,17 +53,17 @@ def split(
     added: Sequence[FloatArray] | None = None,
     roots: float | None = None,
 ) -> list[int]:
-    """Number of best nodes that each sequence's tree keeps in a shared pass: a predictable sequence gets more.
+    """Number of best nodes that each sequence's tree keeps in a shared pass.
 
-    A node is at most as probable as its parent, so the best nodes of all trees together are again trees.
+    The best nodes of all trees are again trees, since no node is more probable than its parent.
 
     Args:
         log_probs: of each tree's nodes, the root left out.
         most: rows that the pass has room for besides the roots.
         spent: seconds of drafting.
-        cost: of the target's passes; None: as many nodes are kept as there is room for.
-        added: rows that each of these nodes adds to better ones of its tree; None: one each.
-        roots: rows of a pass over the roots alone; None: one each.
+        cost: pass times of the target; None: as many nodes are kept as there is room for.
+        added: rows that each of these nodes adds to those of the better ones of its tree; None: one each.
+        roots: rows of a pass without draft tokens; None: one for each tree.
     """
     owner = np.repeat(np.arange(len(log_probs)), [len(values) for values in log_probs])
     values = np.concatenate([*log_probs, np.zeros(0)])
@@ -91,11 +85,11 @@ def chain_goodput(
 
     Args:
         agreement: probability that the draft's best token is the target's, given that all before it were.
-        behind: committed tokens that the draft has not read.
+        behind: number of committed tokens that the draft has not read.
         deepest: most tokens to draft, at least 1.
-        cost: of the target's passes.
-        draft_cost: of the draft's passes.
-        head: as for `paths.best_part`.
+        cost: pass times of the target.
+        draft_cost: pass times of the draft.
+        head: as for `path_cost.best_part`.
     """
     drafted = np.arange(1, deepest + 1)
     tokens = 1 + np.cumsum(agreement**drafted)
@@ -115,18 +109,16 @@ def worth_reading(
 ) -> int:
     """Number of nodes that the draft should read in its next pass; 0: stop drafting.
 
-    A node that is read gets children, the best of them right about `child` times as often as the node itself. If even
-    so the step would not become better, drafting ends. Gains shrink as a tree grows, so looking one pass ahead is
-    enough.
+    It looks one draft pass ahead, which is enough, since gains shrink as a tree grows.
 
     Args:
         log_probs: [n] of the nodes found so far, best first, at most `budget`.
-        unread: [m] of those that could be read next, best first.
+        unread: [m] log-probabilities of the nodes that could be read next, best first.
         budget: most nodes of the tree.
         spent: seconds of drafting so far.
-        cost: of the target's passes.
-        draft_cost: of the draft's passes.
-        child: see above.
+        cost: pass times of the target.
+        draft_cost: pass times of the draft.
+        child: probability of a node's best child, given the node.
     """
     rates = goodput(log_probs, spent, cost)
     size = int(np.argmax(rates))

@@ -4,11 +4,10 @@
     HEADER_SIZE     the tokens of all documents, big-endian, a separator after each document
     then            the suffix array: positions in the token array, little-endian, in the order of their suffixes
 
-Big-endian, so that comparing bytes is comparing token sequences: a suffix array of the bytes, kept only
-where a token begins, is the suffix array of the tokens, and a binary search compares slices of the file.
-The separator is the largest number of the token's width; no token has it, so nothing matches across it.
+Big-endian tokens compare as their bytes do, so a suffix array of the bytes, kept where tokens begin, is that of the
+tokens. The separator is the largest number of the token's width, which no token has, so no match goes across it.
 
-The use of it is REST's (He et al., arXiv 2311.08252) as changed by SSSD (see `planners/sssd.py`).
+From REST (He et al., arXiv 2311.08252), as changed by SSSD (see `sssd.py`).
 """
 
 import gzip
@@ -32,23 +31,36 @@ from edgespec.loop.hint_texts import END
 from edgespec.loop.tree import IntArray
 
 MAGIC = "edgespec datastore"
-START = json.dumps({"magic": MAGIC})[:-1].encode()  # of every datastore, whatever its version
+START = json.dumps({"magic": MAGIC})[:-1].encode()  # first bytes of a datastore of any version
 VERSION = 1
 HEADER_SIZE = 1024
-SNIFF = 8192  # bytes of a file in which a zero byte shows that it is not text
+SNIFF = 8192  # first bytes of a file, in which a zero byte shows that it is not text
 
-Progress = Callable[[str, int, int], None]  # phase, done, total (0: not known)
+Progress = Callable[[str, int, int], None]  # phase, done, total (0: unknown)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """The first bytes of a datastore.
+
+    Attributes:
+        magic: `MAGIC`.
+        version: of the format.
+        fingerprint: of the vocabulary.
+        vocab_size: number of tokens of the vocabulary.
+        token_width: bytes of a token, 2 or 4.
+        position_width: bytes of an entry of the suffix array, 4 or 8.
+        tokens: number of tokens, separators included.
+        documents: number of documents.
+    """
+
     magic: str
     version: int
-    fingerprint: str  # of the vocabulary
+    fingerprint: str
     vocab_size: int
-    token_width: int  # bytes: 2 or 4
-    position_width: int  # bytes of an entry of the suffix array: 4 or 8
-    tokens: int  # separators included
+    token_width: int
+    position_width: int
+    tokens: int
     documents: int
 
     @property
@@ -61,7 +73,7 @@ class Header:
 
 
 class Datastore:
-    """An open datastore. The file stays mapped as long as the object lives."""
+    """An open datastore, whose file is mapped as long as the object lives."""
 
     def __init__(self, header: Header, mapping: mmap.mmap) -> None:
         self.header = header
@@ -72,13 +84,17 @@ class Datastore:
         self._suffixes: NDArray[np.unsignedinteger] = np.frombuffer(
             mapping, f"<u{header.position_width}", header.tokens, header.suffix_offset
         ).astype(f"=u{header.position_width}", copy=False)
-        self._order = self._suffixes.data  # a memoryview: hands out plain ints, several times faster than numpy
+        self._order = self._suffixes.data  # a memoryview is several times faster than numpy for single ints
 
     def __len__(self) -> int:
         return self.header.tokens
 
     def find(self, prefix: Sequence[int]) -> tuple[int, int]:
-        """The range of the suffix array whose suffixes start with `prefix`: first, and one past the last."""
+        """The range of the suffix array whose suffixes start with `prefix`.
+
+        Returns:
+            First index, and one past the last; equal: there is none.
+        """
         wanted = np.asarray(prefix, f">u{self.header.token_width}").tobytes()
         size, width, data = len(wanted), self.header.token_width, self._map
 
@@ -92,24 +108,22 @@ class Datastore:
         return low, bisect_right(self._order, wanted, low, key=start_of)
 
     def continuations(self, low: int, high: int, skip: int, count: int, depth: int) -> IntArray:
-        """What follows the matches of a prefix, sampled at regular intervals of their range.
-
-        The suffix array is sorted, so regular intervals keep the proportions of what follows.
+        """Tokens after the matches of a prefix, at regular intervals of their range: it is sorted, so shares are kept.
 
         Args:
             low: as `find` returned it.
-            high: likewise.
-            skip: the prefix's length.
-            count: most matches to look at.
-            depth: tokens wanted of each.
+            high: as `find` returned it.
+            skip: tokens of the prefix.
+            count: most matches.
+            depth: tokens wanted after each.
 
         Returns:
-            Token ids [min(count, high - low), depth]; END where a document has ended.
+            Token ids [min(count, high - low), depth]; END from the end of a document on.
         """
         rows = min(count, high - low)
         picks = low + (2 * np.arange(rows) + 1) * (high - low) // (2 * max(rows, 1))
         first = self._suffixes[picks].astype(np.int64) + skip
-        # Reading past the end reads the last separator again.
+        # Places past the end read the last separator.
         places = np.minimum(first[:, None] + np.arange(depth), len(self) - 1)
         found = self._tokens[places]
         ended: NDArray[np.bool_] = np.logical_or.accumulate(found == _separator(self.header.token_width), axis=1)
@@ -122,7 +136,7 @@ def open_datastore(path: str | Path, vocab: Vocab) -> Datastore:
     """Map a datastore that was built with this vocabulary.
 
     Raises:
-        DatastoreError: there is no such file, it is not a datastore, cut short, or built with another tokenizer.
+        DatastoreError: the file cannot be read, is no datastore, is cut short, or has another tokenizer's tokens.
     """
     try:
         with Path(path).open("rb") as file:
@@ -161,14 +175,14 @@ def _read_header(path: str | Path, data: bytes) -> Header:
 
 
 def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
-    """Refuse to replace a file that somebody may miss: any but a datastore, and any that is read from.
+    """Check that building a datastore destroys nothing.
 
     Args:
-        out: where a datastore is to be built; it need not exist.
-        sources: files and folders that it is to be built of.
+        out: path of the datastore to build; it need not exist.
+        sources: files and folders of its documents.
 
     Raises:
-        UsageError: `out` is such a file.
+        UsageError: `out` is not a datastore, or is one of the sources' files.
     """
     out = Path(out)
     try:
@@ -188,28 +202,25 @@ def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
 
 
 def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progress | None = None) -> Header:
-    """Make a datastore of `texts`, one document each.
-
-    The file appears under its name only when it is complete; an error or Ctrl-C leaves nothing behind.
-    Takes about 45 bytes of memory per token.
+    """Make a datastore, in about 45 bytes of memory per token.
 
     Args:
-        out: where; an existing datastore is replaced.
+        out: path of the file, which appears when it is complete; an existing datastore is replaced.
         texts: the documents.
-        vocab: the tokenizer of the models it will be used with.
-        progress: called with (phase, done, total) for the phases "tokenising" (documents; total 0 if `texts` has
-            no length), "sorting" and "writing" (tokens).
+        vocab: tokenizer of the models that will use the datastore.
+        progress: called with (phase, done, total) in the phases "tokenising" (documents; total 0 if `texts` has no
+            length), "sorting" and "writing" (tokens).
 
     Raises:
-        UsageError: there is a file that is not a datastore.
-        DatastoreError: there is no text, or the file cannot be written.
+        UsageError: `out` is a file, but not a datastore.
+        DatastoreError: there is no text, or the file cannot be written; nothing is left behind.
     """
     out = Path(out)
     check_out(out)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     report = progress or (lambda phase, done, total: None)
     try:
-        # Opened first, so that a folder that cannot be written to is found before the work, not after it.
+        # Opened first: a folder that cannot be written to is found before the work.
         with part.open("xb") as file:
             tokens, documents = _tokenise(texts, vocab, report)
             report("sorting", 0, len(tokens))
@@ -250,7 +261,7 @@ def _tokenise(texts: Iterable[str], vocab: Vocab, report: Progress) -> tuple[NDA
     total = len(texts) if isinstance(texts, Sequence) else 0
     pieces: list[NDArray[np.unsignedinteger]] = []
     for text in texts:
-        # JSON can spell half a character ("\\ud83d"), which no encoding holds.
+        # JSON can spell half a character ("\\ud83d"), which UTF-8 cannot.
         whole = text.encode("utf-8", "replace").decode("utf-8")
         ids = vocab.encode(whole, add_bos=False, parse_special=False)
         if ids:
@@ -258,12 +269,19 @@ def _tokenise(texts: Iterable[str], vocab: Vocab, report: Progress) -> tuple[NDA
             report("tokenising", len(pieces), total)
     if not pieces:
         raise DatastoreError("there is no text to build a datastore of")
-    # Named once more, because numpy joins arrays into the machine's own byte order.
+    # Without `dtype`, numpy joins arrays in the machine's byte order.
     return np.concatenate(pieces, dtype=pieces[0].dtype), len(pieces)
 
 
 def suffix_array(tokens: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Positions of `tokens` (big-endian, [n]) in the order of the suffixes that start there; little-endian, [n]."""
+    """Positions of the tokens, in the order of the suffixes that start there.
+
+    Args:
+        tokens: [n], big-endian.
+
+    Returns:
+        [n], little-endian.
+    """
     from pydivsufsort import divsufsort  # only building needs it
 
     width = tokens.itemsize
@@ -274,18 +292,14 @@ def suffix_array(tokens: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinte
 
 
 def read_texts(paths: Iterable[str | Path], on_skip: Callable[[Path], None] | None = None) -> Iterator[str]:
-    """The documents in files and folders.
-
-    A folder stands for all files below it, hidden ones left out, in the order of their names. By name, and also
-    with `.gz` behind it: `.json` and `.jsonl` are read as `documents_of` says, anything else is one document of
-    UTF-8 text.
+    """The documents in files: values of `.json` and lines of `.jsonl` by `documents_of`, others whole, as UTF-8 text.
 
     Args:
-        paths: files and folders.
-        on_skip: called for a file in a folder that is not text; such a file is passed over.
+        paths: files, also with `.gz` after their names, and folders: all files below that are not hidden, by name.
+        on_skip: called for each file in a folder that cannot be read as text and is left out.
 
     Raises:
-        DatastoreError: a path does not exist, or a file given by name is not what its name says.
+        DatastoreError: a path does not exist, or a file of `paths` cannot be read so.
     """
     for path in map(Path, paths):
         if not path.is_dir():
@@ -327,7 +341,7 @@ def _read_file(path: Path) -> Iterator[str]:
     if "\0" in text:
         raise DatastoreError(f"{path}: is not text: it has zero bytes")
     if kind == ".jsonl":
-        # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+        # Not `splitlines`: JSON strings may hold other line separators, such as U+2028.
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield from documents_of(_parse(line, f"{path}, line {number}"))
@@ -347,8 +361,8 @@ def _parse(text: str, where: str) -> Any:
 def documents_of(value: Any) -> Iterator[str]:
     """The documents in a JSON value.
 
-    An object is a record: its strings that hold a word, and those in lists of strings, joined by empty lines, are
-    one document. Objects inside it are documents of their own, and so are the strings of a list that is in no object.
+    An object's strings that hold a word, and those in its lists, are joined by empty lines as one document. Objects in
+    it are documents of their own, and so is each string of a list that is in no object.
     """
     if isinstance(value, dict):
         inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]

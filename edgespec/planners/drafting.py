@@ -10,7 +10,7 @@ from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
-from edgespec.loop.passes import PromptRetries, check_room, common_prefix, prefill, prompt_work, start_of
+from edgespec.loop.passes import Prefill, check_room
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
@@ -18,6 +18,7 @@ from edgespec.loop.tree import DraftTree
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
 BATCHES = 16  # passes over which the mean batch fades
+CATCH_UP = 64  # most generated tokens that `propose` reads, and tokens that one `foresee` reads
 
 
 class Drafter:
@@ -30,19 +31,28 @@ class Drafter:
         self._last_batch = 1  # sequences that shared the last one
         self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
+        self._prompt_length = 0
+        self._prefill = Prefill(draft, self.session, [])
 
-    def begin(self, prompt_ids: Sequence[int], read: bool) -> None:
-        """Read the prompt but for its last token, keeping what the cache already holds of it; or leave it for later.
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Keep what the cache holds of the prompt.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
         """
         check_room(self.draft, len(prompt_ids), "the draft model's context")
-        if read:
-            prefill(self.draft, self.session, prompt_ids[:-1])
-        else:
-            self.session.rewind(common_prefix(self.session.token_ids, prompt_ids[:-1]))
+        self._prompt_length, self._prefill = len(prompt_ids), Prefill(self.draft, self.session, prompt_ids[:-1])
+        self._prefill.resume()
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """See `Planner`: all of a prompt, but of generated tokens only what is too much for `propose`."""
+        known, length = len(self.session.token_ids), len(token_ids)
+        enough = known + (CATCH_UP if known >= self._prompt_length - 1 else 0)
+        if length - 1 <= enough or length >= self.draft.capabilities.context_length:
+            return None
+        self._prefill.token_ids = token_ids[:-1]
+        return self._prefill
 
     def behind(self, token_ids: Sequence[int]) -> int:
         return len(token_ids) - len(self.session.token_ids)
@@ -60,21 +70,19 @@ class Drafter:
         return run_one(self.reading(token_ids))
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
-        limits, session, retries = self.draft.capabilities, self.session, PromptRetries()
-        session.rewind(start_of(limits, session, token_ids, want_last=True))
-        self.evaluated = 0
+        reading, self.evaluated = Prefill(self.draft, self.session, token_ids, want_last=True), 0
         while True:
-            work = prompt_work(limits, session, token_ids, want_last=True)
+            work = reading.work()
             try:
                 passed = yield Wanted(self.draft, work)
             except ContextFull:
-                if not retries.allow(limits, session, token_ids):
+                if not reading.may_begin_again():
                     raise
-                session.rewind(0)
+                self.session.rewind(0)
                 continue
-            session.commit(list(range(len(work.token_ids))))
+            reading.commit(work)
             self._took(work, passed)
-            if len(session.token_ids) == len(token_ids):
+            if not reading.unread:
                 return passed.logits, len(work.token_ids) - 1
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:

@@ -1,7 +1,6 @@
 """Decides by measured tokens per second whether the draft goes on while the target runs.
 
-A sample is the time between two passes, and the tokens expected of the second one's tree, corrected by the accepted
-share. After `REST` steps without, `BLOCK` steps with; the rests grow, and start again when the better way changes.
+The better way is taken for a rest of many steps, then the other one is tried for `BLOCK` steps.
 """
 
 from collections import deque
@@ -9,20 +8,28 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-BLOCK = 6  # rounds of a trial
-REST = 16  # rounds before the first trial; twice as many after each, and 32 again after one that changes something …
-LONGEST = 1024  # … up to so many
-SAMPLES = 64  # last rounds of each way that count
-AUDITED = 32  # trees that tell how far a way's probabilities hold
-MARGIN = 1.01  # by which going on must be better
-SURE = 1.5  # … and by so many standard errors of the difference, to begin with
+BLOCK = 6  # steps of a trial
+REST = 16  # steps of the first rest; each trial doubles it, and one that changes the better way sets it to 32
+LONGEST = 1024  # steps of the longest rest
+SAMPLES = 64  # last steps of each way that count
+AUDITED = 32  # trees over which `Way.wrote` and `Way.hoped` fade
+MARGIN = 1.01  # ratio of the rates above which going on is better,
+SURE = 1.5  # with this many standard errors of the difference in addition, if it was not better before
 
 
 @dataclass(slots=True)
 class Way:
-    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # tokens, seconds
-    wrote: float = 8.0  # fading: tokens of the trees that it made …
-    hoped: float = 8.0  # … and how many were expected
+    """Measurements of one way of drafting.
+
+    Attributes:
+        samples: (tokens expected of a pass's tree, seconds since the pass before).
+        wrote: tokens that the trees gained, a fading sum; wrote / hoped corrects expected tokens.
+        hoped: tokens that were expected of the trees, a fading sum.
+    """
+
+    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    wrote: float = 8.0
+    hoped: float = 8.0
 
     @property
     def rate(self) -> float:
@@ -31,7 +38,7 @@ class Way:
 
     @property
     def error(self) -> float:
-        """Standard error of the rate, as of a ratio of sums over rounds."""
+        """Standard error of `rate`."""
         rate, seconds = self.rate, sum(seconds for _, seconds in self.samples)
         held = self.wrote / self.hoped
         return sqrt(sum((held * tokens - rate * took) ** 2 for tokens, took in self.samples)) / seconds
@@ -43,22 +50,35 @@ class Way:
 
 @dataclass(slots=True)
 class Guard:
+    """Chooses between two ways of drafting.
+
+    Attributes:
+        alone: the draft works only between the target's passes.
+        beside: the draft also works while the target runs.
+        goes_on: it does so in the pass that was begun last.
+        better: going on was better when the ways were last compared.
+    """
+
     alone: Way = field(default_factory=Way)
     beside: Way = field(default_factory=Way)
-    goes_on: bool = False  # beside the pass that was begun last
-    better: bool = False  # whether going on was, when last compared
-    _left: int = REST  # rounds of this turn
+    goes_on: bool = False
+    better: bool = False
+    _left: int = REST  # steps left of this rest or trial
     _rest: int = REST
-    _since: float | None = None
+    _since: float | None = None  # when the last pass began
     _hoped: float = 0.0  # tokens expected of its tree
-    _maker: Way | None = None
+    _maker: Way | None = None  # the way by which this tree was made
 
     def as_dict(self) -> dict[str, Any]:
         ways = {name: [list(way.samples), way.wrote, way.hoped] for name, way in self._ways()}
         return {"better": self.better, "rest": self._rest, **ways}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Begin with what `as_dict` gave. Raises KeyError, TypeError, ValueError: it did not."""
+        """Begin with the values of `as_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: `known` does not have them.
+        """
         self.better, self._rest = bool(known["better"]), min(LONGEST, max(REST, int(known["rest"])))
         for name, way in self._ways():
             samples, way.wrote, way.hoped = known[name]
@@ -69,10 +89,10 @@ class Guard:
         return [("alone", self.alone), ("beside", self.beside)]
 
     def next(self, expected: float, now: float) -> bool:
-        """Return whether the draft goes on in the next pass.
+        """Decide whether the draft goes on in the pass that begins.
 
         Args:
-            expected: tokens, of the pass's tree.
+            expected: tokens expected of the pass's tree.
             now: seconds, by any clock.
         """
         self._maker = None

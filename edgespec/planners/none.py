@@ -1,4 +1,4 @@
-"""Plain decoding, as a planner that proposes nothing: the baseline of all others."""
+"""Plain decoding, as a planner that proposes nothing."""
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.planner import Context, Planner

@@ -1,22 +1,17 @@
 """Trees as paths, for models with recurrent layers.
 
-A recurrent layer has one state for all the text before, so branches of a tree cannot share it as they share keys and
-values. But it can be copied. An engine of such a model evaluates a tree path by path: each is a sequence of its own
-that starts from a copy of the last state there is. Nodes on several paths are computed as often.
+A recurrent layer has one state for all tokens before, which the branches of a tree cannot share. So each path of the
+tree is evaluated as a sequence that begins with a copy of the last state. Committed tokens after this state are unread,
+and every path begins with them.
 
-After verification there is no state behind the last accepted token, unless a path ended there. The tokens behind the
-last state are unread: every path of the next pass begins with them.
+    states      8        20
+    tokens      ·········[unread][root]─a─b          one path, from state 20
+                         [unread][root]─a─c          another: unread tokens, root and a are computed again
+                ·[as many tokens    ]                the step, from state 8: it ends before the root
 
-    states    8        20
-    text      ·········[unread][root]─a─b          one path: it starts at 20
-                       [unread][root]─a─c          another: unread tokens, root and a are computed again
-              ·[as many tokens, no draft]          the step: it starts at 8 and ends with the text
-
-So that a pass takes the weights once, all its sequences have one length: a path that is shorter goes on behind its leaf
-with anything. The step is what brings the state on: it needs a state as far behind the last one as the tree is deep.
-Where there is none, or no room, unread tokens become more, until a pass of their own reads them.
-
-Backends use what stands here to find paths and steps; `cost.py` and the planners, what trees as paths cost.
+All sequences of a pass have one length, so that it reads the weights once; shorter paths are padded. The step makes a
+new state, from an old one that lies as far back as the paths are long. Without a step, unread tokens become more, until
+a pass of their own reads them.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,33 +26,38 @@ from edgespec.loop.tree import DraftTree, FloatArray, depths, is_leaf, path_to, 
 from edgespec.planners.cost import best_size
 
 MOST_PATHS = 8  # of a pass
-KEPT_STATES = 4  # of a session's text
-MOST_OWED = 16  # tokens, from which on they get a pass of their own, if there is no step …
-MOST_OWED_IN_MEMORY = 4  # … and where that does not read weights from a disk
-SHARE = 1 / 8  # states may take this part of the weights' bytes,
-ALWAYS = 512 << 20  # and this many bytes in any case
-MOST_MARKED = 1  # states at the ends of prompts, besides the last one
-USUAL_DEPTH = 8  # of a tree: so many tokens before the last state, steps should be able to begin
-CHEAP = 63  # rows that a pass may have for a step, or twice what it has without: they are computed for nothing
+KEPT_STATES = 4  # of a session
+MOST_OWED = 16  # unread tokens that paths begin with; more get a pass of their own
+MOST_OWED_IN_MEMORY = 4  # the same, where passes do not read weights from a disk
+SHARE = 1 / 8  # part of the weights' bytes that states may take
+ALWAYS = 512 << 20  # bytes that states may take in any case
+MOST_MARKED = 1  # states at the ends of prompts, besides the last state
+USUAL_DEPTH = 8  # tokens between two states, so that steps can begin at the older one
+CHEAP = 63  # rows that cost little: a pass with a step has at most these, or twice its rows without the step
 
-State = TypeVar("State")  # whatever an engine knows it by
+State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One sequence of a pass."""
+    """One sequence of a pass.
 
-    start: int  # the node whose state it goes on from; -1: the text's last state, so owed tokens come first
-    nodes: list[int]  # to evaluate, from the top down
+    Attributes:
+        start: the node from whose state it begins; -1: the last state of committed tokens, so unread tokens come first.
+        nodes: nodes to evaluate, from the top down.
+    """
+
+    start: int
+    nodes: list[int]
 
 
 def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> list[Path]:
-    """A path for every leaf among the nodes from `first` on, that of the first leaf in depth-first order first.
+    """The path to each leaf among the new nodes, in depth-first order.
 
     Args:
         parents: of all nodes of a session, those evaluated before included.
         first: number of the first new node.
-        tips: nodes behind which there is a state.
+        tips: nodes after which there is a state.
     """
     inner = set(parents)
     found = []
@@ -70,26 +70,32 @@ def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> 
 
 
 def states_within(state: int, weights: int, most: int) -> int:
-    """Number of states that may be kept: at most `most`, of `state` bytes each, by the bytes of the weights."""
+    """Number of states to keep.
+
+    Args:
+        state: bytes of a state.
+        weights: bytes of the weights.
+        most: most states.
+    """
     return min(most, max(ALWAYS, int(SHARE * weights)) // state) if state else most
 
 
 def step_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
-    """Where a step begins that has as few tokens as may be, but as many as the paths; None: nowhere.
+    """The state where the shortest possible step begins; None: there is none.
 
     Args:
-        states: numbers of tokens before a state.
-        length: tokens of the text, where the step ends.
-        paths: that the pass has besides.
-        tokens: of each.
-        most: rows that the pass has room for.
+        states: number of tokens before each state.
+        length: number of committed tokens, after which the step ends.
+        paths: number of paths in the same pass.
+        tokens: tokens of each path, which the step has at least.
+        most: most rows of the pass.
     """
     room = min(most, max(CHEAP, 2 * paths * tokens)) // (paths + 1)
     return max((at for at in states if tokens <= length - at <= room), default=None)
 
 
 class States(Generic[State]):
-    """The states that a session keeps of its text, by the number of tokens before them; nothing is kept of 0 tokens."""
+    """States that a session keeps, by the number of committed tokens before them; the one before all is not kept."""
 
     def __init__(self, room: int) -> None:
         self.kept: dict[int, State] = {}
@@ -104,7 +110,7 @@ class States(Generic[State]):
         return max((at for at in self.kept if at <= length), default=0)
 
     def mark(self, at: int) -> None:
-        """Keep the state at the end of a prompt, if there is one: another prompt may share it."""
+        """Keep the state at the end of a prompt, which other prompts may begin with."""
         self._marked |= {at} & self.kept.keys()
 
     def add(self, at: int, state: State) -> list[State]:
@@ -136,7 +142,7 @@ class States(Generic[State]):
 
 
 def note(most: int | None = None) -> str:
-    """Note for users on a model with recurrent layers, whose trees have at most `most` paths."""
+    """A note for users on a model with recurrent layers, whose trees have at most `most` paths."""
     limit = f", at most {most}" if most else ""
     return (
         f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more "
@@ -145,21 +151,21 @@ def note(most: int | None = None) -> str:
 
 
 def rows_of(parents: ArrayLike, head: int) -> int:
-    """Rows of a pass over a tree as paths, each with `head` unread tokens at its beginning."""
+    """Rows of a pass over a tree as paths, each of which begins with `head` unread tokens."""
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
 def rows_added(tree: DraftTree, nodes: NDArray[np.intp], head: int) -> FloatArray:
-    """Rows that each of these nodes, best first, adds to a pass over those before it, as paths with such a head. [m]"""
+    """Rows, [m], that each of `nodes` adds to those of `rows_of` the nodes before it; best first."""
     paths, depth = _growth(tree, nodes)
     return np.diff(paths * (head + 1 + depth), prepend=head + 1)
 
 
 def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, NDArray[np.integer]]:
-    """Paths and depth of a tree that has the root and the first 1, 2, … of these nodes."""
+    """Paths and depth of the trees that have the root and the first 1 to m of `nodes`, [m] each."""
     _, at = np.unique(tree.parents[nodes], return_index=True)
     branches = np.ones(len(nodes))
-    branches[at] = 0  # a first child goes on where its parent ended
+    branches[at] = 0  # it continues its parent's path
     return 1 + np.cumsum(branches), np.maximum.accumulate(tree.depth[nodes])
 
 
@@ -178,11 +184,11 @@ def best_part(
     Args:
         tree: any.
         spent: seconds of drafting.
-        cost: the target's pass times.
+        cost: pass times of the target.
         budget: most nodes besides the root.
         max_leaves: most leaves.
-        head: of trees as paths, committed tokens that each path begins with; None: nodes are computed once.
-        trust: accepted draft tokens for each that the tree's probabilities promise.
+        head: number of unread tokens that each path begins with; None: trees are not evaluated as paths.
+        trust: accepted draft tokens for each that the tree's probabilities predict.
     """
     if head is None:
         nodes = ranked(tree.parents, tree.log_probs, budget, max_leaves)
@@ -195,7 +201,7 @@ def best_part(
             break
         paths, depth = _growth(tree, nodes)
         tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
-        # What such a step commits is unread, and read again by the next one.
+        # The tokens that a pass commits are unread: they are rows of the next one, too.
         rates = tokens / (spent + cost.seconds(paths * (head + 1 + depth) + tokens))
         if rates.max() > best:
             best, chosen = float(rates.max()), nodes[: int(np.argmax(rates)) + 1]

@@ -13,33 +13,46 @@ from numpy.typing import ArrayLike, NDArray
 from edgespec.loop.sampling import IdArray, Scores
 from edgespec.loop.tree import DraftTree, FloatArray, Source, shallow
 
-COMMITTED = -1  # a node's place in the draft's session when it is committed there: the root's
-NOT_READ = -2  # … when the draft has not read it
+COMMITTED = -1  # place of the root, which is committed in the draft's session
+NOT_READ = -2  # place of a node that the draft has not read
 
-ENOUGH = 0.003  # tokens that reading a node must be likely to add
-LIKELY_CHILD = 0.8  # how likely a node's best child is, until the draft has been asked
+ENOUGH = 0.003  # tokens that reading a node is expected to add, at least
+LIKELY_CHILD = 0.8  # probability of a node's best child, until the draft has read a node
 MOST_DEPTH = 1 << 30
 
 
 class Search:
-    """All nodes found so far, as growing arrays of shape [n]; node 0 is the root."""
+    """All nodes found so far, as growing arrays of shape [n]; node 0 is the root.
+
+    Attributes:
+        budget: K, most nodes that are sent to the target.
+        usual: the cutoff that is expected at the search's end; -inf: unknown.
+        most_depth: of nodes that are of use: the output ends after them.
+        token_ids: [n].
+        parents: [n].
+        log_probs: [n].
+        depth: [n].
+        place: [n] numbers in the draft's session, or COMMITTED, or NOT_READ.
+        read: number of nodes that the draft has read, the root left out.
+        leaves: number of leaves among the nodes read.
+    """
 
     def __init__(self, root_token: int, budget: int) -> None:
         """
         Args:
             root_token: the last committed token.
-            budget: K, the nodes that are sent to the target.
+            budget: as the attribute.
         """
         self.budget = budget
-        self.usual = -np.inf  # what the cutoff is expected to become
-        self.most_depth = MOST_DEPTH  # of nodes that are of use: the text ends behind them
+        self.usual = -np.inf
+        self.most_depth = MOST_DEPTH
         self.token_ids = np.array([root_token], np.int64)
         self.parents = np.array([-1], np.int64)
         self.log_probs = np.zeros(1)
         self.depth = np.zeros(1, np.int64)
-        self.place = np.array([NOT_READ], np.int64)  # in the draft's session
-        self.read = 0  # nodes that the draft has read, the root left out
-        self.leaves = 1  # of these
+        self.place = np.array([NOT_READ], np.int64)
+        self.read = 0
+        self.leaves = 1
         self._parents_read: set[int] = set()  # nodes with a child that the draft has read
         self._best_children = [LIKELY_CHILD]
 
@@ -56,20 +69,20 @@ class Search:
         return self.log_probs[1:][self.depth[1:] <= self.most_depth]
 
     def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
-        """Put the best children of nodes just read on the map.
+        """Add the best children of nodes that the draft has just read.
 
         Args:
-            batch: [m] the nodes.
-            places: [m] where they are in the draft's session.
-            ids: of their children.
-            values: log q of each, given its parent.
+            batch: [m] these nodes.
+            places: [m] their places in the draft's session.
+            ids: tokens of each node's children, best first.
+            values: log q of each child, given its parent.
         """
         self.place[batch] = places
         counts = [len(found) for found in ids]
         parents = np.repeat(batch, counts)
         self._best_children += [float(np.exp(found[0])) for found in values]
         log_probs = np.concatenate(values) + self.log_probs[parents]
-        # Rounding must not lift a child above its parent: then the best nodes would not be a tree.
+        # Rounding must not lift a child above its parent: the best nodes would be no tree.
         log_probs = np.minimum(log_probs, self.log_probs[parents])
         near = log_probs > self.cutoff(self.most_known)
         self.token_ids = np.concatenate([self.token_ids, np.concatenate(ids)[near]])
@@ -83,14 +96,16 @@ class Search:
 
     @property
     def child(self) -> float:
-        """How likely a node's best child is, given the node: the mean of those found."""
+        """Mean probability of a node's best child, given the node."""
         return fmean(self._best_children)
 
     def unread(self, enough: float = ENOUGH) -> NDArray[np.intp]:
-        """The unread nodes that are likely to improve the tree, nearest first: a best child takes the K-th's place.
+        """The unread nodes whose best child is likely to be among the K best nodes, nearest first.
 
-        While there are some that would do so by the cutoff of the last search, the others wait: they seldom will.
-        `enough`: tokens that reading a node must be likely to add.
+        Nodes that are below the `usual` cutoff are read last: they seldom improve the tree.
+
+        Args:
+            enough: tokens that reading a node must be expected to add.
         """
         best_child = np.where(self._open(self.most_depth), self.child * np.exp(self.log_probs), 0.0)
         cutoff = self.cutoff(self.budget)
@@ -105,11 +120,11 @@ class Search:
         return found
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
-        """The first of the unread nodes, as many as a pass and the draft's cache take."""
+        """The first of the unread nodes: as many as a draft pass and the draft's cache have room for."""
         batch = list[int]()
         for node in unread.tolist():
             parent = int(self.parents[node])
-            adds_leaf = parent in self._parents_read  # a first child takes over its parent's path
+            adds_leaf = parent in self._parents_read  # a first child takes its parent's place as a leaf
             if len(batch) == beam or self.read >= max_nodes:
                 break
             if adds_leaf and self.leaves >= max_leaves:

@@ -1,18 +1,15 @@
 """SpecExec: the K most probable continuations under a draft model, as one tree.
 
-Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on
-Consumer Devices" (arXiv 2406.02532), a parallel single-source shortest path search. A node's distance
-is its cumulative -log q. Each step expands the nearest `beam` nodes in one draft pass; the search
-ends after `depth` steps, or when no node is left whose best child is likely to come into the K nearest; or, where costs
-are known, when reading on would take more time than it can gain (`cost.py`).
+Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on Consumer Devices"
+(arXiv 2406.02532). Each draft pass reads the `beam` nearest nodes (`search.py`). The search ends after `depth` passes,
+or when no further node is likely to be among the K nearest, or when one more pass does not pay (`cost.py`).
 
-Ours on top: coupling. The noise of future positions is known before drafting, since it belongs to
-the position (`sampling.py`). So the draft is asked what the target will *sample*:
+An addition is coupling: noise belongs to the position, so the draft can predict what the target will *sample*, and more
+draft tokens are accepted:
 
     q = softmax((z + T * gumbel(seed, position)) / tau)
 
-where tau, in logits, says how far draft and target usually disagree. At T = 0 the noise is gone,
-and one formula serves every temperature. The output does not change; more draft tokens are accepted.
+Here tau, in logits, is the usual disagreement of draft and target.
 """
 
 from collections.abc import Sequence
@@ -24,20 +21,19 @@ import numpy as np
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import Proposal, root_only
 from edgespec.planners.cost import worth_reading
-from edgespec.planners.drafting import ChildScores, Drafter
+from edgespec.planners.drafting import CATCH_UP, ChildScores, Drafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search
-
-CATCH_UP = 64  # tokens that `foresee` reads at once of a sequence that the draft was not asked for
 
 
 class SpecExecPlanner(Planner):
     name = "specexec"
-    children: ClassVar[int] = 32  # of a node that are considered
-    enough: ClassVar[float] = ENOUGH  # tokens that reading a node must be likely to add
+    children: ClassVar[int] = 32  # most children of a node
+    enough: ClassVar[float] = ENOUGH
     usual_depth: ClassVar[int] = 32
 
     def __init__(
@@ -53,11 +49,11 @@ class SpecExecPlanner(Planner):
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.
-            depth: most draft passes per tree, so also the deepest node; default: `usual_depth`.
-            beam: most nodes expanded per draft pass.
+            depth: most draft passes of a tree, and so its most depth; default: `usual_depth`.
+            beam: most nodes that a draft pass reads.
             tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
-            coupling: draft with the target's own noise; without it q = softmax(z / T).
-            cost: where the draft's passes are counted; default: known to this planner alone.
+            coupling: draft with the target's noise; without it q = softmax(z / T).
+            cost: pass times of the draft, to which its passes are added; default: new ones.
         """
         self.depth = depth or self.usual_depth
         self.tau = tau
@@ -65,8 +61,8 @@ class SpecExecPlanner(Planner):
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted) if self.children > 1 else 1
         self._drafter = Drafter(draft, cost)
-        self._search: Search | None = None  # whose root is the end of the text
-        self._usual = -np.inf  # the K-th best log-probability of the last search: this one's will be much alike
+        self._search: Search | None = None  # of the last proposal
+        self._usual = -np.inf  # cutoff of the last search, which the next one's is like
 
     @property
     def draft_session(self) -> Session:
@@ -77,15 +73,18 @@ class SpecExecPlanner(Planner):
         drafter = self._drafter
         return PlannerStats(drafter.passes, drafter.seconds, mean_batch=drafter.mean_batch)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self.observe([], 0.0)
-        self._drafter.begin(prompt_ids, read)
+        self._drafter.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        return self._drafter.unread(token_ids)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         steps = min(self.depth, self._drafter.room(context))
         if steps <= 0 or budget <= 0:
             return Proposal(root_only(context.token_ids[-1]))
-        search, self._search = self._begun(context, budget), None  # unless all goes well
+        search, self._search = self._begun(context, budget), None  # and remains so after an exception
         search.budget, search.usual, search.most_depth = budget, self._usual, steps
         yield from self._grow(search, context, steps)
         self._search, self._usual = search, search.cutoff(budget)
@@ -128,7 +127,7 @@ class SpecExecPlanner(Planner):
             self._drafter.commit(search.places_along(search.follow(tokens)))
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """See `Planner`: one draft pass a token. A draft far behind the sequence reads a part of it instead."""
+        """As for `Planner`, by one draft pass a token; a draft far behind the sequence reads a part of it instead."""
         self._search = None
         tokens, until = list[int](), perf_counter() + seconds
         certain = len(context.token_ids) - context.foreseen

@@ -1,22 +1,18 @@
-"""SSSD: draft tokens copied from the sequence itself and from a datastore. No draft model.
+"""SSSD: draft tokens copied from earlier tokens and from a datastore, without a draft model.
 
-After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last tokens, as many as have
-occurred before, are looked up in these sources:
+After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last tokens are looked up in
 
-    input       prompt + own output, in an n-gram index that grows with the sequence
-    datastore   other texts, through a suffix array; at most 100 matches, at regular intervals
-    hints       what a request brings: a predicted answer, and its siblings' output (`hint_texts.py`)
+    input       prompt and output, by an n-gram index
+    datastore   other documents, by a suffix array
+    hints       a predicted answer, and the output of siblings (`hint_texts.py`)
 
-What follows the matches makes one tree of counts for each source and matched length. The share of a node's matches
-that go on with a token, count / total, becomes the probability that the target writes it by a calibration fitted on
-recorded text, per source, matched length and depth (`sssd_calibration.py`). The trees are then
-read as one: a token is as probable as its best source says, a path is the product of its steps, and the best
-`budget` paths are the draft tree. Only nodes that come into the tree are ever expanded.
+For each source and matched length, the tokens after the matches make a tree of counts. A fitted calibration turns each
+share count / total into a probability (`sssd_calibration.py`); the highest that any source gives a token counts. The
+`budget` most probable paths are the draft tree.
 
-Where we differ from the paper. It calibrates whole paths; here each step is calibrated, so that a child never
-outranks its parent. It sums the datastore's counts over matched lengths; here each length keeps its own tree, as in
-the input, which is worth the same. And the input is also searched for the run of 0 tokens, which matches everywhere:
-where nothing else does, the latest tokens are still better draft tokens than none.
+The paper calibrates whole paths; here single steps are calibrated, so that no child outranks its parent. It also sums
+the datastore's counts over matched lengths, which is worth the same. Matches of 0 tokens are an addition: where nothing
+longer matches, the input's latest tokens are better draft tokens than none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,22 +28,21 @@ from edgespec.loop.tree import DraftTree, Proposal, Source, root_only
 from edgespec.planners.datastore import Datastore
 from edgespec.planners.sssd_calibration import WEIGHTS
 
-CONTINUATIONS = 100  # most matches looked at, per source and matched length; the paper's figure
-RARE = 0.05  # where draft tokens less probable than this do not pay, the run of 0 tokens is not looked up,
-FEW = 16  # and of each length this many of the last matches
-LONGEST_DATASTORE = 6  # longest match looked for, in tokens
+CONTINUATIONS = 100  # most matches of a source and matched length; the paper's figure
+RARE = 0.05  # where less probable draft tokens do not pay, matches of 0 tokens and all but FEW matches are left out
+FEW = 16  # last matches of a matched length
+LONGEST_DATASTORE = 6  # tokens of the longest match
 
 Weights = Mapping[Source, Sequence[Sequence[float]]]
 
 
 class Calibration(dict[tuple[int, int, int, int, int], float]):
-    """(source, matched length, depth, count, total) -> log-probability of that step. Computed when first asked for.
-
-    The probability is a logistic function of four features, with weights for each source and matched length:
-    see `features`. Row n of a source's weights is for matches of n tokens, its last row for all longer ones.
-    """
+    """Log-probability of a step by (source, matched length, depth, count, total): a logistic function of `features`."""
 
     def __init__(self, weights: Weights = WEIGHTS) -> None:
+        """Args:
+        weights: of the features, by source; row n is for matches of n tokens, the last row also for longer ones.
+        """
         super().__init__()
         self._weights = weights
 
@@ -61,17 +56,22 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
 
 
 def features(depth: int, count: int, total: int) -> tuple[float, float, float, float]:
-    """1, log-odds of the share, log(total), log(depth): `count` of `total` matches go on with the token at `depth`."""
+    """1, log-odds of the share, log(total), log(depth).
+
+    Args:
+        depth: of the token, at least 1.
+        count: number of matches that go on with the token.
+        total: number of matches.
+    """
     return 1.0, log((count + 0.5) / (total - count + 0.5)), log(total), log(depth)
 
 
-# The matches of one source and matched length that agree with the path so far:
-# (source, matched length, the text they lie in, where their next tokens are).
+# Matches that agree with a path: (source, matched length, tokens of the source, places of the next tokens in them).
 Matches = tuple[int, int, list[int], list[int]]
 
 
 def split(text: list[int], places: list[int]) -> dict[int, list[int]]:
-    """Places by the token there, each moved on by one; those where the text ends are left out."""
+    """Places after each token that stands at `places`: token -> places; ends of documents are left out."""
     parts: dict[int, list[int]] = {}
     for place in places:
         token = text[place]
@@ -83,12 +83,15 @@ def split(text: list[int], places: list[int]) -> dict[int, list[int]]:
 
 
 def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[int, tuple[float, int, list[Matches]]]:
-    """The tokens that can follow a node: token -> (log-probability, its best source, the matches that agree).
+    """The tokens that can follow a node.
 
     Args:
-        groups: the matches at the node; of one source the longer ones first.
+        groups: matches that agree with the node's path; of one source the longer ones first.
         depth: of the tokens.
-        calibration: makes probabilities of counts.
+        calibration: makes counts probabilities.
+
+    Returns:
+        token -> (log-probability, its best source, the matches that agree with it).
     """
     found: dict[int, tuple[float, int, list[Matches]]] = {}
     for source, length, text, places in groups:
@@ -101,7 +104,7 @@ def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[i
                 continue
             best, _, agreeing = known
             last = agreeing[-1]
-            # A shorter match whose places are those of the longer one has nothing to add further down.
+            # A shorter match with the same places as the longer one adds nothing.
             if last[2] is not text or len(last[3]) < len(moved):
                 agreeing.append((source, length, text, moved))
             if value > best:
@@ -112,7 +115,7 @@ def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[i
 def grow(
     root_token: int, groups: list[Matches], budget: int, depth: int, calibration: Calibration, min_probability: float
 ) -> DraftTree:
-    """The root and the best `budget` continuations that reach `min_probability`, best first, at most `depth` long."""
+    """The tree of the root and the best `budget` nodes that reach `min_probability`, at most `depth` deep."""
     highest_cost = -log(min_probability) if min_probability else inf
     tokens, parents, values, depths, sources = [root_token], [-1], [0.0], [0], [int(Source.TARGET)]
     # (-log-probability, serial number against ties, token, parent, source, depth, matches)
@@ -149,11 +152,11 @@ class SssdPlanner(Planner):
     ) -> None:
         """
         Args:
-            datastore: other texts to copy from, opened with the target's vocabulary.
-            depth: longest continuation.
-            min_probability: what a node must have to come into the tree; 0 fills every tree. Above 0 is for targets
-                whose passes cost more with every node.
-            calibration: makes probabilities of counts; default: the one in the package.
+            datastore: tokens to copy from, opened with the target's vocabulary.
+            depth: most depth of a tree.
+            min_probability: least probability of a node, above 0 for targets whose passes cost more with each node;
+                0 fills every tree up to the budget.
+            calibration: makes counts probabilities; default: the package's.
         """
         self.depth = depth
         self.min_probability = min_probability
@@ -161,7 +164,7 @@ class SssdPlanner(Planner):
         self._calibration = Calibration() if calibration is None else calibration
         self._index = NgramIndex(LONGEST_INPUT)
 
-    def begin(self, prompt_ids: Sequence[int], *, read: bool = True) -> None:
+    def begin(self, prompt_ids: Sequence[int]) -> None:
         self._index.become(prompt_ids)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
@@ -176,7 +179,13 @@ class SssdPlanner(Planner):
         return Proposal(grow(context.token_ids[-1], matches, budget, depth, self._calibration, least))
 
     def matches(self, depth: int, count: int = CONTINUATIONS, hints: Sequence[Hint] = ()) -> list[Matches]:
-        """The matches of the last tokens in every source, longest first within a source, `count` of the sequence's."""
+        """Matches of the last tokens in every source, longest first within a source.
+
+        Args:
+            depth: tokens after each match of the datastore.
+            count: most matches of each length in the input and in each hint.
+            hints: the request's.
+        """
         text = self._index.text
         groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(count)]
         for source, index in hints:
@@ -191,12 +200,15 @@ class SssdPlanner(Planner):
 
 
 def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -> list[Matches]:
-    """Matches of the end of the text, longest first; shorter ones are added until there are enough continuations.
+    """Matches of the end of `suffix`, longest first; shorter ones are added until there are enough.
 
-    They may be followed for `depth` tokens: what lies beyond is the next match.
+    Args:
+        datastore: any.
+        suffix: the sequence's last tokens.
+        depth: tokens after each match; the next match's tokens follow them.
     """
     ranges = list[tuple[int, int, int]]()
-    for length in range(1, len(suffix) + 1):  # from the shortest, since nothing longer matches where a shorter did not
+    for length in range(1, len(suffix) + 1):  # from the shortest: where it has no match, no longer one has
         low, high = datastore.find(suffix[-length:])
         if low == high:
             break

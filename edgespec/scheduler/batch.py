@@ -1,4 +1,4 @@
-"""Compose one pass: the draft trees of several sequences, and a chunk of a prompt."""
+"""Compose one pass: the draft trees of several sequences, and a chunk of a prompt. The draft reads chunks, too."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +12,7 @@ from edgespec.loop.passes import Pass, Proposed, most_nodes
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
+from edgespec.scheduler.requests import CurrentPass
 from edgespec.scheduler.session_pool import Lane
 
 TIMES_FAIR = 2
@@ -29,11 +30,30 @@ def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> t
         read_last: the last pass had a chunk of a prompt.
     """
     lanes = sorted(lanes, key=lambda lane: lane.used)
-    reading, writing = [lane for lane in lanes if lane.unread], [lane for lane in lanes if not lane.unread]
+    reading, writing = [lane for lane in lanes if lane.unread], [lane for lane in lanes if lane.may_write]
     shared = can_share_passes(limits)
     if reading and (shared or not writing or not read_last):
         return writing if shared else [], reading[0]
     return writing, None
+
+
+def read_draft(lane: Lane, chunks: PromptChunks, pass_now: CurrentPass, *, single: bool) -> None:
+    """Have the draft read one chunk of a sequence; raises what its pass raises.
+
+    Args:
+        lane: its draft has something to read.
+        chunks: sizes of the draft's chunks.
+        pass_now: notes the pass.
+        single: no other sequence waits.
+    """
+    reading, generation = lane.draft_prompt, lane.generation
+    assert reading
+    assert generation
+    work = chunks.next(reading, single=single)
+    with pass_now.of([lane.handle] if lane.handle else [], reading.backend):
+        seconds = generation.read_draft_part(reading, work)
+    if seconds:
+        chunks.learn(len(work.token_ids), seconds, prompt=True)
 
 
 def plan(
@@ -53,16 +73,16 @@ def plan(
         times: of its passes; None: trees take all the room of a pass.
         chunks: sizes of prompts' chunks.
     """
-    prompt = reader.generation if reader else None
+    generation = reader.generation if reader else None
     room = most_nodes(limits, 0)
-    if prompt:
-        room -= chunks.rows(prompt, room)
+    if generation:
+        room -= chunks.rows(generation.prompt, room)
     batch, failed = plan_trees(writing, lanes, limits, room, times, single=reader is None)
-    if reader and prompt:
+    if reader and generation:
         taken = sum(len(one.work.token_ids) + one.work.session.unread_committed for _, one in batch)
         gone = [lane for lane, _ in failed]
         single = not any(lane.generation and not lane.unread for lane in lanes if lane not in gone)
-        batch.append((reader, chunks.next(prompt, limits, taken, single=single)))
+        batch.append((reader, generation.prompt_pass(chunks.next(generation.prompt, taken, single=single))))
     return batch, failed
 
 

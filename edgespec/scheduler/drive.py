@@ -32,13 +32,11 @@ def events_of(
             handles.append(scheduler.submit(request, tell, stats[number] if stats else None))
         while left:
             while found.empty() and scheduler.thread is None:
-                if not scheduler.turn.acquire(blocking=False):
+                if scheduler.turn.locked():  # by another caller
                     scheduler.start()
                     break
-                try:
+                with scheduler.turn:
                     scheduler.step()
-                finally:
-                    scheduler.turn.release()
             number, event = found.get()
             if isinstance(event, Ended):
                 left.discard(number)

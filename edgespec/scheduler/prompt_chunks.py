@@ -1,11 +1,10 @@
-"""Sizes of prompt chunks, so that sequences that are decoded do not wait long."""
+"""Sizes of prompt chunks, of a target or a draft, so that other sequences do not wait long."""
 
 import numpy as np
 
-from edgespec.loop.backend import Capabilities
-from edgespec.loop.generate import Generation
+from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import Pass
+from edgespec.loop.passes import Prefill
 from edgespec.loop.shapes import TILE, whole_tiles
 
 FIRST_CHUNK = 2 * TILE  # tokens, while no pass with a prompt was measured
@@ -30,28 +29,27 @@ class PromptChunks:
         else:
             self.tree_seconds = seconds
 
-    def rows(self, reading: Generation, room: int) -> int:
+    def rows(self, reading: Prefill, room: int) -> int:
         return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
 
-    def next(self, reading: Generation, limits: Capabilities, taken: int, *, single: bool) -> Pass:
+    def next(self, reading: Prefill, taken: int = 0, *, single: bool) -> Work:
         """
         Args:
-            reading: its sequence.
-            limits: of the target.
+            reading: a prompt of the target or of a draft.
             taken: rows of the pass that trees have.
             single: no other sequence waits for this pass, so the chunk may be as long as fits.
         """
-        start, session = reading.reads_on_at(), reading.session
+        limits, start = reading.backend.capabilities, reading.resume()
         room = limits.max_nodes - taken
         if limits.exact:
-            room = min(room, limits.exact.prompts.most - taken - session.unread_committed)
+            room = min(room, limits.exact.prompts.most - taken - reading.session.unread_committed)
         size = room if single or limits.streams else min(room, self.fast(taken, limits.max_nodes))
-        end, whole = start + size, start + reading.unread
+        end, whole = start + size, len(reading.token_ids)
         if end < whole and whole_tiles(end) > start:
             end = whole_tiles(end)
         if limits.exact and whole - end < limits.exact.prompts.least and whole - start <= room:
             end = whole  # a pass over the rest would be padded
-        return reading.prompt_pass(end - start)
+        return reading.work(end - start)
 
     def fast(self, taken: int, most: int) -> int:
         """Tokens of a prompt, about `most` at most, that a pass with `taken` other rows prefills in time."""

@@ -6,7 +6,7 @@ from threading import Lock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
-from edgespec.loop.backend import Vocab, Work
+from edgespec.loop.backend import Backend, Vocab, Work
 from edgespec.loop.generate import LogProbs, Step
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
@@ -93,35 +93,38 @@ class Status(Enum):
     DONE = "done"
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
-    """A request on its way. Any thread may call `cancel`, only the scheduler all else."""
+    """A request on its way. Any thread may call `cancel`, only the scheduler all else.
 
-    def __init__(
-        self,
-        request: Request,
-        emit: Callable[[Event], None],
-        stats: GenerationStats,
-        vocab: Vocab,
-        idle_limit: int | None = None,
-    ) -> None:
-        """Raises UsageError for an empty stop string."""
-        self.request = request
-        self.stats = stats
-        self.status = Status.WAITING
-        self.cancelled = False
-        self.idle_limit = idle_limit
-        self.when_cancelled: Callable[[], None] = lambda: None
-        self.since = perf_counter()
-        self.ended: Ended | None = None
-        self._emit = emit
-        self._vocab = vocab
-        self._told = list[int]()  # tokens that the reader has
-        self._repeated = 0  # of them, those decoded since the last restart
-        self._rest = ""
+    Attributes:
+        idle_limit: see `Scheduler.submit`.
+        since: `perf_counter()` when it was submitted.
+
+    Raises:
+        UsageError: a stop string is empty.
+    """
+
+    request: Request
+    emit: Callable[[Event], None]
+    stats: GenerationStats
+    vocab: Vocab
+    when_cancelled: Callable[[], None]
+    idle_limit: int | None = None
+    status: Status = Status.WAITING
+    cancelled: bool = False
+    since: float = field(default_factory=perf_counter)
+    ended: Ended | None = None
+    text: TextStream = field(init=False)
+    _told: list[int] = field(default_factory=list)  # tokens that the reader has
+    _repeated: int = 0  # of them, those decoded since the last restart
+    _rest: str = ""
+
+    def __post_init__(self) -> None:
         self.text = self._new_text()
 
     def _new_text(self) -> TextStream:
-        return TextStream(self._vocab, self.request.stop, self.request.shown)
+        return TextStream(self.vocab, self.request.stop, self.request.shown)
 
     @property
     def is_idle_work(self) -> bool:
@@ -184,6 +187,8 @@ class Handle:
 
     def end(self, error: Exception | None) -> None:
         self.ended = self.ended or Ended(error, self._rest)
+        if error is not None:
+            self.stats.finish_reason = "interrupted"
         self.status = Status.DONE
 
     def tell_end(self) -> None:
@@ -194,7 +199,7 @@ class Handle:
     def tell(self, event: Event, tokens: Sequence[int] = ()) -> None:
         """Pass an event, which reports `tokens`, to the reader; a reader that fails is gone."""
         try:
-            self._emit(event)
+            self.emit(event)
             self._told.extend(tokens)
             self._repeated += len(tokens)
         except Exception:
@@ -205,16 +210,16 @@ class Handle:
 
 
 class CurrentPass:
-    def __init__(self, interrupt: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._closed = False
-        self._interrupt = interrupt
+        self._model: Backend | None = None
         self._handles: list[Handle] = []
         self._lock = Lock()
 
     @contextmanager
-    def of(self, handles: list[Handle]) -> Iterator[None]:
+    def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:
         with self._lock:
-            self._handles = handles
+            self._handles, self._model = handles, model
         self.check()
         try:
             yield
@@ -229,8 +234,8 @@ class CurrentPass:
     def check(self) -> None:
         """Interrupt the pass under way if no request needs it, from any thread."""
         with self._lock:
-            if self._handles and (self._closed or all(handle.cancelled for handle in self._handles)):
-                self._interrupt()
+            if self._handles and self._model and (self._closed or all(one.cancelled for one in self._handles)):
+                self._model.interrupt()
 
 
 @dataclass(slots=True)

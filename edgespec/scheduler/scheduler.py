@@ -20,7 +20,7 @@ from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
-from edgespec.scheduler.batch import Batch, choose, learn, plan, while_target_runs
+from edgespec.scheduler.batch import Batch, choose, learn, plan, read_draft, while_target_runs
 from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.queue import Order, Queue, first_come
 from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request
@@ -56,9 +56,9 @@ class Scheduler:
         self.turn = Lock()
         self._budget = budget
         self._times = cost
-        self._chunks = PromptChunks()
+        self._chunks, self._draft_chunks = PromptChunks(), PromptChunks()
         self._queue = Queue(order)
-        self._pass_now = CurrentPass(target.interrupt)
+        self._pass_now = CurrentPass()
         self._worker = Worker(self._queue, self.pool, self.turn, self.step, self._end_all)
 
     # For any thread.
@@ -85,8 +85,8 @@ class Scheduler:
             Closed: the model was closed.
         """
         check_room(self.target, len(request.prompt_ids))
-        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self.target.vocab, idle_limit)
-        handle.when_cancelled = self._on_cancel
+        stats = GenerationStats() if stats is None else stats
+        handle = Handle(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit)
         self._queue.put(handle)
         return handle
 
@@ -162,21 +162,21 @@ class Scheduler:
         while self.pool.is_overfull:
             self._give_way(self.pool.busy, None)
         self._admit()
-        lanes = self.pool.with_work
-        writing = [lane for lane in lanes if not lane.unread]
         self.pool.mark(Phase.PASSING)
+        self._read_draft()
+        lanes = self.pool.with_work
+        writing = [lane for lane in lanes if lane.may_write]
         self._pass(*choose(lanes, self.target.capabilities, read_last=self._chunks.read_last))
         for lane in writing:
-            self._foresee(lane)
+            with self._failing([lane]), suppress(Interrupted):
+                lane.foresee(AHEAD * self._chunks.tree_seconds, MOST_AHEAD)
         self.pool.mark(Phase.SETTLED)
 
     def end_cancelled(self) -> None:
-        if self.turn.acquire(blocking=False):
-            try:
+        if not self.turn.locked():  # else another thread makes steps
+            with self.turn:
                 self.pool.recover(self._queue.put_back)
                 self._end_cancelled()
-            finally:
-                self.turn.release()
 
     def _end_cancelled(self) -> None:
         for handle in self._queue.to_end():
@@ -217,22 +217,27 @@ class Scheduler:
         with self._queue.changed:
             handle.begin()
         self._queue.remove(handle)
-        try:
+        with self._failing([lane]):
             self.pool.begin(lane, self._budget)
-        except Exception as error:
-            self._end(lane, error)
-            return
-        self.counts.prompt_tokens += len(handle.request.prompt_ids)
-        self.counts.cached_tokens += handle.stats.cached_tokens
-        lane.report_read()
+            self.counts.prompt_tokens += len(handle.request.prompt_ids)
+            self.counts.cached_tokens += handle.stats.cached_tokens
+            lane.report_read()
+
+    def _read_draft(self) -> None:
+        """Read one chunk, of the sequence that has waited longest. It is decoded when its draft has read all."""
+        lanes = self.pool.with_work
+        if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
+            with self._failing([lane]), suppress(Interrupted):
+                read_draft(lane, self._draft_chunks, self._pass_now, single=len(lanes) == 1)
 
     def _pass(self, writing: list[Lane], reader: Lane | None) -> None:
-        if not (writing or reader):
-            return
         limits = self.target.capabilities
         batch, failed = plan(writing, reader, self.pool.lanes, limits, self._times, self._chunks)
         for lane, error in failed:
-            self._end(lane, error)
+            if isinstance(error, Interrupted):  # it was meant for a pass that had just ended
+                lane.give_up()
+            else:
+                self._end(lane, error)
         started = perf_counter()
         logits = self._forward(batch) if batch else []
         if logits:
@@ -245,24 +250,21 @@ class Scheduler:
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """The logits of one pass; [] if it could not be made, and another is to be tried."""
-        try:
-            with self._pass_now.of([lane.handle for lane, _ in batch if lane.handle]), while_target_runs(batch):
-                return self.target.forward([pass_.work for _, pass_ in batch])
-        except ContextFull as error:
-            self._make_room(batch, error)
-        except Interrupted:
-            pass
-        except Exception as error:
-            for lane, _ in batch:
-                self._fail(lane, error)
-        for lane, _ in batch:
+        lanes = [lane for lane, _ in batch]
+        handles = [lane.handle for lane in lanes if lane.handle]
+        with self._failing(lanes), suppress(Interrupted):
+            try:
+                with self._pass_now.of(handles, self.target), while_target_runs(batch):
+                    return self.target.forward([pass_.work for _, pass_ in batch])
+            except ContextFull as error:
+                self._make_room(batch, error)
+        for lane in lanes:
             lane.give_up()
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
         *_, (lane, pass_) = batch
-        prompt = lane.handle.request.prompt_ids if lane.handle and pass_.work.prompt else []
-        if prompt and lane.retries.allow(self.target.capabilities, lane.session, prompt):
+        if lane.generation and pass_.work.prompt and lane.generation.prompt.may_begin_again():
             self.pool.empty(lane)
         else:
             self._give_way([lane for lane, _ in batch], error)
@@ -286,29 +288,25 @@ class Scheduler:
         if pass_.tree is None:
             lane.accept_prompt(pass_)
             return
-        try:
+        with self._failing([lane]):
             self.counts.add_tokens(lane.accept(pass_, logits, single=single))
-        except Exception as error:
-            self._fail(lane, error)
-            return
         if lane.is_complete:
             self._end(lane, None)
-
-    def _foresee(self, lane: Lane) -> None:
-        try:
-            lane.foresee(AHEAD * self._chunks.tree_seconds, MOST_AHEAD)
-        except Exception as error:
-            self._fail(lane, error)
 
     def _end(self, lane: Lane, error: Exception | None) -> None:
         if lane.handle:
             self._finish(lane.handle, error)
         self.pool.release(lane)
 
-    def _fail(self, lane: Lane, error: Exception) -> None:
-        """End a request whose session is in an unknown state."""
-        self._end(lane, error)
-        self.pool.renew(lane)
+    @contextmanager
+    def _failing(self, lanes: Sequence[Lane]) -> Iterator[None]:
+        """End requests after an error within, which leaves their sessions in an unknown state."""
+        try:
+            yield
+        except Exception as error:
+            for lane in lanes:
+                self._end(lane, error)
+                self.pool.renew(lane)
 
     def _end_all(self, error: Exception) -> None:
         with suppress(Exception):
@@ -325,7 +323,6 @@ class Scheduler:
                 with self._queue.changed:
                     if handle.is_idle_work:
                         handle.cancel()
-                handle.stats.finish_reason = "interrupted"
             handle.end(error)
             self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
         handle.tell_end()

@@ -6,7 +6,7 @@ one pool, new requests empty the least recently used idle ones. A `DiskCache` sa
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation
-from edgespec.loop.passes import Pass, PromptRetries, common_prefix, start_of
+from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
 from edgespec.loop.planner import Planner
 from edgespec.loop.session_files import beside, has, load_beside
 from edgespec.loop.shapes import whole_tiles
@@ -44,8 +44,7 @@ class Lane:
     phase: Phase = Phase.SETTLED
     used: int = 0
     passed: int = 0
-    retries: PromptRetries = field(default_factory=PromptRetries)
-    source: "Lane | None" = None  # shares this session's first `forked` cells
+    source: "Lane | None" = None  # shares its first `forked` cells
     forked: int = 0
     looked_at: bool = False
 
@@ -55,7 +54,15 @@ class Lane:
 
     @property
     def unread(self) -> int:
-        return self.generation.unread if self.generation else 0
+        return self.generation.prompt.unread if self.generation else 0
+
+    @property
+    def draft_prompt(self) -> Prefill | None:
+        return self.generation.draft_prompt if self.generation else None
+
+    @property
+    def may_write(self) -> bool:
+        return self.generation is not None and not self.unread and self.draft_prompt is None
 
     @property
     def is_active(self) -> bool:
@@ -171,7 +178,7 @@ class SessionPool:
         lane = self._idle_for(handle.request.prompt_ids)
         self._requests += 1
         lane.phase, lane.generation = Phase.CHANGING, None
-        lane.retries, lane.looked_at = PromptRetries(PROMPT_RETRIES), False
+        lane.looked_at = False
         lane.handle, lane.used = handle, self._requests
         return lane
 
@@ -191,8 +198,8 @@ class SessionPool:
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             hint_texts=request.hint_texts,
         )  # fmt: skip
+        lane.generation.prompt.retries = PROMPT_RETRIES
         lane.generation.begin()
-        lane.forked = min(lane.forked, len(lane.session.token_ids))
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
             if not self.forget_oldest():
                 break
@@ -213,7 +220,6 @@ class SessionPool:
         path, on_disk = cache.best(prompt) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
             self._pass_on(lane, 0)
-            lane.source = None
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
 
@@ -252,7 +258,6 @@ class SessionPool:
         lane.phase = Phase.CHANGING
         lane.handle = lane.generation = None
         self._pass_on(lane, 0)
-        lane.source, lane.forked = None, 0
         with suppress(Exception):  # tried again later; then it ends one request
             lane.session.close()
             lane.session = self._target.open()
@@ -266,7 +271,6 @@ class SessionPool:
     def empty(self, lane: Lane) -> None:
         phase, lane.phase = lane.phase, Phase.CHANGING
         self._pass_on(lane, 0)
-        lane.source, lane.forked = None, 0
         lane.session.rewind(0)
         lane.phase = phase
 
@@ -315,7 +319,6 @@ class SessionPool:
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
         self._pass_on(lane, 0)
-        lane.source = None
         note = lane.session.load(path)
         load_beside(path, lane.draft)
         return note
@@ -364,13 +367,12 @@ class SessionPool:
         """Call before truncating to `kept` tokens: the fork that shares most counts the shared cells from now on."""
         forks = [other for other in self.lanes if other.source is lane and other.forked]
         heir = max(forks, key=lambda other: other.forked, default=None)
-        if heir is None or heir.forked <= kept:
-            return
-        for other in forks:
-            other.source = heir
-        heir.source, lane.source = lane.source, heir
-        lane.forked, forked = min(heir.forked, kept), lane.forked
-        heir.forked = min(heir.forked, forked) if heir.source else 0
+        if heir and heir.forked > kept:
+            for other in forks:
+                other.source = heir
+            heir.source, lane.source = lane.source, heir
+            heir.forked, lane.forked = min(heir.forked, lane.forked), heir.forked
+        lane.forked = min(lane.forked, kept)
 
     def _needed(self, request: Request) -> int:
         return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)

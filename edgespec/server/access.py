@@ -1,9 +1,7 @@
-"""Access: any page in a browser can reach a local server, so requests are checked in four ways.
+"""Any page in a browser can reach a local server, so Host, Origin, type of the body, and key are checked.
 
-1. The Host must be one that no attacker's name server can answer for.
-2. An Origin must be this server's or an allowed one.
-3. Bodies must be JSON, which no page can send to another origin unasked.
-4. The key.
+The Host must be one that no attacker's name server can answer for. Bodies must be JSON, which no page can send to
+another origin unasked.
 """
 
 import asyncio
@@ -13,6 +11,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -45,6 +44,7 @@ class Guard:
         hosts: Collection[str] = (),
         origins: Collection[str] = (),
         slow_reader: float = SLOW_READER,
+        count: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
         """
         Args:
@@ -54,6 +54,7 @@ class Guard:
             hosts: allowed names besides addresses and names of this machine.
             origins: of allowed pages, besides this server's own.
             slow_reader: seconds that a client may leave data unread.
+            count: called with path and status of each answer of `app`.
         """
         self._app = app
         self._error_body = error_body
@@ -61,6 +62,7 @@ class Guard:
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
         self._slow_reader = slow_reader
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,6 +78,7 @@ class Guard:
         async def patient(message: Message) -> None:
             nonlocal left
             if message["type"] == "http.response.start":
+                self._count(scope["path"], message["status"])
                 message = {**message, "headers": [*message["headers"], *SAFETY]}
             try:
                 await asyncio.wait_for(send(message), self._slow_reader)
@@ -91,19 +94,17 @@ class Guard:
 
     def refused(self, scope: Scope) -> Refused | None:
         """The refusal; None: the request may pass."""
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        host = headers.get("host", [])
+        headers = Headers(scope=scope)
+        host = headers.getlist("host")
         if len(host) != 1 or not self._known(host[0]):
             return Refused(403, f"this server does not answer for the host {', '.join(host)!r}; see --allow-host")
-        for origin in headers.get("origin", []):
+        for origin in headers.getlist("origin"):
             if origin != f"{scope['scheme']}://{host[0]}" and origin not in self._origins:
                 return Refused(403, f"pages of {origin!r} may not use this server; see --allow-origin")
-        if "origin" not in headers and "cross-site" in headers.get("sec-fetch-site", []):
+        if "origin" not in headers and "cross-site" in headers.getlist("sec-fetch-site"):
             return Refused(403, "another site's page may not use this server")
         if scope["method"] in ("POST", "PUT", "PATCH"):
-            kind = ", ".join(headers.get("content-type", [""])).partition(";")[0].strip().lower()
+            kind = ", ".join(headers.getlist("content-type")).partition(";")[0].strip().lower()
             if kind != "application/json":
                 return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
         public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER)
@@ -125,11 +126,11 @@ class Guard:
         except ValueError:
             return name in LOCAL_NAMES or name.endswith(".localhost") or name in self._hosts
 
-    def _has_key(self, headers: dict[str, list[str]]) -> bool:
-        sent = [value.removeprefix("Bearer ").strip() for value in headers.get("authorization", [])]
-        sent += headers.get("x-api-key", [])
+    def _has_key(self, headers: Headers) -> bool:
+        sent = [value.removeprefix("Bearer ").strip() for value in headers.getlist("authorization")]
+        sent += headers.getlist("x-api-key")
         found = False
-        for value in sent:
+        for value in sent:  # all of them: the time does not tell which key is right
             for key in self._keys:
                 found |= hmac.compare_digest(value.encode("latin-1", "replace"), key)
         return found

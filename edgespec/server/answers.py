@@ -1,8 +1,7 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler.requests import Chunk, Ended, Event, Handle, Request, Wrote
@@ -10,8 +9,8 @@ from edgespec.server.conversation import Piece, Thought
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.tool_calls import Call
 
-Listener = Callable[[Event], None]
-Submit = Callable[[Request, Listener], Handle]
+Emit = Callable[[Event], None]  # for any thread
+Submit = Callable[[Request, Emit], Handle]
 
 
 @dataclass
@@ -25,21 +24,18 @@ class Answer:
     stop_found: str | None = None
     thought_tokens: int = 0
 
-    def read(self, chunks: Sequence[Chunk]) -> None:
+    def add(self, event: Event) -> None:
         new = list[Piece]()
-        for chunk in chunks:
-            before = self.parser.thinking
-            new += self.parser.push(chunk.text)
-            self.thought_tokens += before or self.parser.thinking
-        self.chunks += chunks
-        self._take(new)
-
-    def end(self, rest: str) -> None:
-        self._take([*self.parser.push(rest), *self.parser.finish()])
-
-    def _take(self, pieces: Sequence[Piece]) -> None:
-        self.new = joined(pieces)
-        self.pieces = joined([*self.pieces, *pieces])
+        if isinstance(event, Wrote):
+            for chunk in event.chunks:
+                before = self.parser.thinking
+                new += self.parser.push(chunk.text)
+                self.thought_tokens += before or self.parser.thinking
+            self.chunks += event.chunks
+        elif isinstance(event, Ended):
+            new = [*self.parser.push(event.rest), *self.parser.finish()]
+        self.new = joined(new)
+        self.pieces = joined([*self.pieces, *new])
 
     @property
     def text(self) -> str:
@@ -67,6 +63,35 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     return found
 
 
+Part = tuple[Literal["begin", "delta", "end"], int, Piece]  # number of the part, and its latest piece
+
+
+class Parts:
+    """Cuts pieces into parts, each of one thought, text or call: a beginning, deltas, and an end."""
+
+    def __init__(self) -> None:
+        self._number = -1
+        self._open: Piece | None = None
+
+    def after(self, pieces: Sequence[Piece], *, ended: bool) -> Iterator[Part]:
+        for piece in pieces:
+            if type(piece) is not type(self._open):
+                yield from self._end()
+                self._number += 1
+                yield "begin", self._number, piece
+            self._open = piece
+            yield "delta", self._number, piece
+            if isinstance(piece, Call):
+                yield from self._end()
+        if ended:
+            yield from self._end()
+
+    def _end(self) -> Iterator[Part]:
+        if self._open is not None:
+            yield "end", self._number, self._open
+        self._open = None
+
+
 class Answers:
     def __init__(self, answers: Sequence[Answer], submit: Submit, ping_seconds: float) -> None:
         """
@@ -83,28 +108,28 @@ class Answers:
         """(number of the answer, event) until all have ended; None after `ping_seconds` of silence; an early end
         raises.
         """
-        queue, handles = asyncio.Queue[tuple[int, Event]](), list[Handle]()
-
-        def listen(number: int, event: Event) -> None:
-            queue.put_nowait((number, event))
-
+        loop, queue, handles = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), list[Handle]()
         try:
             for number, answer in enumerate(self.all):
-                handles.append(self._submit(answer.request, partial(listen, number)))
+
+                def emit(event: Event, number: int = number) -> None:
+                    loop.call_soon_threadsafe(queue.put_nowait, (number, event))
+
+                handles.append(self._submit(answer.request, emit))
                 answer.stats = handles[-1].stats
-            left = len(handles)
+            left = set(range(len(handles)))
             while left:
                 try:
                     number, event = await asyncio.wait_for(queue.get(), self._ping_seconds)
                 except TimeoutError:
                     yield None
                     continue
+                if number not in left:
+                    continue  # an interrupted scheduler may report an end twice
                 answer = self.all[number]
-                if isinstance(event, Wrote):
-                    answer.read(event.chunks)
-                elif isinstance(event, Ended):
-                    left -= 1
-                    answer.end(event.rest)
+                answer.add(event)
+                if isinstance(event, Ended):
+                    left.remove(number)
                     answer.stop_found = handles[number].text.stop_found
                     if event.error is not None:
                         raise event.error

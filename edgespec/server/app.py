@@ -10,19 +10,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from edgespec.errors import EdgespecError
 from edgespec.server.access import Guard
 from edgespec.server.dialects import messages as anthropic
 from edgespec.server.dialects import openai
-from edgespec.server.dialects.chat import chat
-from edgespec.server.dialects.completions import completions
-from edgespec.server.dialects.responses import responses
+from edgespec.server.dialects.chat import CHAT
+from edgespec.server.dialects.completions import COMPLETION
+from edgespec.server.dialects.draft_prompt import draft_prompt
+from edgespec.server.dialects.responses import RESPONSES
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.metrics import metrics
 from edgespec.server.service import Service
-from edgespec.server.typing_ahead import TypingAhead
 
 STATIC = Path(__file__).parent / "static"
 ERRORS: tuple[type[Exception], ...] = (Refused, EdgespecError, UnicodeEncodeError, Exception)
@@ -39,17 +39,16 @@ def make_app(
         hosts: as for `Guard`.
         origins: as for `Guard`.
     """
-    typing_ahead = TypingAhead(service)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/messages", anthropic.messages, methods=["POST"]),
+            Route("/v1/chat/completions", CHAT.answer, methods=["POST"]),
+            Route("/v1/completions", COMPLETION.answer, methods=["POST"]),
+            Route("/v1/messages", anthropic.MESSAGES.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses", RESPONSES.answer, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
-            Route("/edgespec/draft-prompt", typing_ahead.draft_prompt, methods=["PUT"]),
+            Route("/edgespec/draft-prompt", draft_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/", page),
@@ -58,30 +57,16 @@ def make_app(
         exception_handlers={HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse),
         lifespan=_lifespan,
     )
-    app.state.service, app.state.typing_ahead = service, typing_ahead
-    guarded = Guard(Counting(app, service), error_body, keys=keys, hosts=hosts, origins=origins)
+    app.state.service = service
+    paths = {route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path}
+
+    def count(path: str, status: int) -> None:
+        service.answered[path if path in paths else "other", status] += 1
+
+    guarded = Guard(app, error_body, keys=keys, hosts=hosts, origins=origins, count=count)
     if not origins:
         return guarded
     return CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-
-
-class Counting:
-    """Counts answers by path and status; unknown paths count as one."""
-
-    def __init__(self, app: Starlette, service: Service) -> None:
-        self._app = app
-        self._service = service
-        self._paths = {route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                known = scope["path"] if scope["path"] in self._paths else "other"
-                self._service.answered[known, message["status"]] += 1
-            await send(message)
-
-        await self._app(scope, receive, counted)
 
 
 @asynccontextmanager

@@ -94,44 +94,27 @@ def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
 
 
 def as_braces(text: str, parameters: Parameters) -> list[Call]:
-    """call:f{key:value} with strings between tokens <|"|>, as Gemma 4 writes it."""
+    """call:f{key:value} with strings between tokens <|"|>, as Gemma 4 writes it: JSON but for strings and keys."""
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
-    value, end = _braced(brace + rest, 0)
-    if (brace + rest)[end:].strip():
-        raise ValueError("not a call")
-    return [made(name.strip(), value)]
+    found = json.loads(BRACED.sub(_as_json, brace + rest))
+    return [made(name.strip(), found)]
 
 
-def _braced(text: str, at: int) -> tuple[Any, int]:
-    """The value at a position, and its end; raises ValueError."""
-    at += len(text[at:]) - len(text[at:].lstrip())
-    if text.startswith(QUOTE, at):
-        end = text.index(QUOTE, at + len(QUOTE))
-        return text[at + len(QUOTE) : end], end + len(QUOTE)
-    if text[at : at + 1] not in ("{", "["):
-        found = re.compile(r"[^,{}\[\]]+").match(text, at)
-        if not found:
-            raise ValueError("not a value")
-        return json.loads(found[0]), found.end()
-    close, fields, items = {"{": "}", "[": "]"}[text[at]], dict[str, Any](), list[Any]()
-    is_object, at = text[at] == "{", at + 1
-    while text[at : at + 1] != close:
-        key = ""
-        if is_object:
-            end = text.index(":", at)
-            key, at = text[at:end].strip().removeprefix(QUOTE).removesuffix(QUOTE), end + 1
-        value, at = _braced(text, at)
-        fields[key] = value
-        items.append(value)
-        at += len(text[at:]) - len(text[at:].lstrip())
-        if text[at : at + 1] not in (",", close):
-            raise ValueError("not a value")
-        at += text[at] == ","
-        at += len(text[at:]) - len(text[at:].lstrip())
-    return fields if is_object else items, at + 1
+def _as_json(found: re.Match[str]) -> str:
+    if found["text"] is not None:
+        return json.dumps(found["text"])
+    return json.dumps(found["key"]) if found["key"] is not None else found["json"] or ""
 
 
 QUOTE = '<|"|>'
+BRACED = re.compile(
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>
+      | (?P<json>"(?:\\.|[^"\\])*")
+      | (?P<key>[^\s{}\[\],:"][^{}\[\],:"]*?)\s*(?=:)
+      | ,\s*(?=[}\]])  # a comma behind the last item, which JSON forbids
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 KIMI = tuple(f"<|tool_call_{part}|>" for part in ("begin", "argument_begin", "end"))
 DEEPSEEK = tuple(f"<｜tool▁{part}｜>" for part in ("call▁begin", "sep", "call▁end"))
 CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

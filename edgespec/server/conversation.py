@@ -54,8 +54,14 @@ class Question:
         return self.conversation.tools if self.conversation else None
 
 
+def role_of(role: Any, roles: Sequence[str], where: str, param: str) -> str:
+    if role not in roles:
+        raise Refused(400, f"{where}.role is {role!r}, but must be one of {', '.join(roles)}", param=param)
+    return "system" if role == "developer" else str(role)
+
+
 def text_of(content: Any, where: str) -> str:
-    """The text of a message: a string, null, or text parts; raises Refused for other parts, such as images."""
+    """Content as one string; raises Refused for parts that are no text, such as images."""
     if content is None or isinstance(content, str):
         return content or ""
     found = list[str]()

@@ -6,24 +6,21 @@ from edgespec.server.service import Service
 def metrics(service: Service) -> str:
     scheduler, counts = service.model.scheduler, service.model.scheduler.counts
     fresh = counts.prompt_tokens - counts.cached_tokens
-    lines = [
-        *_lines("prompt_tokens_total", "counter", {'cached="false"': fresh, 'cached="true"': counts.cached_tokens}),
-        *_lines("tokens_total", "counter", {f'source="{source}"': count for source, count in counts.tokens.items()}),
-        *_lines("passes_total", "counter", {"": counts.passes}),
-        *_lines("pass_seconds_total", "counter", {"": counts.pass_seconds}),
-        *_lines("wait_seconds_total", "counter", {"": service.model.target.wait_seconds}),
-        *_lines("works_total", "counter", {"": counts.works}),
-        *_lines("draft_nodes_total", "counter", {"": counts.nodes}),
-        *_lines("texts_total", "counter", {f'ended="{how}"': count for how, count in counts.requests.items()}),
-        *_lines(
-            "requests_total",
-            "counter",
-            {f'path="{path}",status="{status}"': count for (path, status), count in service.answered.items()},
-        ),
-        *_lines("active", "gauge", {"": scheduler.active}),
-        *_lines("waiting", "gauge", {"": scheduler.waiting}),
-        *_lines("kept_tokens", "gauge", {"": scheduler.kept_tokens}),
-    ]
+    answered = {f'path="{path}",status="{status}"': count for (path, status), count in service.answered.items()}
+    counters = {
+        "prompt_tokens": {'cached="false"': fresh, 'cached="true"': counts.cached_tokens},
+        "tokens": {f'source="{source}"': count for source, count in counts.tokens.items()},
+        "passes": {"": counts.passes},
+        "pass_seconds": {"": counts.pass_seconds},
+        "wait_seconds": {"": service.model.target.wait_seconds},
+        "works": {"": counts.works},
+        "draft_nodes": {"": counts.nodes},
+        "texts": {f'ended="{how}"': count for how, count in counts.requests.items()},
+        "requests": answered,
+    }
+    gauges = {"active": scheduler.active, "waiting": scheduler.waiting, "kept_tokens": scheduler.kept_tokens}
+    lines = [line for name, values in counters.items() for line in _lines(f"{name}_total", "counter", values)]
+    lines += [line for name, value in gauges.items() for line in _lines(name, "gauge", {"": value})]
     return "\n".join(lines) + "\n"
 
 

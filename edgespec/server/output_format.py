@@ -43,7 +43,6 @@ class OutputFormat:
         return frozenset(token for marker in markers for token in control_tokens(self._vocab, marker).values())
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Raises Refused, and errors of `render_chat`."""
         tools = conversation.tools
         if tools and not self.calls:
             says = "tools: this model's calls are not known here; leave tools out, or set tool_choice to none"

@@ -2,8 +2,9 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -14,11 +15,12 @@ from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
 from edgespec.model import Model
-from edgespec.scheduler.requests import Event, Handle, Request
-from edgespec.server.answers import Answer, Answers, Listener
+from edgespec.scheduler.requests import Handle, Request
+from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import Question
 from edgespec.server.errors import Refused
 from edgespec.server.output_format import OutputFormat
+from edgespec.server.typing_ahead import TypingAhead
 
 MOST_CHOICES = 8
 MOST_STOPS = 16
@@ -40,7 +42,8 @@ class Service:
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
         self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
-        self.take_over: Callable[[Request, Listener], Handle | None] = _nobody
+        self.typing_ahead = TypingAhead(self.model)
+        self._preparing = 0
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
 
     @cached_property
@@ -57,39 +60,39 @@ class Service:
         known = self.model.sampling
         return replace(known, temperature=1.0) if known == SamplingParams() else known
 
-    async def answers(self, question: Question) -> Answers:
-        requests, inside = await self.prepare(question)
-        parsers = [self._format(question).parser(question.tools, inside) for _ in requests]
-        return Answers(list(map(Answer, requests, parsers)), self.submit, self.ping_seconds)
+    async def start(self, question: Question) -> Answers:
+        return Answers(await self.prepare(question), self.submit, self.ping_seconds)
 
-    async def prepare(self, question: Question) -> tuple[list[Request], bool]:
-        """Requests for each choice of each prompt (choice i has seed + i); True if the prompt ends in a thought.
+    async def prepare(self, question: Question) -> list[Answer]:
+        """The answers that are to begin: of each prompt each choice; choice i has seed + i.
 
         Raises:
             Refused, UsageError, ContextFull: the question cannot be answered.
         """
         self._check(question)
-        prompts, inside = await asyncio.to_thread(self._read, question)
-        grammar: Compiled | None = None
-        if question.grammar or (question.tools and question.tools.required):
-            loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(self._grammars, self._grammar, question, inside)
-        self._admit(question.choices * len(prompts))
+        form, tools = self.chat_format if question.conversation else self.raw_format, question.tools
+        prompts = await asyncio.to_thread(self._read, question)
+        inside = form.begins_inside(prompts[0][0])
+        with self._admitted(question.choices * len(prompts)):
+            grammar: Compiled | None = None
+            if question.grammar or (tools and tools.required):
+                loop = asyncio.get_running_loop()
+                grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, inside)
         limit = self.model.target.capabilities.context_length
         drawn = {"seed": secrets.randbits(32), **question.sampling}
         sampling = replace(self.defaults, **drawn | {"seed": drawn["seed"] % 2**64})
         return [
-            Request(
-                list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
-                min(question.max_tokens or limit, limit - len(ids)), tuple(question.stop), question.log_probs,
-                question.plain, grammar, hint_texts, question.foresee, self._format(question).shown(question.tools),
+            Answer(
+                Request(
+                    list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
+                    min(question.max_tokens or limit, limit - len(ids)), tuple(question.stop), question.log_probs,
+                    question.plain, grammar, hint_texts, question.foresee, form.shown(tools),
+                ),
+                form.parser(tools, inside),
             )
             for ids, hint_texts in prompts
             for i in range(question.choices)
-        ], inside  # fmt: skip
-
-    def _format(self, question: Question) -> OutputFormat:
-        return self.chat_format if question.conversation else self.raw_format
+        ]  # fmt: skip
 
     def _check(self, question: Question) -> None:
         if not 1 <= question.choices <= MOST_CHOICES:
@@ -101,7 +104,7 @@ class Service:
             raise Refused(400, f"max_tokens is {question.max_tokens}, but must be at least 1", param="max_tokens")
         TextStream(self.model.target.vocab, question.stop)
 
-    def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], bool]:
+    def _read(self, question: Question) -> list[tuple[list[int], HintTexts | None]]:
         """Token ids and hint texts of each prompt, in a worker thread."""
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
@@ -115,7 +118,7 @@ class Service:
                 raise Refused(400, "the prompt is empty: give at least one word", param="prompt")
             check_room(self.model.target, len(ids))
             found.append((ids, self.model.hint_texts(ids, question.prediction, question.choices)))
-        return found, self._format(question).begins_inside(prompts[0])
+        return found
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         vocab = self.model.target.vocab
@@ -125,35 +128,28 @@ class Service:
             raise Refused(400, f"prompt: token ids must be from 0 to {vocab.size - 1}", param="prompt")
         return list(prompt)
 
-    def _grammar(self, question: Question, inside: bool) -> Compiled | None:
+    def _grammar(self, question: Question, form: OutputFormat, inside: bool) -> Compiled | None:
         """Compile the grammar, for seconds, in a thread for grammars."""
-        wanted = self._format(question).grammar(question.grammar, question.tools, inside)
+        wanted = form.grammar(question.grammar, question.tools, inside)
         return self.model.compile(wanted) if wanted else None
 
-    def _admit(self, wanted: int) -> None:
+    @contextmanager
+    def _admitted(self, wanted: int) -> Iterator[None]:
+        """Count answers until they can be submitted; raises Refused if there are too many."""
         if self.stopping:
             raise Refused(503, "the server is stopping")
         scheduler = self.model.scheduler
-        room = self.most_waiting + len(self.model.planners)
+        room, waiting = self.most_waiting + len(self.model.planners), scheduler.waiting + self._preparing
         if wanted > room:
             raise Refused(400, f"{wanted} texts are asked for at once, but at most {room} may be")
-        if scheduler.waiting + scheduler.active + wanted > room:
-            raise Refused(429, f"{scheduler.waiting} requests are waiting already: come again in a moment")
+        if waiting + scheduler.active + wanted > room:
+            raise Refused(429, f"{waiting} requests are waiting already: come again in a moment")
+        self._preparing += wanted
+        try:
+            yield
+        finally:
+            self._preparing -= wanted
 
-    def submit(self, request: Request, listener: Listener) -> Handle:
-        """Submit a request, or take over an equal one; `listener` is called in the server's loop."""
-        return self.take_over(request, listener) or self.model.scheduler.submit(request, in_loop(listener))
-
-
-def in_loop(listener: Listener) -> Listener:
-    """A listener for any thread; it calls the given one in the server's loop."""
-    loop = asyncio.get_running_loop()
-
-    def emit(event: Event) -> None:
-        loop.call_soon_threadsafe(listener, event)
-
-    return emit
-
-
-def _nobody(request: Request, listener: Listener) -> Handle | None:
-    return None
+    def submit(self, request: Request, emit: Emit) -> Handle:
+        """Submit a request, or take over an equal one."""
+        return self.typing_ahead.take_over(request, emit) or self.model.scheduler.submit(request, emit)

@@ -3,28 +3,26 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from edgespec.server.errors import Refused, refusal
+from edgespec.server.errors import Refused
 
 MOST_BODY = 8 * 2**20  # bytes
 BODY_SECONDS = 60.0
 MOST_DEPTH = 64
 GONE = 499  # the client left before the answer
 
-Event = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
+ServerSent = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
 Body = TypeVar("Body", bound="Lenient")
 
 
 class Lenient(BaseModel):
-    """Unknown fields are ignored."""
-
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
@@ -109,20 +107,6 @@ async def answer_whole(http: HttpRequest, work: Awaitable[Any], body: Callable[[
 async def _left(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-def server_sent(events: AsyncIterator[Event], error_event: Callable[[Refused], Event]) -> Response:
-    """A stream of events; an error becomes the last one."""
-
-    async def lines() -> AsyncIterator[bytes]:
-        try:
-            async for name, data in events:
-                yield sse(name, data)
-        except Exception as error:
-            yield sse(*error_event(refusal(error)))
-
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
 
 def sse(name: str | None, data: Any) -> bytes:

@@ -17,11 +17,12 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from benchmarks.dsi import TOKENS, dsi_round, seconds_of
 from edgespec.errors import EdgespecError, Interrupted, MissingPackage, UsageError
 from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.generate import generate_tokens
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler import drive
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.places import Cluster, Place, processes, threads
 from edgespec.scheduler.targets.verifier import Described, describe
@@ -110,10 +111,10 @@ class Recorded:
 
 
 def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
-    rounds = generate_tokens(
+    rounds = Generation(
         target, target.open(), NonePlanner(), prompt, sampling,
         max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
-    )  # fmt: skip
+    ).steps()  # fmt: skip
     return [token for round_ in rounds for token in round_.tokens]
 
 
@@ -166,11 +167,11 @@ def measure(
     guesser = Recorded([*PROMPT, *text], acceptance, draft)
     described: list[Described] = [f.result() for f in [p.executor.submit(describe, spec) for p in places]]
     vocab = SleepingSpec().open().vocab
-    made = Targets(vocab, described[0], spec, places, guesser, lookahead=lookahead, stop_ids=frozenset())
+    made: Any = Targets(vocab, described[0], spec, places, guesser, lookahead=lookahead, stop_ids=frozenset())
     for _ in range(2):  # the first one has the copies read the prompt
-        events = made.events(Request(list(PROMPT), sampling, TOKENS))
+        events = drive.events(made, Request(list(PROMPT), sampling, TOKENS))
         started = perf_counter()
-        written = [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks]
+        written = [chunk.token_id for event in events for chunk in drive.chunks_in(event)]
         wall = perf_counter() - started
         if written != text:
             raise EdgespecError("the tokens are not those of plain decoding: this is a bug")

@@ -1,4 +1,4 @@
-"""A function that llama.cpp calls at every node of a pass, and the nodes of a pass, found by it."""
+"""A callback for every node of a pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ from .signals import Signals
 
 
 class NodeCallback:
-    """Calls a function twice for a node: before, with a question (report it?); if so, again after it is computed."""
+    """Calls a function before each node, to ask if the node is to be reported, and again after a reported node."""
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
         """
         Args:
-        called: gets a tensor's address and True for the question; returns True to get a report, or to continue.
+            called: gets a tensor's address, and True for the question; returns True to get a report, or to continue.
         """
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._told = called
@@ -21,10 +21,14 @@ class NodeCallback:
         self.signals = Signals()
 
     def nodes(self, context: Any, whole: bool = False) -> list[int]:
-        """Addresses of all nodes of a pass over one token; only the first node is computed.
-
+        """
         Args:
-            whole: compute all nodes. A GPU's nodes come in separate graphs, each of which starts after the one before.
+            context: llama.cpp's; its cache is cleared.
+            whole: compute all nodes, as a GPU needs: its nodes come in separate graphs, one after the other. False:
+                only the first.
+
+        Returns:
+            Addresses of all nodes of a pass over one token.
         """
         self._seen = found = list[int]()
         stop, token = llama_cpp.ggml_abort_callback(lambda data: True), (llama_cpp.llama_token * 1)(0)

@@ -37,7 +37,7 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
         del size_lines[:-100]
 
 
-_log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as llama.cpp, which keeps only its address
+_log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as llama.cpp, which has only its address
 
 
 def keep_log() -> None:
@@ -46,7 +46,7 @@ def keep_log() -> None:
 
 
 def last_log() -> str:
-    """The first of llama.cpp's last complaints: the cause, which later lines pass on."""
+    """The first of llama.cpp's last 20 complaints, because later lines only pass it on."""
     return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
 
 
@@ -80,10 +80,9 @@ def load_header(path: str) -> Any:
 
 
 def without_amx(system_info: bytes) -> dict[str, Any]:
-    """Model parameters that disable llama.cpp's kernels for Intel's AMX.
+    """Model parameters that disable kernels for Intel's AMX, which crash if GCC 12 compiled them.
 
-    Kernels that GCC 12 compiled end in a segmentation fault: GCC removes stores to the tile configuration
-    (ggml-org/llama.cpp#20824).
+    GCC removes stores to the tile configuration (ggml-org/llama.cpp#20824).
     """
     return {"use_extra_bufts": False} if b"AMX_INT8 = 1" in system_info else {}
 
@@ -104,10 +103,13 @@ def file_size(path: str) -> int:
 
 
 def read_tensors(path: str, file: int = 0) -> list[Tensor]:
-    """The tensor table of one GGUF file.
+    """
+    Args:
+        path: of one GGUF file.
+        file: number of that file among the model's.
 
     Raises:
-        ModelError: missing, not a GGUF, or damaged.
+        ModelError: the file is missing, not a GGUF, or damaged.
     """
     library = ggml_base()
     with _table(path) as table:
@@ -143,10 +145,7 @@ class GgufInit(ctypes.Structure):
 
 @cache
 def ggml_library(name: str) -> Any:
-    """Load a library of llama.cpp, such as "ggml-cpu", under the name that libllama uses.
-
-    Packages contain copies of a library under several names; a copy has its own devices.
-    """
+    """Load a library, such as "ggml-cpu", by the name that libllama uses; copies with other names have own devices."""
     names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
         sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
     )

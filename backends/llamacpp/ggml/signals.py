@@ -14,8 +14,8 @@ class Signals:
     def held(self) -> Iterator[None]:
         """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.
 
-        Python handles a signal where its code goes on. In a function that llama.cpp calls, the exception would be lost,
-        and the pass would seem finished. Between calls that belong together, it would leave half of them undone.
+        In a callback of llama.cpp a handler's exception would be lost, and the pass would seem finished. Between calls
+        that belong together, the exception would leave some undone.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -15,7 +15,11 @@ LENGTH = struct.Struct("<Q")
 
 
 def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:
-    """Write the cells and the state of a sequence id, with their tokens. Raises OSError."""
+    """Write the cells and the state of a sequence id, with their tokens.
+
+    Raises:
+        OSError: llama.cpp cannot write the file.
+    """
     tokens = (llama_cpp.llama_token * len(text))(*text)
     if text and not llama_cpp.llama_state_seq_save_file(context, os.fsencode(path), seq, tokens, len(text)):
         raise OSError(last_log())

@@ -1,4 +1,4 @@
-"""Abort callback of llama.cpp, which ends a pass between two nodes."""
+"""llama.cpp's abort callback, which ends a pass between two nodes."""
 
 import ctypes
 import sys
@@ -6,7 +6,7 @@ from typing import Any
 
 from .files import llama_cpp
 
-ABORTED = 2  # llama_decode's status
+ABORTED = 2  # status of llama_decode
 
 
 class Stop:
@@ -15,15 +15,15 @@ class Stop:
     def __init__(self, context: Any, asked: bool) -> None:
         """
         Args:
-        context: llama.cpp's.
-        asked: install the callback; it is free on a CPU, but Metal waits for each part of a pass.
+            context: llama.cpp's.
+            asked: install the callback; it is free on a CPU, but Metal waits for each part of a pass.
         """
         self._context, self._asked = context, asked
         self.lie_in(ctypes.create_string_buffer(2))
 
     def lie_in(self, flag: Any) -> None:
-        """Move the flag to these two bytes, an array of C's characters. No pass may be under way."""
-        # C's strlen tests the flag, a string: a callback in Python would cost a tenth of a short pass.
+        """Move the flag to `flag`, an array of two C characters. No pass may be under way."""
+        # The callback is C's strlen on the flag: one in Python would take a tenth of a short pass.
         self._flag = flag
         if self._asked:
             library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
@@ -35,7 +35,6 @@ class Stop:
 
     @property
     def is_set(self) -> bool:
-        """True if it was set since the last `clear`."""
         return bool(self._flag.value)
 
     def clear(self) -> None:

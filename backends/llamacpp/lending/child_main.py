@@ -63,7 +63,10 @@ class Host:
         return self._changed(session, before)
 
     def _changed(self, session: int, before: list[int]) -> tuple[int, list[int], int]:
-        """Number of tokens that stay, the new tokens, and the number of unread tokens."""
+        """
+        Returns:
+            Number of tokens that stay, the new tokens, and the number of unread tokens.
+        """
         found = self._sessions[session]
         same = common_prefix(found.token_ids, before)
         return same, found.token_ids[same:], found.unread_committed

@@ -1,6 +1,6 @@
 """A model in a child process: llama.cpp ends the program if a lender dies.
 
-`ChildBackend` stands for the model in this process; `child_main.py` is the other end. Calls go through a socket, one at
+`ChildBackend` represents the model in this process; `child_main.py` is the other end. Calls go through a socket, one at
 a time. Logits stay in the child, because verification needs only a few rows. The stop flag is in shared memory.
 """
 

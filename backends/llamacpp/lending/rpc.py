@@ -1,6 +1,6 @@
 """Layers in another machine's memory, by llama.cpp's RPC backend.
 
-The protocol has no passwords, and wrong data can crash the receiver or worse: use it with loopback and ssh only.
+The protocol is not safe (no passwords; wrong data can crash the receiver or worse): use it with loopback and ssh only.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from ..memory.gpu import ggml, layers_that_fit, overrides
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
 BUILD = 'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python'
 SECONDS_TO_ANSWER = 5.0
-HEAD = b"^(output|token_embd)"  # tensors that stay here: logits are much larger than the rows between layers
+HEAD = b"^(output|token_embd)"  # stays here, because logits are much larger than the rows between layers
 
 
 class NoRpc(EdgespecError):
@@ -35,7 +35,9 @@ def has_rpc() -> bool:
 
 
 def rpc() -> Any:
-    """Load the library of the RPC backend.
+    """
+    Returns:
+        The library of the RPC backend.
 
     Raises:
         NoRpc: this llama.cpp has no RPC backend.
@@ -96,7 +98,9 @@ def check_lender(address: str) -> None:
 
 
 def borrow(addresses: Sequence[str]) -> Any:
-    """Devices of lenders, as llama.cpp's null-terminated list of devices for a model.
+    """
+    Returns:
+        llama.cpp's null-terminated list of the lenders' devices.
 
     Raises:
         NoRpc: this llama.cpp has no RPC backend.
@@ -126,9 +130,7 @@ def memory_of_lenders(borrowed: Any) -> int:
 
 
 def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int, free: int, parts: int) -> int:
-    """`gpu_layers` for lenders: lend only as many layers as avoid streaming.
-
-    A local layer is faster than a lent one, and a lent layer is faster than a streamed one.
+    """Choose `gpu_layers` for lenders: local layers are the fastest, streamed ones the slowest.
 
     Args:
         tensors: of the model.
@@ -137,6 +139,9 @@ def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int,
         buffers: bytes that lent layers may need besides their weights.
         free: bytes that lenders have.
         parts: number of lenders.
+
+    Returns:
+        The least number that avoids streaming, else the largest that lenders can hold; -1: all layers.
     """
     most = layers_that_fit([tensor for tensor in tensors if layer_of(tensor) >= 0], free - buffers, parts)
     count = max(map(layer_of, tensors)) + 1

@@ -1,14 +1,13 @@
 """Attention over one row with the kernel for a few rows.
 
-With keys and values of one float type, llama.cpp's CPU backend has three attention kernels with different rounding.
-They are for one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). Without this module a
-pass over one row needs a row of padding, and takes 1.5 times as long.
+With keys and values of one float type, llama.cpp's CPU backend has three attention kernels with different rounding: for
+one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). `ggml_backend_cpu_set_use_ref` gives
+one row the kernel for a few rows; without it, one row needs a row of padding, and the pass takes 1.5 times as long.
+The switch also selects slower weight kernels for more rows, and other rotations for 8-bit caches. So it is on for one
+row only, with float types.
 
-`ggml_backend_cpu_set_use_ref` gives one row the kernel for a few rows. It also selects slower weight kernels for more
-rows, and other rotations for 8-bit caches. So it is on for one row only, with float types.
-
-llama.cpp does not expose a context's backend. `capture_cpu_backend` replaces the device's `init_backend` while
-the context is made.
+`capture_cpu_backend` replaces the device's `init_backend` while a context is made, because llama.cpp does not expose a
+context's backend.
 """
 
 import ctypes
@@ -22,10 +21,10 @@ from .gpu import ggml
 
 ALIKE: dict[str, str | int | None] = {
     "attention": "alike"
-}  # in `computing`: one row and a few rows have the same attention kernel
+}  # in `computing`: one row has the attention kernel of a few rows
 TILED_TYPES = ("f16", "f32")
 PROCESSOR = 0  # ggml_backend_dev_type in ggml-backend.h
-LAYOUT = 2  # GGML_BACKEND_API_VERSION of the structures used here; a registry begins with it
+LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins
 INIT = 5  # index of `init_backend` among the function pointers of a device (ggml-backend-impl.h)
 
 Init = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -43,7 +42,7 @@ def can_be_alike(kv_type: str | None) -> bool:
 
 @contextmanager
 def capture_cpu_backend() -> Iterator[list[int]]:
-    """Collect CPU backends that this thread makes inside the `with`; requires `can_be_alike`."""
+    """Collect CPU backends that this thread makes in the `with`; requires `can_be_alike`."""
     made, here = list[int](), get_ident()
     with _lock:
         slots = ctypes.cast(_device() or 0, ctypes.POINTER(ctypes.c_void_p))

@@ -13,14 +13,17 @@ from .skip_padding import SkipPadding
 class LayerHooks:
     """Hooks that keep a streamer in step with a pass.
 
-    Nodes are named after their layer ("ffn_out-7"). Before it computes, llama.cpp asks node by node which one it shall
-    report. It computes up to that node, reports, and goes on. So when it asks right after a report, all nodes before
-    are computed. In the first pass every node is reported, which shows the last node before each streamed layer. Later
-    passes stop only there.
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp asks node by node if it is to be reported, then computes
+    up to that node, reports it, and continues. So at a question right after a report, all earlier nodes are computed.
+    The first pass reports every node, and so finds the last node before each streamed layer; later passes stop only
+    there.
+
+    Attributes:
+        error: raised in the callback; `forward` raises it again, because C code cannot.
     """
 
     def __init__(self, streamer: Streamer) -> None:
-        self.error: BaseException | None = None  # `forward` raises it, because C code cannot
+        self.error: BaseException | None = None
         self._watched = NodeCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self.nodes = self._watched.nodes
@@ -29,7 +32,7 @@ class LayerHooks:
         self.skip_padding: SkipPadding | None = None
         self.stop: Stop | None = None
         self._streamed = {layer.index for layer in streamer.plan.streamed}
-        self._layer_of: dict[bytes, int] = {}  # node -> layer; -1: there is none in its name
+        self._layer_of: dict[bytes, int] = {}  # by node; -1: its name has no layer
         self._name_of = ggml_base().ggml_get_name
         self._last_nodes: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
@@ -93,7 +96,7 @@ class LayerHooks:
         if not new or self._reported:
             self._layer = max(layer, self._layer)
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
-        # A new layer without a report: the graph differs from the first pass. Report this node, then enter the layer.
+        # If the graph differs from the first pass, a new layer may lack a report: report this node, then enter it.
         self._reported = stop or self._learning or name in self._last_nodes or self._layer < layer
         self._name = name
         return self._reported

@@ -1,10 +1,9 @@
 """A mixture of experts in llama.cpp: chosen experts are read, and llama.cpp gets their addresses.
 
 llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with all experts of a layer. Before a layer's
-experts are computed, `data` points to the slots of `expert_memory.py`, and slot numbers replace the numbers of the
-chosen experts. Each pass restores both. An unchanged node reads the mapped file: slow, never wrong.
-
-Rows of padding choose no experts: `skip_rows` shortens the tensor of numbers.
+experts are computed, `data` gets the address of the slots of `expert_memory.py`, and slot numbers replace the numbers
+of the chosen experts; each pass restores both. An unchanged node reads the mapped file: slow, but correct. Rows of
+padding choose no experts (`skip_rows`).
 
 Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 
@@ -46,7 +45,6 @@ class Node:
 
 
 def node_at(address: int) -> Node:
-    """Facts of a node before it is computed."""
     tensor = GgmlTensor.from_address(address)
     sources = tuple(source or 0 for source in tensor.src)
     names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
@@ -59,8 +57,15 @@ def root_of(address: int) -> int:
 
 @dataclass(slots=True)
 class Layer:
-    weights: list[tuple[int, int, int]] = field(default_factory=list)  # tensor, its own data, data of slot 0
-    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)  # tensor, data, bytes of a row, copy
+    """Addresses of one layer's tensors.
+
+    Attributes:
+        weights: tensor, its own data, data of slot 0.
+        rows: tensor of small rows by expert, its own data, bytes of a row, and a copy in the order of slots.
+    """
+
+    weights: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)
 
     def tell_slots(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         for tensor, _, there in self.weights:
@@ -76,14 +81,14 @@ class Layer:
 
 
 class Mixture:
-    """Keeps an `ExpertMemory` in step with a pass. `LayerHooks` calls it for every node."""
+    """Keeps an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every node."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
         """
         Args:
-        memory: slots of experts.
-        used: experts that a token uses.
-        about: key of the remembered expert scores.
+            memory: slots of experts.
+            used: experts that a token uses.
+            about: key of the remembered expert scores.
         """
         self.memory = memory
         self.about = about
@@ -102,11 +107,17 @@ class Mixture:
 
     @property
     def counted(self) -> tuple[int, int, int]:
-        """Experts that passes over trees used, those of them that were in memory, and bytes read."""
+        """
+        Returns:
+            Experts that passes over trees used, those of them that were in memory, and bytes read.
+        """
         return self.memory.wanted, self.memory.hits, self.memory.bytes_read
 
     def learn(self, addresses: Sequence[int]) -> str:
-        """Find the experts' nodes among all nodes of a pass.
+        """Find the experts' nodes.
+
+        Args:
+            addresses: of all nodes of a pass.
 
         Returns:
             Reason that experts cannot be read as they are chosen, or "".
@@ -154,8 +165,7 @@ class Mixture:
         layer.rows.append((address, tensor.data, tensor.nb[1], self._copies[at]))
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
-        """Start a pass.
-
+        """
         Args:
             prompt: the pass reads a prompt, which uses nearly all experts.
             rows: of the pass.
@@ -207,8 +217,8 @@ class Mixture:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
     def _go_on(self, weight: int, reported: bool) -> None:
-        """Wait for this weight; for the computed weights before it, prefetch the next layer's experts."""
-        # The last layer computes only wanted rows, which are few or none in a prompt.
+        """Wait for this weight; prefetch the next layer's experts for computed weights (free overflow blocks)."""
+        # In a prompt, the last layer computes few rows or none.
         if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
             for used in self._used:
                 self.memory.expect_all(self._chosen + 1, used)
@@ -235,7 +245,7 @@ class Mixture:
         self._nearly_all = len(experts) >= NEARLY_ALL * len(slots)
 
     def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
-        """View of the chosen experts [rows, used] in llama.cpp's memory; padding rows get the first row's experts."""
+        """A view of the chosen experts [rows, used] in llama.cpp's memory; padding rows get the first row's experts."""
         tensor = GgmlTensor.from_address(address)
         used, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1] // 4
         if rows == 0:
@@ -264,17 +274,19 @@ class Mixture:
 
 
 def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress) -> Mixture | None:
-    """Prepare reading of experts as they are chosen; None: the page cache must hold them.
-
+    """
     Args:
         path: of the model; for a split one its first file.
         plan: that gives experts slots.
         nodes: of a pass: `LayerHooks.nodes`.
-        notes: what a person should know is added.
-        progress: called with the bytes read, of those read at load.
+        notes: gets messages for the user.
+        progress: of reading experts at load.
+
+    Returns:
+        The mixture, ready to read experts as they are chosen; None if the page cache must hold them.
 
     Raises:
-        ModelError: they cannot be read.
+        ModelError: the experts cannot be read.
     """
     layers = find_layers(path, all_tensors(path))
     used, about = int(own_values(path).get("expert_used_count", 1)), {"kind": "experts", "target": identity(path)}

@@ -1,7 +1,6 @@
-"""Rows of padding choose no experts, in a mixture that fits in memory.
+"""Rows of padding choose no experts, in a mixture that fits in memory (`mixture.py` does so for experts on disk).
 
-Most work of a mixture is that of its experts, row by row, so a row of padding would nearly double plain decoding.
-`mixture.py` does this for experts that are read from disk.
+Most work of a mixture is that of experts, so a row of padding would nearly double the time of plain decoding.
 """
 
 from itertools import pairwise

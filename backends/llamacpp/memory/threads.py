@@ -1,13 +1,13 @@
 """Number of threads of a pass while other programs keep this machine's processors busy.
 
-llama.cpp's threads wait for each other several hundred times in a pass. When another program takes the processor of one
-of them, all wait until it is back. On 2 processors with one other busy program, a pass with two threads takes 4 to 25
-times as long. With one thread, which is not disturbed, it takes at most twice as long.
+llama.cpp's threads wait for each other several hundred times in a pass, so all wait if another program takes one's
+processor. On 2 processors with one other busy program, a pass with two threads takes 4 to 25 times as long, with
+one thread at most twice as long.
 
-The number of threads must not change a bit of the result. It does so in one place only: flash attention splits the
-cache into as many parts as there are threads, for passes of one node over at least 512 cells (`use_split_kv_path` in
-ggml-cpu/ops.cpp; llama.cpp rounds the cells up to a multiple of 256). Such passes keep their threads. But these sleep
-soon when they wait, so that the system can move one to a free processor.
+The number of threads must not change a bit of the result. Only in passes of one node over at least 512 cells it does,
+because flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells
+up to a multiple of 256). These passes keep their threads, but waiting threads sleep soon, so that the system can move
+them to free processors.
 """
 
 import ctypes
@@ -32,8 +32,7 @@ SPLIT_CELLS = 256  # cells above which one node's attention depends on the numbe
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds of CPU time since some start.
-
+    """
     Attributes:
         at: monotonic clock.
         everybody: used on the CPUs that this process may use.
@@ -46,12 +45,14 @@ class Usage:
 
 
 def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
-    """Clock ticks that programs and the system have used.
-
+    """
     Args:
-        stat: the text of /proc/stat.
+        stat: the contents of /proc/stat.
         processors: those to count.
         nice: count programs of low priority; they hardly slow down one of normal priority.
+
+    Returns:
+        Clock ticks that programs and the system have used.
     """
     rows = (line.split() for line in stat.splitlines() if line.startswith("cpu"))
     total = 0
@@ -102,13 +103,15 @@ def _runs(task: Path) -> bool:
 
 
 def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
-    """Threads for a pass.
-
+    """
     Args:
-        threads: on an idle machine.
+        threads: of a pass on an idle machine.
         others: CPUs that other programs use.
         nodes: tokens in the pass.
         cells: maximum number of cells in use.
+
+    Returns:
+        Threads for the pass.
     """
     if others == 0 or (nodes == 1 and cells > SPLIT_CELLS):
         return threads
@@ -150,10 +153,10 @@ class OtherLoad:
 
 
 class ShortWaits:
-    """Short waits: threads that wait for each other sleep soon, instead of spinning for some milliseconds.
+    """A switch for short waits: waiting threads sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so while it manages more threads than there are CPUs. So a further thread starts a team of 2,
-    which sleeps until the switch is off. Without GNU's OpenMP nothing happens.
+    GNU's OpenMP does so while it manages more threads than there are CPUs, so another thread starts a team of 2, which
+    sleeps until the switch is off. Without GNU's OpenMP, `switch` does nothing.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared by programs that run llama.cpp in a process of their own: JSON in, JSON lines out, no files left."""
+"""Shared by programs that run llama.cpp in a child process: JSON in, JSON lines out, no unfinished files."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Program that makes an importance matrix, as llama.cpp's tools/imatrix: sums of squares of each weight's inputs.
 
-The job: source, out, text (a file), chunks (of 512 tokens). Lines to the parent: {done, total} chunks.
+The job: source, out, text (a file), chunks (of 512 tokens); lines to the parent: {done, total} chunks.
 """
 
 import ctypes
@@ -24,9 +24,16 @@ F32, I32 = 0, 26  # ggml_type
 
 
 class Collector:
+    """
+    Attributes:
+        sums: by weight, of squares of its inputs [experts, columns].
+        counts: by weight, number of summed rows [experts].
+        error: raised in the callback.
+    """
+
     def __init__(self) -> None:
-        self.sums: dict[str, NDArray[np.float64]] = {}  # [experts, columns]
-        self.counts: dict[str, NDArray[np.float64]] = {}  # [experts]
+        self.sums: dict[str, NDArray[np.float64]] = {}
+        self.counts: dict[str, NDArray[np.float64]] = {}
         self.error: BaseException | None = None
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._op = ggml_base().ggml_op_desc

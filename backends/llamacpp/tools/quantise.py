@@ -1,8 +1,15 @@
 """llama.cpp's quantiser as a program: it reports only in its log, cannot be stopped, and writes in place.
 
-The job: source, out, type (of llama_ftype, or "" to copy), types ([regular expression, ggml type]), drop (layers),
-imatrix (a file of `imatrix.py`'s, or "unknown" for a rehearsal), notes (keys and texts for the header), requantise,
-rehearse.
+The job, a JSON object:
+
+    source, out     files
+    type            of llama_ftype, or "" to copy
+    types           [regular expression, ggml type] for each exception
+    drop            layers
+    imatrix         a file from `imatrix.py`, or "unknown" for a rehearsal
+    notes           keys and strings for the header
+    requantise      allow quantised sources
+    rehearse        write no file
 
 Lines to the parent: {tensor, done, total}; at the end {bytes: of all tensors in the file, with padding,
 tensors: {name: old type}}.
@@ -41,7 +48,6 @@ def ggml_types() -> dict[str, int]:
 
 
 def row_size(type_: int, width: int) -> int:
-    """Bytes of a row of `width` weights."""
     function = ggml_base().ggml_row_size
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
     return int(function(type_, width))
@@ -85,7 +91,9 @@ class _Log:
 
 
 def read_imatrix(path: str) -> dict[str, Float32Array]:
-    """Mean squares of each weight's inputs: name -> [columns · experts].
+    """
+    Returns:
+        Mean squares of each weight's inputs, by name: [experts * columns].
 
     Raises:
         ModelError: not an importance matrix in a GGUF.
@@ -144,8 +152,7 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
 
 
 def work(job: dict[str, Any], say: Say) -> None:
-    """Quantise, or rehearse it.
-
+    """
     Raises:
         ModelError: llama.cpp refused.
         UsageError: the type is unknown.

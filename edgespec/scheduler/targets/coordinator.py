@@ -11,7 +11,7 @@ import math
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,8 @@ from edgespec.loop.backend import Vocab
 from edgespec.loop.generate import Step, until_stop
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.text import TextStream
 from edgespec.loop.tree import Source, chain_of
-from edgespec.scheduler.requests import Ended, Event, Handle, Reading, Request, Wrote, chunks_of
+from edgespec.scheduler.requests import Event, Handle, Reading, Request
 from edgespec.scheduler.targets.guesser import Guesser
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
@@ -102,47 +101,38 @@ class Targets:
         self.at_close: Callable[[], None] = lambda: None
 
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
-        handle = Handle(request, emit, stats or GenerationStats(), self._vocab)
-        handle.when_cancelled = self._wake
+        """As `Scheduler.submit`. A thread decodes the request after those before it, until it is cancelled.
 
-        def write() -> None:
-            try:
-                for event in self.events(request, handle.stats, lambda: handle.cancelled):
-                    emit(event)
-            except Exception as error:
-                emit(Ended(error))
+        It ends with an EdgespecError if no copy can do its tasks, and with ContextFull if the prompt does not fit into
+        the draft's context.
 
-        self.thread = threading.Thread(target=write, daemon=True)
+        Raises:
+            UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
+        """
+        if request.grammar or request.log_probs is not None:
+            raise UsageError("grammars and log-probabilities do not work with several targets")
+        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self._vocab, self._wake)
+        self.thread = threading.Thread(target=self._decode, args=(handle,), daemon=True)
         self.thread.start()
         return handle
 
     def start(self) -> None: ...
 
-    def events(
-        self, request: Request, stats: GenerationStats | None = None, cancelled: Callable[[], bool] = lambda: False
-    ) -> Generator[Event]:
-        """The events of a request, until it is done or `cancelled`, or the copies are closed.
-
-        Raises:
-            UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
-            EdgespecError: no copy can do its tasks.
-            ContextFull: the prompt does not fit into the draft's context.
-        """
-        if request.grammar or request.log_probs is not None:
-            raise UsageError("grammars and log-probabilities do not work with several targets")
-        stats = stats if stats is not None else GenerationStats()
-        text = TextStream(self._vocab, request.stop)
+    def _decode(self, handle: Handle) -> None:
+        error = None
         with self._turn:
-            yield Reading(0, len(request.prompt_ids) - 1)
+            handle.tell(Reading(0, len(handle.request.prompt_ids) - 1))
             try:
-                for round_ in self._rounds(request, stats, lambda: self._closed or cancelled()):
-                    yield Wrote(chunks_of(round_, text, stats), round_)
-                    if text.stopped:
+                for step in self._steps(handle):
+                    handle.write(step)
+                    if handle.text.stopped:
                         break
-            finally:
-                self._call_off()
-                stats.finish_reason = stats.finish_reason or "interrupted"
-            yield Ended()
+            except Exception as found:
+                error = found
+            self._call_off()
+        handle.stats.finish_reason = handle.stats.finish_reason or "interrupted"
+        handle.end(error)
+        handle.tell_end()
 
     def close(self) -> None:
         """Free all copies and the draft. Safe to call twice."""
@@ -158,8 +148,9 @@ class Targets:
             place.close()
         self.at_close()
 
-    def _rounds(self, request: Request, stats: GenerationStats, left: Callable[[], bool]) -> Iterator[Step]:
-        prompt, limits = request.prompt_ids, self._described.capabilities
+    def _steps(self, handle: Handle) -> Iterator[Step]:
+        request, stats, limits = handle.request, handle.stats, self._described.capabilities
+        prompt = request.prompt_ids
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
         stats.planner, stats.backend = "dsi", f"{len(self._places)} x {self._described.name}"
         stats.exact = limits.exact.name if limits.exact else ""
@@ -171,7 +162,7 @@ class Targets:
             while len(self._idle) > 1:
                 self._submit([], only_read=True)
         started, reading = perf_counter(), True
-        while not left():
+        while not (self._closed or handle.cancelled):
             room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
             while self._idle and self._due():
                 self._submit(self._guesses)

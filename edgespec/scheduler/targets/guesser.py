@@ -40,7 +40,7 @@ class DraftGuesser:
         self._wanted = True
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        self._drafter.begin(prompt_ids, read=False)
+        self._drafter.begin(prompt_ids)
         self._prompt_length, self._sampling = len(prompt_ids), sampling
         self._noise = Noise(sampling.seed, self._size)
 

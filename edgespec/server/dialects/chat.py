@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
 from edgespec.loop.generate import LogProbs
 from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer
-from edgespec.server.conversation import Conversation, Question, Thought, Turn, text_of
-from edgespec.server.dialects.openai import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond, template_options
+from edgespec.server.conversation import Conversation, Question, Thought, Turn, role_of, text_of
+from edgespec.server.dialects.dialect import Dialect
+from edgespec.server.dialects.openai import (
+    ChoicesBody,
+    ChoicesWriter,
+    check_log_probs,
+    error_body,
+    named,
+    template_options,
+)
 from edgespec.server.errors import Refused
-from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import read_body
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -33,18 +36,9 @@ class ChatBody(ChoicesBody):
     reasoning_effort: str | None = None
 
 
-async def chat(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    body = await read_body(http, ChatBody)
-    answers = await service.answers(question_of(body))
-    return await respond(http, service, body, answers, ChatShape(service.model.target.vocab))
-
-
 def question_of(body: ChatBody) -> Question:
-    """Raises Refused or UsageError."""
     tools, most = tools_of(body), body.top_logprobs or 0
-    if not 0 <= most <= MOST_LOG_PROBS:
-        raise Refused(400, f"top_logprobs is {most}, but must be from 0 to {MOST_LOG_PROBS}", param="top_logprobs")
+    check_log_probs("top_logprobs", most)
     options = {**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     return Question(
         body.sampling, Conversation(turns_of(body), tools, options),
@@ -63,17 +57,14 @@ def turns_of(body: ChatBody) -> list[Turn]:
 
 
 def turn_of(message: dict[str, Any], where: str) -> Turn:
-    role = message.get("role")
-    if role not in ROLES:
-        says = f"{where}.role is {role!r}, but must be one of {', '.join(ROLES)}"
-        raise Refused(400, says, param="messages")
+    role = role_of(message.get("role"), ROLES, where, "messages")
     thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
         raise Refused(400, f"{where}.tool_calls is no list of calls", param="messages")
     return Turn(
-        "system" if role == "developer" else role,
+        role,
         text_of(message.get("content"), f"{where}.content"),
         thought if isinstance(thought, str) else None,
         [replayed(call["function"].get("name"), call["function"].get("arguments"), call.get("id")) for call in calls],
@@ -94,8 +85,8 @@ def tools_of(body: ChatBody) -> Tools | None:
     return choose_tools(functions, "auto", str(function.get("name")))
 
 
-class ChatShape(Shape):
-    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+class ChatWriter(ChoicesWriter):
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     first: ClassVar = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
     last: ClassVar = {"delta": {}, "logprobs": None}
 
@@ -131,3 +122,6 @@ class ChatShape(Shape):
 
     def _named(self, token: int, log_prob: float) -> dict[str, Any]:
         return {"token": named(self._vocab, token), "logprob": log_prob, "bytes": list(self._vocab.token_bytes(token))}
+
+
+CHAT = Dialect(ChatBody, question_of, ChatWriter, error_body, error_name=None)

@@ -3,16 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
 from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer
 from edgespec.server.conversation import Question
-from edgespec.server.dialects.openai import MOST_LOG_PROBS, ChoicesBody, Shape, named, respond
+from edgespec.server.dialects.dialect import Dialect
+from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs, error_body, named
 from edgespec.server.errors import Refused
-from edgespec.server.service import Service
-from edgespec.server.wire import read_body
 
 MOST_PROMPTS = 16
 
@@ -26,19 +22,10 @@ class CompletionBody(ChoicesBody):
     best_of: int | None = None
 
 
-async def completions(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    body = await read_body(http, CompletionBody)
-    answers = await service.answers(question_of(body))
-    return await respond(http, service, body, answers, CompletionShape(service.model.target.vocab))
-
-
 def question_of(body: CompletionBody) -> Question:
-    """Raises Refused."""
     if body.echo or body.suffix or (body.best_of or 1) > body.n:
         raise Refused(400, "echo, suffix and best_of are not supported")
-    if not 0 <= (body.logprobs or 0) <= MOST_LOG_PROBS:
-        raise Refused(400, f"logprobs is {body.logprobs}, but must be from 0 to {MOST_LOG_PROBS}", param="logprobs")
+    check_log_probs("logprobs", body.logprobs)
     given: Any = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(prompts) <= MOST_PROMPTS:
@@ -50,8 +37,8 @@ def question_of(body: CompletionBody) -> Question:
     )  # fmt: skip
 
 
-class CompletionShape(Shape):
-    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
+class CompletionWriter(ChoicesWriter):
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     last: ClassVar = {"text": "", "logprobs": None}
 
     def choice(self, answer: Answer) -> dict[str, Any]:
@@ -71,3 +58,6 @@ class CompletionShape(Shape):
             "top_logprobs": [{named(self._vocab, i): value for i, value in log_probs.best} for _, log_probs in told],
             "text_offset": [],
         }
+
+
+COMPLETION = Dialect(CompletionBody, question_of, CompletionWriter, error_body, error_name=None)

@@ -2,22 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from edgespec.scheduler.requests import Ended, Wrote
-from edgespec.server.answers import Answer, Answers
+from edgespec.scheduler.requests import Ended, Event
+from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.conversation import Conversation, Piece, Question, Thought, Turn, text_of
+from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import Event, SamplingFields, answer_whole, new_id, read_body, server_sent
+from edgespec.server.wire import SamplingFields, ServerSent, new_id, read_body
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
+EMPTY: dict[type, dict[str, Any]] = {str: {"text": ""}, Thought: {"thinking": ""}, Call: {"input": {}}}
 BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
@@ -36,30 +38,16 @@ class MessagesBody(CountBody):
     stream: bool = False
 
 
-async def messages(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    body = await read_body(http, MessagesBody)
-    question = Question(
-        body.sampling, conversation_of(body), max_tokens=body.max_tokens, stop=body.stop_sequences or ()
-    )
-    answers = await service.answers(question)
-    head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name}
-    if body.stream:
-        return server_sent(_stream(head, answers), lambda refused: ("error", error_body(refused)))
-
-    def whole() -> dict[str, Any]:
-        (one,) = answers.all
-        told = {"usage": usage(one), "edgespec": answers.account}
-        return {**head, "content": [block(piece) for piece in one.pieces], **ending(one), **told}
-
-    return await answer_whole(http, answers.whole(), whole)
-
-
 async def count_tokens(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
     conversation = conversation_of(await read_body(http, CountBody))
     ids = await asyncio.to_thread(service.chat_format.prompt_ids, conversation)
     return JSONResponse({"input_tokens": len(ids)})
+
+
+def question_of(body: MessagesBody) -> Question:
+    stop = body.stop_sequences or ()
+    return Question(body.sampling, conversation_of(body), max_tokens=body.max_tokens, stop=stop)
 
 
 def conversation_of(body: CountBody) -> Conversation:
@@ -142,41 +130,53 @@ def ending(answer: Answer) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-async def _stream(head: dict[str, Any], answers: Answers) -> AsyncIterator[Event]:
-    (one,) = answers.all
+class MessagesWriter(Writer):
+    def __init__(self, service: Service, body: MessagesBody, answers: Answers) -> None:
+        (self._answer,), self._answers = answers.all, answers
+        self._head = {
+            "id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name,
+        }  # fmt: skip
+        self._parts, self._begun = Parts(), False
 
-    def event(kind: str, **fields: Any) -> tuple[str, Any]:
-        return kind, {"type": kind, **fields}
+    def whole(self) -> dict[str, Any]:
+        content, told = list(map(block, self._answer.pieces)), {"edgespec": self._answers.account}
+        return {**self._head, "content": content, **ending(self._answer), "usage": usage(self._answer), **told}
 
-    nothing: dict[type, dict[str, Any]] = {str: {"text": ""}, Thought: {"thinking": ""}, Call: {"input": {}}}
-    begun, number = False, -1
-    is_open: type = type(None)
-    async for found in answers.events():
-        if not begun:
-            empty: Sequence[Any] = []
-            begin = {**head, "content": empty, "stop_reason": None, "stop_sequence": None, "usage": usage(one)}
-            yield event("message_start", message=begin)
-            begun = True
-        if found is None:
-            yield event("ping")
-            continue
-        for piece in one.new if isinstance(found[1], Wrote | Ended) else ():
-            goes_on = isinstance(piece, is_open) and not isinstance(piece, Call)
-            if number >= 0 and not goes_on:
-                yield event("content_block_stop", index=number)
-            if not goes_on:
-                number += 1
-                yield event("content_block_start", index=number, content_block=block(piece) | nothing[type(piece)])
-            is_open = type(piece)
-            if isinstance(piece, str):
-                delta = {"type": "text_delta", "text": piece}
-            elif isinstance(piece, Thought):
-                delta = {"type": "thinking_delta", "thinking": piece.text}
+    def after(self, number: int, event: Event) -> Iterator[ServerSent]:
+        yield from self._begin()
+        for stage, index, piece in self._parts.after(self._answer.new, ended=isinstance(event, Ended)):
+            if stage == "begin":
+                yield named("content_block_start", index=index, content_block=block(piece) | EMPTY[type(piece)])
+            elif stage == "delta":
+                yield named("content_block_delta", index=index, delta=delta(piece))
             else:
-                delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-            yield event("content_block_delta", index=number, delta=delta)
-        if isinstance(found[1], Ended):
-            if number >= 0:
-                yield event("content_block_stop", index=number)
-            yield event("message_delta", delta=ending(one), usage=usage(one))
-            yield event("message_stop")
+                yield named("content_block_stop", index=index)
+        if isinstance(event, Ended):
+            yield named("message_delta", delta=ending(self._answer), usage=usage(self._answer))
+            yield named("message_stop")
+
+    def silent(self) -> Iterator[ServerSent]:
+        yield from self._begin()
+        yield named("ping")
+
+    def _begin(self) -> Iterator[ServerSent]:
+        """Only now is it known how many tokens are cached."""
+        if not self._begun:
+            empty: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+            yield named("message_start", message={**empty, "usage": usage(self._answer)})
+        self._begun = True
+
+
+def named(kind: str, **fields: Any) -> ServerSent:
+    return kind, {"type": kind, **fields}
+
+
+def delta(piece: Piece) -> dict[str, str]:
+    if isinstance(piece, Thought):
+        return {"type": "thinking_delta", "thinking": piece.text}
+    if isinstance(piece, str):
+        return {"type": "text_delta", "text": piece}
+    return {"type": "input_json_delta", "partial_json": piece.arguments}
+
+
+MESSAGES = Dialect(MessagesBody, question_of, MessagesWriter, error_body)

@@ -1,21 +1,21 @@
 """Fields, errors and choices that OpenAI's dialects share."""
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
-from edgespec.scheduler.requests import Chunk, Ended, Wrote
+from edgespec.scheduler.requests import Chunk, Ended, Event, Wrote
 from edgespec.server.answers import Answer, Answers
+from edgespec.server.dialects.dialect import Writer
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.speculative_calls import SpeculativeCalls
-from edgespec.server.wire import Event, Lenient, SamplingFields, answer_whole, new_id, server_sent
+from edgespec.server.wire import Lenient, SamplingFields, ServerSent, new_id
 
 MOST_LOG_PROBS = 20
 
@@ -88,6 +88,11 @@ def finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.calls else answer.stats.finish_reason
 
 
+def check_log_probs(name: str, count: int | None) -> None:
+    if not 0 <= (count or 0) <= MOST_LOG_PROBS:
+        raise Refused(400, f"{name} is {count}, but must be from 0 to {MOST_LOG_PROBS}", param=name)
+
+
 class StreamOptions(Lenient):
     include_usage: bool = False
 
@@ -101,74 +106,77 @@ class ChoicesBody(OpenAIBody):
         return [self.stop] if isinstance(self.stop, str) else self.stop or ()
 
 
-class Shape:
+class ChoicesWriter(Writer):
+    """Answers as choices.
+
+    Attributes:
+        prefix: of ids.
+        kind: of a whole answer.
+        chunk_kind: of a part of a stream.
+        first: the part that begins a choice; empty: there is none.
+        last: the part that ends a choice.
+    """
+
     prefix: ClassVar[str]
-    whole: ClassVar[str]
-    part: ClassVar[str]
-    first: ClassVar[Mapping[str, Any] | None] = None  # None: there is no first chunk
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    first: ClassVar[Mapping[str, Any]] = {}
     last: ClassVar[Mapping[str, Any]]
 
-    def __init__(self, vocab: Vocab) -> None:
-        self._vocab = vocab
+    def __init__(self, service: Service, body: ChoicesBody, answers: Answers) -> None:
+        self._body, self._answers, self._vocab = body, answers, service.model.target.vocab
+        speculated = answers.all if body.edgespec.speculate_tools else ()
+        self._ahead = [SpeculativeCalls(one, self._vocab) for one in speculated]
+        self._head = {
+            "id": new_id(self.prefix),
+            "object": self.chunk_kind if body.stream else self.kind,
+            "created": int(time.time()),
+            "model": body.model or service.name,
+            "system_fingerprint": service.fingerprint,
+        }
 
-    def choice(self, answer: Answer) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def choice(self, answer: Answer) -> dict[str, Any]: ...
 
+    @abstractmethod
     def delta(self, answer: Answer, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The new pieces of an answer, which came with these chunks."""
 
-
-async def respond(http: HttpRequest, service: Service, body: ChoicesBody, answers: Answers, shape: Shape) -> Response:
-    head = {
-        "id": new_id(shape.prefix),
-        "object": shape.part if body.stream else shape.whole,
-        "created": int(time.time()),
-        "model": body.model or service.name,
-        "system_fingerprint": service.fingerprint,
-    }
-    if body.stream:
-        return server_sent(
-            _stream(head, body, answers, shape, service.model.target.vocab), lambda refused: (None, error_body(refused))
-        )
-
-    def whole() -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         choices = [
-            {"index": i, **shape.choice(one), "finish_reason": finish_reason(one)} for i, one in enumerate(answers.all)
+            {"index": i, **self.choice(one), "finish_reason": finish_reason(one)}
+            for i, one in enumerate(self._answers.all)
         ]
-        return {**head, "choices": choices, "usage": usage(answers), "edgespec": answers.account}
+        return {**self._head, "choices": choices, **self._counts()}
 
-    return await answer_whole(http, answers.whole(), whole)
+    def begin(self) -> Iterator[ServerSent]:
+        for i in range(len(self._answers.all) if self.first else 0):
+            yield None, self._chunk(i, self.first)
 
-
-async def _stream(
-    head: Mapping[str, Any], body: ChoicesBody, answers: Answers, shape: Shape, vocab: Vocab
-) -> AsyncIterator[Event]:
-    def chunk(index: int, part: Mapping[str, Any], reason: str | None = None) -> tuple[None, dict[str, Any]]:
-        return None, {**head, "choices": [{"index": index, **part, "finish_reason": reason}]}
-
-    for i in range(len(answers.all)):
-        if shape.first is not None:
-            yield chunk(i, shape.first)
-    ahead = [SpeculativeCalls(one, vocab) for one in answers.all] if body.edgespec.speculate_tools else ()
-    async for found in answers.events():
-        if found is None:
-            yield None, None
-            continue
-        index, event = found
-        one = answers.all[index]
-        for told in ahead[index].after(event) if ahead else ():
-            yield None, {**head, "choices": [], "edgespec": {"speculative_tool_call": {"choice": index, **told}}}
+    def after(self, number: int, event: Event) -> Iterator[ServerSent]:
+        one, extra = self._answers.all[number], self._body.edgespec
+        for told in self._ahead[number].after(event) if self._ahead else ():
+            about = {"speculative_tool_call": {"choice": number, **told}}
+            yield None, {**self._head, "choices": [], "edgespec": about}
         if isinstance(event, Wrote):
-            trace = {"edgespec": traced(event, one, vocab)} if body.edgespec.trace == "passes" else {}
+            trace = {"edgespec": traced(event, one, self._vocab)} if extra.trace == "passes" else {}
             if one.new or trace or event.chunks[0].log_probs:
-                yield None, chunk(index, shape.delta(one, event.chunks))[1] | trace
+                yield None, self._chunk(number, self.delta(one, event.chunks)) | trace
         elif isinstance(event, Ended):
             if one.new:
-                yield chunk(index, shape.delta(one, ()))
-            yield chunk(index, shape.last, finish_reason(one))
-    if body.stream_options and body.stream_options.include_usage:
-        yield None, {**head, "choices": [], "usage": usage(answers), "edgespec": answers.account}
-    yield None, "[DONE]"
+                yield None, self._chunk(number, self.delta(one, ()))
+            yield None, self._chunk(number, self.last, finish_reason(one))
+
+    def end(self) -> Iterator[ServerSent]:
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            yield None, {**self._head, "choices": [], **self._counts()}
+        yield None, "[DONE]"
+
+    def _chunk(self, number: int, part: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {**self._head, "choices": [{"index": number, **part, "finish_reason": reason}]}
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": usage(self._answers), "edgespec": self._answers.account}
 
 
 def named(vocab: Vocab, token: int) -> str:

@@ -1,22 +1,20 @@
 """OpenAI's newer dialect /v1/responses, without stored answers."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
-from edgespec.scheduler.requests import Ended, Wrote
-from edgespec.server.answers import Answers
-from edgespec.server.conversation import Conversation, Question, Thought, Turn, text_of
+from edgespec.scheduler.requests import Ended, Event
+from edgespec.server.answers import Answers, Parts
+from edgespec.server.conversation import Conversation, Question, Thought, Turn, role_of, text_of
+from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import Event, answer_whole, new_id, read_body, server_sent
+from edgespec.server.wire import ServerSent, new_id
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -33,26 +31,7 @@ class ResponsesBody(OpenAIBody):
     conversation: Any = None
 
 
-async def responses(http: HttpRequest) -> Response:
-    service: Service = http.app.state.service
-    body = await read_body(http, ResponsesBody)
-    answers = await service.answers(question_of(body))
-    sampling, names = answers.all[0].request.sampling, (new_id("resp_"), new_id("msg_"))
-    head = {
-        "id": names[0], "object": "response", "created_at": int(time.time()), "model": body.model or service.name,
-        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": True,
-        "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
-        "truncation": "disabled", "metadata": {}, "error": None, "reasoning": body.reasoning,
-    }  # fmt: skip
-    if body.stream:
-        return server_sent(_stream(head, names[1], answers), lambda refused: ("error", error_body(refused)))
-    return await answer_whole(http, answers.whole(), lambda: whole(head, names[1], answers))
-
-
 def question_of(body: ResponsesBody) -> Question:
-    """Raises Refused or UsageError."""
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
     form = (body.text or {}).get("format")
@@ -99,12 +78,10 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
 
 
 def message_of(item: dict[str, Any], where: str) -> Turn:
-    role = item.get("role")
-    if role not in ROLES:
-        raise Refused(400, f"{where}.role is {role!r}, but must be one of {', '.join(ROLES)}", param="input")
+    role = role_of(item.get("role"), ROLES, where, "input")
     if item.get("tool_calls"):
         raise Refused(400, f"{where}.tool_calls: calls are items of their own here", param="input")
-    return Turn("system" if role == "developer" else role, text_of(item.get("content"), f"{where}.content"))
+    return Turn(role, text_of(item.get("content"), f"{where}.content"))
 
 
 def tools_of(body: ResponsesBody) -> Tools | None:
@@ -119,7 +96,7 @@ def tools_of(body: ResponsesBody) -> Tools | None:
     return choose_tools(functions, "auto" if name else str(choice), name)
 
 
-def item(name: str, text: str, status: str) -> dict[str, Any]:
+def text_item(name: str, text: str, status: str) -> dict[str, Any]:
     content = [part(text)] if status != "in_progress" else []
     return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
 
@@ -143,87 +120,108 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def whole(head: dict[str, Any], name: str, answers: Answers) -> dict[str, Any]:
-    (one,) = answers.all
-    cut = one.stats.finish_reason == "length"
-    status = "incomplete" if cut else "completed"
-    counts = answers.usage
-    usage = {
-        "input_tokens": counts.prompt,
-        "input_tokens_details": {"cached_tokens": counts.cached},
-        "output_tokens": counts.written,
-        "output_tokens_details": {"reasoning_tokens": counts.thought},
-        "total_tokens": counts.prompt + counts.written,
-    }
-    more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
-    told = {"edgespec": answers.account, **({} if cut else {"completed_at": int(time.time())})}
-    output = [thought_item(name, one.thought)] if one.thought else []
-    output += [item(name, one.text, status)] if one.text or not one.calls else []
-    output += map(call_item, one.calls)
-    return {**head, "status": status, "output": output, **more, **told}
+class ResponsesWriter(Writer):
+    def __init__(self, service: Service, body: ResponsesBody, answers: Answers) -> None:
+        (self._answer,), self._answers = answers.all, answers
+        sampling, self._name = self._answer.request.sampling, new_id("msg_")
+        self._head = {
+            "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
+            "model": body.model or service.name, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": True, "previous_response_id": None,
+            "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+            "truncation": "disabled", "metadata": {}, "error": None, "reasoning": body.reasoning,
+        }  # fmt: skip
+        self._parts, self._numbers = Parts(), count()
+        self._thought: Literal["none", "open", "done"] = "none"
+        self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
+        self._calls = 0
 
+    def whole(self) -> dict[str, Any]:
+        one, name, counts = self._answer, self._name, self._answers.usage
+        cut = one.stats.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        usage = {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached},
+            "output_tokens": counts.written,
+            "output_tokens_details": {"reasoning_tokens": counts.thought},
+            "total_tokens": counts.prompt + counts.written,
+        }
+        more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
+        told = {"edgespec": self._answers.account, **({} if cut else {"completed_at": int(time.time())})}
+        output = [thought_item(name, one.thought)] if one.thought else []
+        output += [text_item(name, one.text, status)] if one.text or not one.calls else []
+        output += map(call_item, one.calls)
+        return {**self._head, "status": status, "output": output, **more, **told}
 
-async def _stream(head: dict[str, Any], name: str, answers: Answers) -> AsyncIterator[Event]:
-    numbers, (one,) = count(), answers.all
+    def begin(self) -> Iterator[ServerSent]:
+        started = {**self._head, "status": "in_progress", "output": [], "incomplete_details": None, "usage": None}
+        yield self._named("created", response=started)
+        yield self._named("in_progress", response=started)
 
-    def event(kind: str, **fields: Any) -> Event:
-        return kind, {"type": kind, "sequence_number": next(numbers), **fields}
-
-    started = {**head, "status": "in_progress", "output": [], "incomplete_details": None, "usage": None}
-    at = {"item_id": name, "output_index": 0, "content_index": 0}
-    place: dict[str, Any] = {"item_id": thought_id(name), "output_index": 0}
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
-    thinks, thought, begun, calls = False, 0, False, 0
-
-    def thought_done() -> list[Event]:
-        whole_thought = thought_item(name, one.thought)
-        return [
-            event("response.reasoning_text.done", **place, content_index=0, text=one.thought),
-            event("response.output_item.done", output_index=0, item=whole_thought),
-        ]
-
-    async for found in answers.events():
-        if found is None:
-            yield None, None
-            continue
-        for piece in one.new if isinstance(found[1], Wrote | Ended) else ():
+    def after(self, number: int, event: Event) -> Iterator[ServerSent]:
+        for stage, _, piece in self._parts.after(self._answer.new, ended=isinstance(event, Ended)):
             if isinstance(piece, Thought):
-                if not thought:
-                    thinks, thought = True, 1
-                    empty = thought_item(name, "", "in_progress")
-                    yield event("response.output_item.added", output_index=0, item=empty)
-                yield event("response.reasoning_text.delta", **place, content_index=0, delta=piece.text)
-                continue
-            if thinks:
-                thinks = False
-                for done_event in thought_done():
-                    yield done_event
-            if isinstance(piece, str):
-                if not begun and calls:
-                    continue
-                if not begun:
-                    at["output_index"] = thought
-                    started_item = item(name, "", "in_progress")
-                    yield event("response.output_item.added", output_index=thought, item=started_item)
-                    yield event("response.content_part.added", **at, part=part(""))
-                    begun = True
-                yield event("response.output_text.delta", **at, delta=piece, logprobs=[])
-                continue
-            index, done_call = thought + begun + calls, call_item(piece)
-            where = {"output_index": index, "item_id": done_call["id"]}
-            yield event("response.output_item.added", output_index=index, item=call_item(piece, "in_progress"))
-            yield event("response.function_call_arguments.delta", **where, delta=piece.arguments)
-            yield event("response.function_call_arguments.done", **where, name=piece.name, arguments=piece.arguments)
-            yield event("response.output_item.done", output_index=index, item=done_call)
-            calls += 1
-        if isinstance(found[1], Ended):
-            done = whole(head, name, answers)
-            for done_event in thought_done() if thinks else ():
-                yield done_event
-            if begun:
-                yield event("response.output_text.done", **at, text=one.text, logprobs=[])
-                yield event("response.content_part.done", **at, part=part(one.text))
-                done_item = item(name, one.text, done["status"])
-                yield event("response.output_item.done", output_index=thought, item=done_item)
-            yield event(f"response.{done['status']}", response=done)
+                yield from self._of_thought(stage, piece)
+            elif isinstance(piece, str):
+                yield from self._of_text(stage, piece)
+            else:
+                yield from self._of_call(stage, piece)
+        if isinstance(event, Ended):
+            done = self.whole()
+            if self._text:
+                text = self._answer.text
+                yield self._named("output_text.done", **self._text, text=text, logprobs=[])
+                yield self._named("content_part.done", **self._text, part=part(text))
+                yield self._item("done", self._thoughts, text_item(self._name, text, done["status"]))
+            yield self._named(done["status"], response=done)
+
+    def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
+        """All thoughts are one item, which the first of them ends."""
+        place = {"item_id": thought_id(self._name), "output_index": 0, "content_index": 0}
+        if stage == "delta":
+            yield self._named("reasoning_text.delta", **place, delta=piece.text)
+        elif stage == "begin" and self._thought == "none":
+            self._thought = "open"
+            yield self._item("added", 0, thought_item(self._name, "", "in_progress"))
+        elif stage == "end" and self._thought == "open":
+            self._thought, text = "done", self._answer.thought
+            yield self._named("reasoning_text.done", **place, text=text)
+            yield self._item("done", 0, thought_item(self._name, text))
+
+    def _of_text(self, stage: str, piece: str) -> Iterator[ServerSent]:
+        """All texts are one item; if it would come after a call, it is only in the last event."""
+        if stage == "begin" and not self._text and not self._calls:
+            self._text = {"item_id": self._name, "output_index": self._thoughts, "content_index": 0}
+            yield self._item("added", self._thoughts, text_item(self._name, "", "in_progress"))
+            yield self._named("content_part.added", **self._text, part=part(""))
+        elif stage == "delta" and self._text:
+            yield self._named("output_text.delta", **self._text, delta=piece, logprobs=[])
+
+    def _of_call(self, stage: str, call: Call) -> Iterator[ServerSent]:
+        index, done = self._thoughts + bool(self._text) + self._calls, call_item(call)
+        where = {"output_index": index, "item_id": done["id"]}
+        if stage == "begin":
+            yield self._item("added", index, call_item(call, "in_progress"))
+        elif stage == "delta":
+            yield self._named("function_call_arguments.delta", **where, delta=call.arguments)
+        else:
+            self._calls += 1
+            yield self._named("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
+            yield self._item("done", index, done)
+
+    @property
+    def _thoughts(self) -> int:
+        return int(self._thought != "none")
+
+    def _item(self, stage: str, index: int, item: dict[str, Any]) -> ServerSent:
+        return self._named(f"output_item.{stage}", output_index=index, item=item)
+
+    def _named(self, kind: str, **fields: Any) -> ServerSent:
+        name = f"response.{kind}"
+        return name, {"type": name, "sequence_number": next(self._numbers), **fields}
+
+
+RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, error_body)

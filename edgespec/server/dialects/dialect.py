@@ -1,0 +1,77 @@
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from edgespec.scheduler.requests import Event
+from edgespec.server.answers import Answers
+from edgespec.server.conversation import Question
+from edgespec.server.errors import Refused, refusal
+from edgespec.server.service import Service
+from edgespec.server.wire import Lenient, ServerSent, answer_whole, read_body, sse
+
+
+class Writer(ABC):
+    """Writes the answers to one body, whole or as server-sent events."""
+
+    @abstractmethod
+    def whole(self) -> Mapping[str, Any]:
+        """The body, after all answers have ended."""
+
+    def begin(self) -> Iterable[ServerSent]:
+        return ()
+
+    @abstractmethod
+    def after(self, number: int, event: Event) -> Iterable[ServerSent]:
+        """Called with each event and the number of its answer."""
+
+    def silent(self) -> Iterable[ServerSent]:
+        """Called from time to time while nothing is generated, to keep the connection open."""
+        return [(None, None)]
+
+    def end(self) -> Iterable[ServerSent]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An interface: how it asks, answers and fails.
+
+    Attributes:
+        body: the class of its bodies; they have a field `stream`.
+        question: of a body; raises Refused or UsageError.
+        writer: for a body and its answers.
+        error_body: of a refusal.
+        error_name: of the event that ends a stream early.
+    """
+
+    body: type[Lenient]
+    question: Callable[[Any], Question]
+    writer: Callable[[Service, Any, Answers], Writer]
+    error_body: Callable[[Refused], dict[str, Any]]
+    error_name: str | None = "error"
+
+    async def answer(self, http: HttpRequest) -> Response:
+        service: Service = http.app.state.service
+        body: Any = await read_body(http, self.body)
+        answers = await service.start(self.question(body))
+        writer = self.writer(service, body, answers)
+        if not body.stream:
+            return await answer_whole(http, answers.whole(), writer.whole)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._lines(writer, answers), media_type="text/event-stream", headers=headers)
+
+    async def _lines(self, writer: Writer, answers: Answers) -> AsyncIterator[bytes]:
+        try:
+            for sent in writer.begin():
+                yield sse(*sent)
+            async for found in answers.events():
+                for sent in writer.after(*found) if found else writer.silent():
+                    yield sse(*sent)
+            for sent in writer.end():
+                yield sse(*sent)
+        except Exception as error:
+            yield sse(self.error_name, self.error_body(refusal(error)))

@@ -1,0 +1,56 @@
+"""A chat request as far as it is typed: PUT /edgespec/draft-prompt."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from edgespec.loop.passes import common_prefix
+from edgespec.server.conversation import Conversation
+from edgespec.server.dialects.chat import ChatBody, question_of
+from edgespec.server.output_format import OutputFormat
+from edgespec.server.service import Service
+from edgespec.server.wire import read_body
+
+PREPARED = 16  # tokens of an answer begun at a pause
+TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
+
+
+class DraftBody(ChatBody):
+    pause: bool = False  # this may be all of it
+    id: str = ""
+
+
+async def draft_prompt(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    body = await read_body(http, DraftBody)
+    told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
+    last = body.messages[-1] if body.messages else {}
+    if not body.pause and not isinstance(last.get("content"), str):
+        return JSONResponse(told)
+    question = replace(question_of(body), choices=1)
+    assert question.conversation
+    (answer,) = await service.prepare(question)
+    request = answer.request
+    if body.pause:
+        service.typing_ahead.prepare(body.id, request, PREPARED)
+        return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
+    ids = await asyncio.to_thread(stable_ids, service.chat_format, question.conversation)
+    if len(ids) > 1:
+        service.typing_ahead.prepare(body.id, replace(request, prompt_ids=ids), 0)
+        told["tokens"] = len(ids)
+    return JSONResponse(told)
+
+
+def stable_ids(form: OutputFormat, conversation: Conversation) -> list[int]:
+    *before, last = conversation.turns
+    further = [replace(conversation, turns=[*before, replace(last, text=last.text + more)]) for more in TYPED_NEXT]
+    return stable_prefix(list(map(form.prompt_ids, [conversation, *further])))
+
+
+def stable_prefix(versions: Sequence[Sequence[int]]) -> list[int]:
+    first, *others = versions
+    return list(first[: min(common_prefix(first, other) for other in others)])

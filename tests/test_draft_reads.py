@@ -1,0 +1,241 @@
+"""A draft reads a long prompt in chunks, one a step: other sequences go on meanwhile, and no text changes."""
+
+from threading import Event, Thread
+
+import pytest
+from auto_planners import auto_planner
+from edgespec.backends.reference.backend import ReferenceBackend
+from test_auto import GivenCost, GivenShare
+from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run
+
+from edgespec.errors import ContextFull, Interrupted, ModelError
+from edgespec.loop.generate import Generation
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.shapes import TILE
+from edgespec.loop.stats import GenerationStats
+from edgespec.planners.auto import AutoState
+from edgespec.planners.drafting import CATCH_UP
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler.prompt_chunks import PromptChunks
+from edgespec.scheduler.scheduler import Scheduler
+
+LONG_PROMPT = PROMPTS.index(LONG)
+
+
+class Draft(ReferenceBackend):
+    """Notes the prompts' tokens of each pass, and fails when it is told to."""
+
+    def __init__(self, shape="any", **options):
+        super().__init__(DRAFT, **{"context_length": 300, "sessions": 2, "max_nodes": 150} | options)
+        if SHAPES[shape]:
+            self.keep_to(SHAPES[shape])
+        self.parts, self.readers, self.failing = [], [], lambda batch: None
+
+    def read_by_others(self, session, since):
+        """Sizes of parts of prompts that other sessions have read since there were as many."""
+        parts = zip(self.parts[since:], self.readers[since:], strict=True)
+        return [part for part, reader in parts if reader is not session]
+
+    def forward(self, batch):
+        self.parts += [len(work.token_ids) for work in batch if work.prompt]
+        self.readers += [work.session for work in batch if work.prompt]
+        if error := self.failing(batch):
+            raise error
+        return super().forward(batch)
+
+
+@pytest.fixture(autouse=True)
+def slow_passes(monkeypatch):
+    """Others wait for no more than a tile, whatever passes take here."""
+    monkeypatch.setattr(PromptChunks, "fast", lambda self, taken, most: TILE)
+
+
+def drafting(draft, sessions=2, **options):
+    target = backend(sessions=sessions, kind=Recording)
+    made = [SpecExecPlanner(draft, depth=4, beam=3, **options) for _ in range(sessions)]
+    return target, Scheduler(target, made, budget=8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("known", [False, True], ids=["", "known to the target"])
+def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature, known):
+    draft = Draft(shape)
+    _, scheduler = drafting(draft)
+    if known:
+        Reader(scheduler, LONG_PROMPT, max_tokens=1, plain=True)
+        run(scheduler)
+    first = Reader(scheduler, 1, temperature, 1, 40)
+    while not first.tokens:
+        scheduler.step()
+    own, steps = scheduler.pool.busy[0].draft, 0
+    long = Reader(scheduler, LONG_PROMPT, temperature, 2, 5)
+    while not long.tokens:
+        before, told = len(draft.parts), len(first.tokens)
+        scheduler.step()
+        chunks = draft.read_by_others(own, before)
+        assert sum(chunks[:-1]) <= TILE if long.tokens else len(chunks) <= 1
+        assert max(chunks, default=0) <= TILE + 29  # a rest that would be padded joins the last chunk
+        assert len(first.tokens) > told or first.ended
+        steps += bool(chunks)
+    assert steps >= 3
+    assert (long.stats.cached_tokens > 100) == known
+    run(scheduler)
+    first.check()
+    long.check()
+    scheduler.close()
+
+
+def test_a_sequence_alone_has_chunks_as_long_as_fit():
+    draft = Draft(sessions=1)
+    _, scheduler = drafting(draft, sessions=1)
+    reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
+    run(scheduler)
+    reader.check()
+    assert draft.parts[0] == 2 * TILE
+    assert sum(draft.parts[:2]) == len(LONG) - 1
+    assert reader.stats.prefill_seconds > 0
+    scheduler.close()
+
+
+def test_a_plain_request_has_the_draft_read_nothing():
+    draft = Draft(sessions=1)
+    _, scheduler = drafting(draft, sessions=1)
+    reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5, plain=True)
+    run(scheduler)
+    reader.check()
+    assert draft.parts == []
+    scheduler.close()
+
+
+def test_without_a_scheduler_the_draft_reads_the_prompt_before_the_first_tree():
+    draft, target, stats = Draft(sessions=1), backend(sessions=1), GenerationStats()
+    steps = Generation(
+        target, target.open(), SpecExecPlanner(draft, depth=4), LONG, SamplingParams(),
+        max_tokens=4, budget=8, stats=stats,
+    ).steps()  # fmt: skip
+    next(steps)
+    assert draft.parts == [150, len(LONG) - 151, 1]
+
+
+def test_a_draft_whose_context_is_full_reads_no_further():
+    draft = Draft(sessions=1, context_length=90)
+    _, scheduler = drafting(draft, sessions=1)
+    reader = Reader(scheduler, 3, 0.7, 1, 200)
+    run(scheduler)
+    assert reader.ended.error is None
+    reader.check()
+    assert reader.stats.drafted > 0
+    scheduler.close()
+
+
+def test_an_error_in_a_chunk_ends_its_request_alone():
+    draft = Draft()
+    _, scheduler = drafting(draft)
+    first = Reader(scheduler, 1, 0.7, 1, 20)
+    while not first.tokens:
+        scheduler.step()
+    draft.failing = lambda batch: ModelError("no memory") if len(batch[0].token_ids) > 8 else None
+    long = Reader(scheduler, LONG_PROMPT, 0.7, 2, 5)
+    while not long.ended:
+        scheduler.step()
+    assert str(long.ended.error) == "no memory"
+    draft.failing = lambda batch: None
+    again = Reader(scheduler, LONG_PROMPT, 0.7, 2, 5)
+    run(scheduler)
+    first.check()
+    again.check()
+    scheduler.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_draft_whose_cells_are_scattered_reads_again_once(times):
+    draft, left = Draft(sessions=1), [times]
+    _, scheduler = drafting(draft, sessions=1)
+
+    def full(batch):
+        if batch[0].session.token_ids and left[0]:
+            left[0] -= 1
+            return ContextFull("no cells in a row")
+        return None
+
+    draft.failing = full
+    reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
+    run(scheduler)
+    if times == 1:
+        reader.check()
+    else:
+        assert isinstance(reader.ended.error, ContextFull)
+    scheduler.close()
+
+
+def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
+    draft, begun, ended = Draft(), Event(), Event()
+    target, scheduler = drafting(draft)
+
+    def waits(batch):
+        if batch[0].prompt and len(batch[0].token_ids) > 8:
+            begun.set()
+            assert draft.interrupted.wait(20)
+
+    draft.failing = waits
+    reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
+    thread = Thread(target=lambda: (scheduler.step(), scheduler.step(), ended.set()))
+    thread.start()
+    assert begun.wait(20)
+    reader.handle.cancel()
+    assert ended.wait(20)
+    thread.join()
+    reader.check()
+    assert reader.ended
+    assert len(target.passes) <= 1
+    draft.failing = lambda batch: None
+    again = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
+    run(scheduler)
+    again.check()
+    scheduler.close()
+
+
+def test_an_interrupt_that_came_too_late_ends_nobody():
+    """It ends the draft's next pass, which may be any sequence's."""
+    draft, calls = Draft(), [0]
+    _, scheduler = drafting(draft)
+
+    def late(batch):
+        calls[0] += 1
+        return Interrupted("late") if calls[0] % 5 == 0 else None
+
+    draft.failing = late
+    readers = [Reader(scheduler, prompt, 0.7, prompt, 12, foresee=True) for prompt in (LONG_PROMPT, 1, 2)]
+    run(scheduler)
+    for reader in readers:
+        assert reader.ended.error is None
+        reader.check()
+    scheduler.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
+    draft, state = Draft(sessions=1), AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0))
+    late = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), patience=10)
+    scheduler = Scheduler(backend(sessions=2), [late, NonePlanner()], budget=8)
+    long, other = Reader(scheduler, 3, temperature, 2, 150), Reader(scheduler, 1, temperature, 1, 200)
+    while not draft.parts:
+        told = len(long.tokens), len(other.tokens)
+        scheduler.step()
+    unread = len(PROMPTS[3]) - 1 + told[0]
+    assert unread > 2 * CATCH_UP
+    while sum(draft.parts) < unread:
+        assert len(long.tokens) == told[0]  # for a draft that is worth it, it waits
+        told = told[0], len(other.tokens)
+        scheduler.step()
+        assert len(other.tokens) == told[1] + 1
+    assert draft.parts[:2] == [TILE, TILE]
+    assert draft.parts[2] <= 1 + CATCH_UP  # the rest is read by the pass that proposes
+    assert len(long.tokens) > told[0]
+    assert long.stats.draft_passes > 0
+    run(scheduler)
+    long.check()
+    other.check()
+    scheduler.close()
