@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 from threading import Event
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
@@ -58,14 +58,11 @@ class Sleeping:
 @dataclass(frozen=True)
 class SleepingSpec:
     seconds: float = 0.0
-    model: int = 1
 
     def open(self) -> Backend:
-        small = random_model(self.model, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8)
+        small = random_model(1, vocab_size=SIZE, layers=1, width=8, heads=1, hidden=8)
         inner = ReferenceBackend(small, context_length=256)
-        sleeping: Any = Sleeping(inner, self.seconds)
-        made: Backend = sleeping
-        return made
+        return cast(Backend, Sleeping(inner, self.seconds))
 
 
 @dataclass

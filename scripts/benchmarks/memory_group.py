@@ -11,31 +11,30 @@ GROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 40
 
 
+FILES = {  # of a version of control groups: name -> value, "{}" for the limit; and the file with the peak
+    1: ({"memory.limit_in_bytes": "{}", "memory.max_usage_in_bytes": "0"}, "memory.max_usage_in_bytes"),
+    2: ({"memory.max": "{}", "memory.swap.max": "0"}, "memory.peak"),
+}
+
+
 class Group:
     def __init__(self, folder: Path, version: int) -> None:
         self.folder = folder
-        self._version = version
+        self._settings, self._peak = FILES[version]
 
     def limit(self, size: int) -> None:
-        """Allow `size` bytes, none of them swapped; reset the peak."""
-        self._write("memory.limit_in_bytes" if self._version == 1 else "memory.max", size)
-        if self._version == 1:
-            self._write("memory.max_usage_in_bytes", 0)
-        else:
-            self._write("memory.swap.max", 0)
+        """Allow `size` bytes, with version 2 none of them swapped; with version 1 reset the peak."""
+        for name, value in self._settings.items():
+            (self.folder / name).write_text(value.format(size))
 
     def enter(self) -> None:
         """Put this process into the group."""
-        self._write("cgroup.procs", os.getpid())
-
-    def _write(self, name: str, value: int) -> None:
-        (self.folder / name).write_text(str(value))
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak(self) -> int:
         """Most bytes in use at once."""
-        name = "memory.max_usage_in_bytes" if self._version == 1 else "memory.peak"
         try:
-            return int((self.folder / name).read_text())
+            return int((self.folder / self._peak).read_text())
         except OSError:  # memory.peak: since Linux 5.19
             return 0
 
