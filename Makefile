@@ -14,7 +14,7 @@ run: .venv/run
 pair: .venv/pair build/draft.gguf
 	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
 
-# Four layers from its middle are left out; `--drop-layers best:4` would find out which it misses least, in some minutes.
+# Four layers from its middle are left out.
 build/draft.gguf: .venv/pair
 	mkdir -p build
 	rm -f $@

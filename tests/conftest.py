@@ -251,12 +251,6 @@ def smollm2_q2k(smollm2: Path, smollm2_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_pruned(smollm2: Path, smollm2_folder: Path) -> Path:
-    """A damaged copy without the middle layers: mostly wrong."""
-    return once(smollm2_folder / "pruned.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(10, 20))))
-
-
-@pytest.fixture(scope="session")
 def smollm2_tiny(smollm2: Path, smollm2_folder: Path) -> Path:
     """A copy with six layers: fast, and quite mad. For what does not depend on how well a model writes."""
     return once(smollm2_folder / "tiny.gguf", lambda new: quantised(smollm2, new, Q4_1, tuple(range(6, 30))))
@@ -266,6 +260,12 @@ def smollm2_tiny(smollm2: Path, smollm2_folder: Path) -> Path:
 def smollm2_tiny_f32(smollm2: Path, smollm2_folder: Path) -> Path:
     """The same in float32."""
     return once(smollm2_folder / "tiny-f32.gguf", lambda new: quantised(smollm2, new, F32, tuple(range(6, 30))))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tiny_q2k(smollm2: Path, smollm2_folder: Path) -> Path:
+    """The same, rougher: as a draft of it, mostly right."""
+    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
 
 
 @pytest.fixture(scope="session")

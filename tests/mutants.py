@@ -800,8 +800,8 @@ MUTANTS = [
     mutant(
         "gpu-large-draft-first",
         "gpu.py",
-        "if beside <= room // 2:",
-        "if beside <= room:",
+        "if drafts <= room // 2:",
+        "if drafts <= room:",
         "test_gpu_layers.py::test_the_draft_first_if_it_is_small",
     ),
     mutant(
@@ -823,14 +823,14 @@ MUTANTS = [
     mutant(
         "gpu-draft-without-buffers",
         "llamacpp/memory.py",
-        "return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before",
-        "return weights",
+        " + tokenizer + buffers[0]",
+        "",
         "test_offload_llamacpp.py::test_a_draft_takes_its_part",
     ),
     mutant(
         "memory-pools-take-all",
         "llamacpp/memory.py",
-        "plan.slots * plan.slot_bytes - beside",
+        "plan.slots * plan.slot_bytes - reserve",
         "plan.slots * plan.slot_bytes",
         "test_gpu_layers.py::test_pools_leave_room_for_libraries_whatever_the_memory",
     ),

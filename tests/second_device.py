@@ -126,10 +126,10 @@ def main() -> None:
     if sys.argv[1] == "serve":
         serve()
         return
-    from edgespec.backends.llamacpp.memory.gpu import devices
+    from edgespec.backends.llamacpp.memory.gpu import find_gpus
 
     add(sys.argv[2])
-    answers: list[Any] = [[[one.name.partition("[")[0], one.shared, one.free] for one in devices()]]
+    answers: list[Any] = [[[one.name.partition("[")[0], one.shared, one.free] for one in find_gpus()]]
     for path, room, options in json.loads(sys.argv[3]):
         try:
             answers.append(check(path, room, options))

@@ -1,10 +1,10 @@
 """Which engine runs what, and one clear line where none can."""
 
 import json
-import platform
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from conftest import Run
 
 import edgespec
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
-from edgespec.loop import engines
 from edgespec.loop.engines import ENGINE_OPTIONS, LoadOptions, check_supported, choose_backend, find_engine
+from edgespec.machine.this_machine import Gpu, Machine, this_machine
 
 FOLDER_ENGINES = ["torch", "mlx"]
 
@@ -53,10 +53,8 @@ def broken(tiny: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "broken"))
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, system: str, processor: str, installed: Sequence[str]) -> None:
-    monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(platform, "machine", lambda: processor)
-    monkeypatch.setattr(engines, "find_spec", lambda name: name if name in installed else None)
+def machine(system: str, processor: str, installed: Sequence[str]) -> Machine:
+    return replace(this_machine(), platform=system, architecture=processor, packages=tuple(installed))
 
 
 MAC, PC = ("darwin", "arm64"), ("linux", "x86_64")
@@ -74,19 +72,15 @@ MAC, PC = ("darwin", "arm64"), ("linux", "x86_64")
         (PC, ["mlx_lm"], "mlx"),
     ],
 )
-def test_the_engine_for_a_folder(
-    monkeypatch: pytest.MonkeyPatch, where: tuple[str, str], installed: list[str], expected: str
-) -> None:
-    machine(monkeypatch, *where, installed)
-    assert choose_backend(folder=True) == expected
-    assert choose_backend(folder=False) == "llamacpp"
+def test_the_engine_for_a_folder(where: tuple[str, str], installed: list[str], expected: str) -> None:
+    assert choose_backend(True, machine(*where, installed)) == expected
+    assert choose_backend(False, machine(*where, installed)) == "llamacpp"
 
 
 @pytest.mark.parametrize(("where", "extra"), [(MAC, "mlx"), (PC, "torch")])
-def test_no_engine_for_a_folder(monkeypatch: pytest.MonkeyPatch, where: tuple[str, str], extra: str) -> None:
-    machine(monkeypatch, *where, [])
+def test_no_engine_for_a_folder(where: tuple[str, str], extra: str) -> None:
     with pytest.raises(MissingPackage, match=rf"pip install 'edgespec\[{extra}\]'"):
-        choose_backend(folder=True)
+        choose_backend(True, machine(*where, []))
 
 
 def test_nothing_is_fetched_for_an_engine_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +102,7 @@ def test_a_folder_runs_on_each_engine_and_says_on_which(run: Run, engine: str, t
 def test_without_a_word_a_folder_runs(run: Run, tiny: Path) -> None:
     status, _, err = run("run", str(tiny), "abc", "--raw", "-n", "4", "--ctx", "128")
     assert status == 0
-    assert f"on {choose_backend(folder=True)})" in err
+    assert f"on {choose_backend(True, this_machine())})" in err
 
 
 @pytest.mark.parametrize(
@@ -178,14 +172,12 @@ def test_a_device_that_is_not_there(run: Run, tiny: Path) -> None:
 
 
 def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that a test watches take a GPU's place."""
+    """The processor takes a GPU's place."""
     from edgespec.backends.torch import backend as torch
-    from test_torch import Recorder
 
     options = ["--backend", "torch", "--ctx", "128", "--gpu-memory"]
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="gpu_memory is for GPUs")
-    watched = lambda plan, *rest: torch.load_folder(plan.path, plan.options, Recorder)  # noqa: E731
-    monkeypatch.setattr(torch.engine, "load", watched)
+    monkeypatch.setattr(torch.engine, "gpus", lambda device: [Gpu("cpu", False, 1 << 40)], raising=False)
     refused(run, "run", str(tiny), "hi", *options, "1M", code=2, says="1 MiB of GPU memory cannot hold 2 layers")
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="'ten' is not a size")
 
@@ -234,7 +226,7 @@ class TestPairs:
         """The folder has the GGUF's weights, so each is nearly a draft of itself; text stays the target's."""
         for target, draft, name in (
             (smollm2_tiny, smollm2_tiny_hf, "llamacpp"),
-            (smollm2_tiny_hf, smollm2_tiny, choose_backend(folder=True)),
+            (smollm2_tiny_hf, smollm2_tiny, choose_backend(True, this_machine())),
         ):
             plain = self.write(run, str(target), *self.QUESTION, "--planner", "none")
             drafted = self.write(run, str(target), *self.QUESTION, "--draft", str(draft))
@@ -268,7 +260,7 @@ class TestPairs:
         status, out, err = run("bench", str(prompts), "--model", str(smollm2_tiny), *options, "--json")
         assert status == 0, err
         report = json.loads(out)
-        assert (report["backend"], report["draft_backend"]) == ("llamacpp", choose_backend(folder=True))
+        assert (report["backend"], report["draft_backend"]) == ("llamacpp", choose_backend(True, this_machine()))
         assert report["unexplained"] == 0
 
 

@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import load_model
 from edgespec.backends.llamacpp.memory import gpu
 from edgespec.backends.llamacpp.memory import planning as memory
-from edgespec.backends.llamacpp.memory.gpu import RESERVE, Device, auto_layers, check_spans, devices, gpu_spans, wired
+from edgespec.backends.llamacpp.memory.gpu import RESERVE, auto_layers, check_spans, find_gpus, gpu_spans, wired
 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import pair as loading
@@ -25,11 +25,10 @@ from edgespec.loop import engines
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import Engine, LoadOptions
 from edgespec.loop.passes import prefill
-from edgespec.machine.memory import left_of
-from edgespec.machine.this_machine import this_machine
+from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, Plan, Tensor, make_plan
+from edgespec.weights.plan import MARGIN, SAFETY, Plan, Tensor, make_plan
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
@@ -46,9 +45,9 @@ def tensors(order: list[int] | None = None, output: bool = True) -> list[Tensor]
     return found
 
 
-def own(room: int) -> list[Device]:
+def own(room: int) -> list[Gpu]:
     """A GPU with so much memory for layers."""
-    return [Device("GPU0", False, int((room + RESERVE) / 0.95) + 100)]
+    return [Gpu("GPU0", False, int((room + RESERVE) / 0.95) + 100)]
 
 
 def fits(kept: int) -> Plan | None:
@@ -56,8 +55,8 @@ def fits(kept: int) -> Plan | None:
 
 
 def test_no_gpu() -> None:
-    assert auto_layers([], tensors(), 0, 0, fits) == 0
-    assert devices() == [] or all(device.free > 0 for device in devices())
+    assert auto_layers([], tensors(), 0, 0, fits, platform="linux") == 0
+    assert find_gpus() == [] or all(gpu.free > 0 for gpu in find_gpus())
 
 
 @pytest.mark.parametrize(
@@ -72,21 +71,25 @@ def test_no_gpu() -> None:
     ],
 )
 def test_as_many_as_fit(room: int, layers: int) -> None:
-    assert auto_layers(own(room), tensors(), 0, 0, fits) == layers
-    assert auto_layers(own(room + 70 * MIB), tensors(), 70 * MIB, 0, fits) == layers  # beside caches and buffers
-    assert auto_layers(own(room), tensors(output=False), 0, 0, fits) == layers  # the embedding is the output
+    assert auto_layers(own(room), tensors(), 0, 0, fits, platform="linux") == layers
+    assert (
+        auto_layers(own(room + 70 * MIB), tensors(), 70 * MIB, 0, fits, platform="linux") == layers
+    )  # beside caches and buffers
+    assert (
+        auto_layers(own(room), tensors(output=False), 0, 0, fits, platform="linux") == layers
+    )  # the embedding is the output
 
 
 def test_the_draft_first_if_it_is_small() -> None:
     room = 4 * LAYER + OUTPUT
-    assert auto_layers(own(room), tensors(), 0, LAYER, fits) == 4
-    assert auto_layers(own(room), tensors(), 0, 4 * LAYER, fits) == 5
+    assert auto_layers(own(room), tensors(), 0, LAYER, fits, platform="linux") == 4
+    assert auto_layers(own(room), tensors(), 0, 4 * LAYER, fits, platform="linux") == 5
 
 
 def test_a_layer_is_not_divided_among_gpus() -> None:
     room = 5 * LAYER + OUTPUT
-    two = [Device(f"GPU{i}", False, int((room // 2 + RESERVE) / 0.95) + 100) for i in range(2)]
-    assert auto_layers(two, tensors(), 0, 0, fits) == 5
+    two = [Gpu(f"GPU{i}", False, int((room // 2 + RESERVE) / 0.95) + 100) for i in range(2)]
+    assert auto_layers(two, tensors(), 0, 0, fits, platform="linux") == 5
 
 
 def plans(memory: int, order: list[int] | None = None) -> Any:
@@ -95,14 +98,14 @@ def plans(memory: int, order: list[int] | None = None) -> Any:
 
 def test_a_mac_where_everything_fits() -> None:
     total = 10 * LAYER + 2 * OUTPUT
-    shared = [Device("Metal", True, total)]
-    assert auto_layers(shared, tensors(), 0, 0, plans(2 * total)) == -1
-    assert auto_layers(shared, tensors(), MIB, 0, plans(2 * total)) == 0  # not what the GPU can hold
+    shared = [Gpu("Metal", True, total)]
+    assert auto_layers(shared, tensors(), 0, 0, plans(2 * total), platform="linux") == -1
+    assert auto_layers(shared, tensors(), MIB, 0, plans(2 * total), platform="linux") == 0  # not what the GPU can hold
 
 
 def test_a_mac_that_streams() -> None:
     """The last layers, as far as that does not make more be read; no streamed layer is mapped by the GPU."""
-    shared = [Device("Metal", True, 20 * LAYER)]
+    shared = [Gpu("Metal", True, 20 * LAYER)]
     room = 9 * LAYER
     assert auto_layers(shared, tensors(), 0, 0, plans(room), platform="linux") == 0  # there such a GPU is left alone
     layers = auto_layers(shared, tensors(), 0, 0, plans(room), platform="darwin")
@@ -110,7 +113,7 @@ def test_a_mac_that_streams() -> None:
     plan = plans(room)(layers - 1)
     assert wired(plan, gpu_spans(tensors(), layers - 1)) == 0
     assert plan.streamed_bytes <= plans(room)(0).streamed_bytes * (1 + 1 / 32)
-    few = [Device("Metal", True, 2 * LAYER)]
+    few = [Gpu("Metal", True, 2 * LAYER)]
     assert auto_layers(few, tensors(), 0, 0, plans(room), platform="darwin") <= 3
     assert (
         auto_layers(shared, tensors(), 0, 0, plans(LAYER), platform="darwin") == 0
@@ -120,7 +123,7 @@ def test_a_mac_that_streams() -> None:
 def test_layers_out_of_order() -> None:
     """What the GPU maps, from its first weight to its last, must not hold what is streamed."""
     order = [9, 0, 1, 2, 3, 4, 5, 6, 7, 8]
-    metal = [Device("Metal", True, 20 * LAYER)]
+    metal = [Gpu("Metal", True, 20 * LAYER)]
     layers = auto_layers(metal, tensors(order), 0, 0, plans(9 * LAYER, order), platform="darwin")
     assert layers <= 2
     plan = plans(9 * LAYER, order)(3)
@@ -152,9 +155,11 @@ def test_experts_stay_here() -> None:
     assert plan is not None
     assert plan.cached_bytes == 21 * LAYER
     chosen = replace(plan, slots_of_experts=2)
-    assert gpu.kept_off(chosen, 0) == {}
+    assert gpu.kept_off(chosen, 0, platform="linux") == {}
     assert next(iter(gpu.overrides(gpu.EXPERTS))).pattern == gpu.EXPERTS
-    assert gpu.kept_off(chosen, 4) == {"tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))}
+    assert gpu.kept_off(chosen, 4, platform="linux") == {
+        "tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))
+    }
 
 
 def with_experts() -> list[Tensor]:
@@ -177,7 +182,7 @@ def test_experts_that_a_gpu_cannot_hold() -> None:
     output = Tensor("output.weight", 0, 1 << 40, 2 * LAYER)
     assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, 0)
     assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, 0)  # no experts
-    assert gpu.kept_off(None, -1, no_experts=True) == {
+    assert gpu.kept_off(None, -1, no_experts=True, platform="linux") == {
         "tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))
     }
 
@@ -194,7 +199,7 @@ def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
         plan = memory._plan(mixture, room, needed, {}, layers)
         if plan is not None:
             used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
-            assert used + memory.beside_pools(room) <= room
+            assert used + memory.pool_reserve(room) <= room
             slots.add(plan.slots_of_experts)
     assert len(slots) > 1
 
@@ -216,8 +221,8 @@ def test_pools_leave_room_for_libraries_also_where_memory_is_tightest() -> None:
     assert plan is not None
     assert plan.slots_of_experts == 0
     used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
-    assert used + memory.beside_pools(room) <= room
-    assert memory.beside_pools(room) > MARGIN
+    assert used + memory.pool_reserve(room) <= room
+    assert memory.pool_reserve(room) > MARGIN
     more = memory._plan(mixture, room + 5 * LAYER, needed, {}, layers)
     assert more is not None
     assert more.slots_of_experts > 0
@@ -245,7 +250,7 @@ def test_the_override_is_llamacpps(smollm2_tiny: Path) -> None:
     """llama.cpp takes the structure as it is made here."""
     plan = plans(9 * LAYER)(2)
     assert gpu.kept_off(plan, 3, platform="linux") == {}
-    assert gpu.kept_off(None, 3) == {}
+    assert gpu.kept_off(None, 3, platform="linux") == {}
     assert gpu.overrides(gpu.OUTPUT) is gpu.overrides(gpu.OUTPUT)  # made once
     gpu.ggml()  # found by its name on this system
     assert gpu.kept_off(plan, 0, platform="darwin") == {}
@@ -259,10 +264,10 @@ def test_the_override_is_llamacpps(smollm2_tiny: Path) -> None:
 def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that this build does not have: llama.cpp computes on the processor all the same, and so the same."""
     plain = load(str(smollm2_tiny), context_length=64)
-    assert plain.computing["gpu_layers"] == 0 or devices()
+    assert plain.computing["gpu_layers"] == 0 or find_gpus()
     expected = logits(plain)
     plain.close()
-    monkeypatch.setattr(memory, "devices", lambda: [Device("GPU0", False, 1 << 40)])
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: [Gpu("GPU0", False, 1 << 40)])
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == -1
     np.testing.assert_array_equal(logits(backend), expected)
@@ -272,10 +277,10 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     backend.close()
     with pytest.raises(UsageError, match="gpu_layers and gpu_memory both say"):
         load(str(smollm2_tiny), context_length=64, gpu_memory="1G", gpu_layers=2)
-    monkeypatch.setattr(memory, "devices", list)
+    monkeypatch.setattr(engine_module, "find_gpus", list)
     with pytest.raises(UsageError, match="gpu_memory is given, but this llama"):
         load(str(smollm2_tiny), context_length=64, gpu_memory="1G")
-    monkeypatch.setattr(memory, "devices", lambda: [Device("GPU0", False, 1 << 20)])
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: [Gpu("GPU0", False, 1 << 20)])
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == 0
     backend.close()
@@ -283,14 +288,14 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_build_without_a_gpu_is_given_no_layers(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is computed here, so all has to fit here, or is streamed."""
-    monkeypatch.setattr(engine_module, "devices", list)
+    monkeypatch.setattr(engine_module, "find_gpus", list)
     asked = list[int]()
 
-    def plan_memory(path: str, size: Any, *, gpu_layers: int, **rest: Any) -> Any:
+    def plan_memory(planner: Any, size: Any, gpu_layers: int, experts_here: bool) -> Any:
         asked.append(gpu_layers)
         return None, size, ["a note"]
 
-    monkeypatch.setattr(engine_module, "plan_memory", plan_memory)
+    monkeypatch.setattr(memory.MemoryPlanner, "plan_memory", plan_memory)
     backend = load(str(smollm2_tiny), context_length=64, gpu_layers=3, memory="1G")
     assert asked == [0]
     assert backend.computing["gpu_layers"] == 0
@@ -301,8 +306,8 @@ def test_a_build_without_a_gpu_is_given_no_layers(smollm2_tiny: Path, monkeypatc
 def test_a_draft_gets_what_the_target_leaves_of_the_gpu_memory(
     smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [Device("GPU0", False, 1 << 40)]
-    monkeypatch.setattr(memory, "devices", lambda: found)
+    found = [Gpu("GPU0", False, 1 << 40)]
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: found)
     entry = Entry(name="target", target=f"file:{smollm2_tiny}", defaults=Defaults())
 
     def layers(gpu_memory: str) -> list[Any]:
@@ -317,11 +322,9 @@ def test_a_draft_gets_what_the_target_leaves_of_the_gpu_memory(
     assert layers("1M") == [0, 0]
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
     for used, expected in ((0, -1), ((4 << 30) - MIB, 0)):
-        found[:] = [Device("GPU0", False, 1 << 40, used)]
-        chosen = memory.choose_gpu_layers(
-            str(smollm2_tiny), size, machine=this_machine(), memory=None, beside=(), resident=True, gpu_memory="4G"
-        )
-        assert chosen == expected
+        machine = this_machine(gpus=[Gpu("GPU0", False, 1 << 40, used)])
+        options = LoadOptions(resident=True, gpu_memory="4G")
+        assert memory.MemoryPlanner(str(smollm2_tiny), options, machine).choose_gpu_layers(size) == expected
 
 
 @pytest.mark.parametrize(
@@ -345,13 +348,13 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
                 raise UsageError("asked")
             return SimpleNamespace(close=lambda: asked.append("closed"))
 
-        def left_of_gpu(self, draft: Any, memory: Any) -> int:
-            return left_of("gpu_memory", memory, 1 << 30)
+        def gpus(self, device: Any) -> list[Gpu]:
+            return [Gpu("GPU0", False, 1 << 40, 1 << 30), Gpu("GPU1", True, 1 << 40, 1 << 30)]
 
     (tmp_path / "config.json").write_text("{}")
     for module in (loading, engines):
         monkeypatch.setattr(module, "find_engine", FakeEngine)
-    monkeypatch.setattr(loading, "choose_backend", lambda folder: "torch" if folder else "llamacpp")
+    monkeypatch.setattr(loading, "choose_backend", lambda folder, machine: "torch" if folder else "llamacpp")
     entry = Entry(name="target", target=f"file:{tmp_path}", defaults=Defaults())
     refused = expected if isinstance(expected, str) else "asked"
     with pytest.raises(UsageError, match=refused):
@@ -361,22 +364,21 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
 
 
 def test_libraries_that_are_there_already_need_no_room_again() -> None:
-    assert [Device("GPU0", False, 1, used).reserve for used in (0, RESERVE // 2, RESERVE, 1 << 40)] == [
-        RESERVE, RESERVE // 2, 0, 0,
-    ]  # fmt: skip
+    for used, reserve in ((0, RESERVE), (RESERVE // 2, RESERVE // 2), (RESERVE, 0), (1 << 40, 0)):
+        assert gpu._room([Gpu("GPU0", False, 1 << 30, used)], 0) == int((1 << 30) * (1 - SAFETY)) - reserve
 
 
 def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little memory for its experts to be read as they are chosen."""
-    monkeypatch.setattr(memory, "devices", lambda: own(5 * LAYER))
     monkeypatch.setattr(memory, "all_tensors", lambda path: with_experts())
     monkeypatch.setattr(memory, "find_layers", lambda path, tensors: experts.find_experts(tensors, 4))
-    monkeypatch.setattr(memory, "private_memory", lambda: 0)
-    monkeypatch.setattr(memory, "_rehearse", lambda path, sizes: [MARGIN] * len(sizes))
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
+    monkeypatch.setattr(memory, "rehearse", lambda path, sizes: (0, [0] * len(sizes)))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
-    options: dict[str, Any] = {"beside": (), "resident": False, "machine": this_machine()}
-    assert memory.choose_gpu_layers("", size, memory=MIB, **options) > 1
-    assert memory.choose_gpu_layers("", size, memory=9 * LAYER, **options) == 0
+    machine = this_machine(gpus=own(5 * LAYER))
+    few, many = (memory.MemoryPlanner("", LoadOptions(memory=room), machine) for room in (MIB, 9 * LAYER))
+    assert few.choose_gpu_layers(size) > 1
+    assert many.choose_gpu_layers(size) == 0
 
 
 @pytest.mark.parametrize(("value", "code"), [("auto", 0), ("0", 0), ("many", 2)])

@@ -16,7 +16,6 @@ from contract import chain_rows
 from edgespec.backends.llamacpp import recurrent as paths
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.engine import load
-from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from hybrid_files import ARCHITECTURES, write_hybrid
 from test_lossless_llamacpp import SAMPLINGS, loaded, write
 from test_made_up import tokenizer  # noqa: F401, a fixture
@@ -30,6 +29,7 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine.this_machine import this_machine
 from edgespec.measure.lossless import explain
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
@@ -40,7 +40,7 @@ from edgespec.weights import ring
 
 Q4_1 = 3
 PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
-streaming = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
+streaming = pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
 x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels of other machines were not measured")
 
 
@@ -163,7 +163,7 @@ def made_up(tokenizer: Path, folder: Path) -> Path:  # noqa: F811
 
 @streaming
 def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
     streamed = load(str(made_up), memory=least_memory(made_up, **options), **options)
     resident = load(str(made_up), resident=True, wide=True, **options)  # not repacked: other kernels
@@ -281,7 +281,7 @@ def test_an_interrupt_between_calls_loses_no_state(granite: Path, monkeypatch: p
 @streaming
 def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are read again then, for states may lie where their contents are not yet."""
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16, "sessions": 3}
     target = load(str(made_up), memory=least_memory(made_up, **options), **options)
     try:
@@ -309,7 +309,7 @@ def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatc
 @streaming
 def test_states_are_in_the_plan(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More paths and more sessions need more memory."""
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1}
     state = 4 * 512 * 128 * 6  # bytes, of the layers that are recurrent
     one, two = (least_memory(made_up, budget=16, sessions=count, **options) for count in (1, 2))

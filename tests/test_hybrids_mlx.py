@@ -17,6 +17,7 @@ from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixture
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
+from edgespec.machine.this_machine import this_machine
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -52,7 +53,7 @@ def test_the_grid(number: int, family: str, tmp_path: Path, whole_grid: bool) ->
     draft.close()
 
 
-@pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
+@pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
 @pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
 def test_streamed_weights(family: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
     """Steps bring states on; texts are those of weights in memory, or part where rounding decides."""

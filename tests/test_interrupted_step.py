@@ -46,7 +46,7 @@ class Interrupts:
         if event == "call" and frame.f_code in [step.__code__ for step in STEPS]:
             self._inside += 1
         if not self._inside or not frame.f_code.co_filename.startswith(tuple(INTERRUPTED)):
-            return self if self._inside else None
+            return None
         if event == "return" and frame.f_code in [step.__code__ for step in STEPS]:
             self._inside -= 1
         # CPython looks for signals after it has released a lock, and the tracer before: that line is left out.

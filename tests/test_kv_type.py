@@ -15,6 +15,7 @@ from edgespec.backends.llamacpp.memory.planning import MIN_NODES, memory_needs
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.passes import prefill
+from edgespec.machine.this_machine import this_machine
 
 TEXT = list(range(5, 45))
 
@@ -53,7 +54,8 @@ def test_the_plan_counts_what_the_type_takes(smollm2_tiny: Path) -> None:
     """Of 3 heads with 64 numbers, keys and values, in 6 layers: 2 bytes each, or 34 for 32."""
     cells = 4096 + MIN_NODES
     f16, q8_0 = (
-        memory_needs(str(smollm2_tiny), ContextSize(4096, 16, 1, MIN_NODES, kv_type)) for kv_type in ("f16", "q8_0")
+        memory_needs(str(smollm2_tiny), ContextSize(4096, 16, 1, MIN_NODES, kv_type), this_machine())
+        for kv_type in ("f16", "q8_0")
     )
     saved = 2 * 6 * 3 * 64 * cells * (2 - 34 / 32)
     assert f16 - q8_0 == pytest.approx(saved, rel=0.2)  # other buffers differ a little
@@ -62,7 +64,10 @@ def test_the_plan_counts_what_the_type_takes(smollm2_tiny: Path) -> None:
 def test_the_drafts_cache_is_counted_with_its_type(smollm2_tiny: Path) -> None:
     path = str(smollm2_tiny)
     alone, pair = (
-        [memory_needs(path, ContextSize(4096, 16, 1, MIN_NODES, kv_type), beside) for kv_type in ("f16", "q8_0")]
+        [
+            memory_needs(path, ContextSize(4096, 16, 1, MIN_NODES, kv_type), this_machine(), beside)
+            for kv_type in ("f16", "q8_0")
+        ]
         for beside in ([], [path])
     )
     assert pair[0] - pair[1] == pytest.approx(2 * (alone[0] - alone[1]), rel=0.2)

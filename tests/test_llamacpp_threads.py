@@ -154,7 +154,7 @@ def tree_bits(backend, session, parents):
     return rows.view(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["smollm2_tiny", "smollm2_q2k"])
+@pytest.mark.parametrize("kind", ["smollm2_tiny", "smollm2_tiny_q2k"])
 def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
     path = str(request.getfixturevalue(kind))
     busy, used = [0.0], list[int]()
@@ -171,7 +171,7 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
         used.append(threads)
         set_threads(context, threads, batch_threads)
 
-    monkeypatch.setattr(engine, "compute_cores", lambda: 3)
+    monkeypatch.setattr("edgespec.machine.this_machine.compute_cores", lambda: 3)
     for module in (engine, backend):
         monkeypatch.setattr(module, "crowd", Others)
     monkeypatch.setattr(llama_cpp, "llama_set_n_threads", spy)

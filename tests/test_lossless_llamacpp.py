@@ -75,18 +75,14 @@ def whole_target(smollm2):
         yield backend
 
 
-def rough(smollm2, smollm2_folder):
-    return once(smollm2_folder / "tiny-q2k.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(6, 30))))
-
-
 @pytest.fixture(scope="module", params=["itself", "rough", "damaged"])
-def draft(request, smollm2, smollm2_tiny, smollm2_folder):
+def draft(request, smollm2, smollm2_tiny, smollm2_tiny_q2k, smollm2_folder):
     """Always right, mostly right, mostly wrong."""
     match request.param:
         case "itself":
             path = smollm2_tiny
         case "rough":
-            path = rough(smollm2, smollm2_folder)
+            path = smollm2_tiny_q2k
         case "damaged":
             path = once(
                 smollm2_folder / "tiny-damaged.gguf", lambda new: quantised(smollm2, new, Q2_K, tuple(range(4, 30)))
@@ -135,6 +131,9 @@ def check_lossless(target, planner, sampling, count, prompts=PROMPTS[:2]):
 
 
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
+seldom_at_others = pytest.mark.parametrize(
+    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
+)
 
 
 @pytest.mark.covering(1)
@@ -144,10 +143,9 @@ def test_trees(target, draft, sampling):
 
 
 @pytest.fixture(scope="module")
-def usual_draft(smollm2, smollm2_folder):
+def usual_draft(smollm2_tiny_q2k):
     """Mostly right, and loaded as drafts are: nodes may stay below a commit."""
-    path = rough(smollm2, smollm2_folder)
-    with loaded(path, in_order=False) as backend:
+    with loaded(smollm2_tiny_q2k, in_order=False) as backend:
         yield backend
 
 
@@ -215,16 +213,16 @@ def test_what_pays(target, draft, sampling, streams):
     )
 
 
-@by_temperature
+@seldom_at_others
 def test_the_whole_model(whole_target, smollm2_q2k, sampling):
     """Thirty layers round five times as often, and write sense: drafts are right in other places."""
     with loaded(smollm2_q2k) as draft:
         check_lossless(whole_target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])
 
 
-def test_cells_out_of_order_are_a_matter_of_rounding(smollm2, smollm2_pruned):
+def test_cells_out_of_order_are_a_matter_of_rounding(smollm2_tiny, smollm2_tiny_q2k):
     """Without `in_order` the cache fills the gaps that rejected branches leave: other rounding, no other text."""
-    with loaded(smollm2, in_order=False) as loose, loaded(smollm2_pruned) as draft:
+    with loaded(smollm2_tiny, in_order=False) as loose, loaded(smollm2_tiny_q2k) as draft:
         check_lossless(loose, SpecExecPlanner(draft, depth=8, beam=4), SAMPLINGS[2], 24, PROMPTS[:1])
 
 
@@ -246,9 +244,7 @@ def test_a_cache_of_8_bits(weights, smollm2_tiny, smollm2_tiny_f32, sampling):
         check_lossless(target, SssdPlanner(), sampling, 24, PROMPTS[:1])
 
 
-@pytest.mark.parametrize(
-    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
-)
+@seldom_at_others
 def test_the_whole_model_with_a_cache_of_8_bits(smollm2, smollm2_q2k, sampling):
     with loaded(smollm2, kv_type="q8_0") as target, loaded(smollm2_q2k, kv_type="q8_0") as draft:
         check_lossless(target, SpecExecPlanner(draft, depth=8, beam=4), sampling, 24, PROMPTS[1:2])

@@ -11,7 +11,8 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec
 
 from conftest import quantised
 from edgespec.backends.llamacpp.engine import load
-from edgespec.backends.llamacpp.memory.planning import all_tensors, find_layers
+from edgespec.backends.llamacpp.ggml.files import all_tensors
+from edgespec.backends.llamacpp.memory.planning import find_layers
 from gguf_files import small_llama
 
 from benchmarks.made_up_mixture import Experts, write_mixture

@@ -32,6 +32,7 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine.this_machine import this_machine
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -51,7 +52,7 @@ SAMPLINGS = [
 
 @pytest.fixture(autouse=True)
 def _steady_memory(monkeypatch):
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
 
 
 @pytest.fixture
@@ -62,11 +63,13 @@ def from_disk(monkeypatch, mixtures):
     def get(kind: str, slots: int) -> LlamaBackend:
         path = str(mixtures[kind])
         least = llamacpp_memory.ContextSize(512, 32, 1, llamacpp_memory.CHUNKS[0], "f16")
-        memory = llamacpp_memory.memory_needs(path, least) + llamacpp_memory.file_size(path) - (300 << 10)
+        memory = (
+            llamacpp_memory.memory_needs(path, least, this_machine()) + llamacpp_memory.file_size(path) - (300 << 10)
+        )
         with monkeypatch.context() as patch:
             patch.setattr(llamacpp_memory, "most_slots", lambda layers, room: slots)
             patch.setattr(llamacpp_memory, "memory_of", lambda layers, slots: 0)
-            patch.setattr(llamacpp_memory, "beside_pools", lambda room: 0)
+            patch.setattr(llamacpp_memory, "pool_reserve", lambda room: 0)
             backend = load(path, memory=memory, **OPTIONS, kv_type="f16")
         made.append(backend)
         assert backend._watch is not None

@@ -219,13 +219,13 @@ def test_memory_limits(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "no Mac's"})
     for gpu, limits in ((True, []), (False, [("cache", 32 << 20)])):
         monkeypatch.setattr(memory_module, "on_gpu", lambda gpu=gpu: gpu)
-        assert backend_module.set_memory_limits(10**12) == []
+        assert backend_module.set_memory_limits(10**12, memory_module.find_gpus()) == []
         assert seen == limits
     seen.clear()
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 16 * 10**9})
-    assert backend_module.set_memory_limits(14 * 10**9) == []
+    assert backend_module.set_memory_limits(14 * 10**9, memory_module.find_gpus()) == []
     assert seen == [("wired", 16 * 10**9), ("cache", 10**9)]
-    (note,) = backend_module.set_memory_limits(15 * 10**9)
+    (note,) = backend_module.set_memory_limits(15 * 10**9, memory_module.find_gpus())
     assert "15.0 GB" in note
     assert "16.0 GB" in note
 

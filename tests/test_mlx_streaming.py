@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import contract
@@ -20,6 +21,7 @@ import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import load
+from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import find_layout
 from edgespec.backends.mlx.streaming import SlotStore, address
 from mlx.utils import tree_flatten
@@ -28,6 +30,7 @@ from mlx_models import FAMILIES, write_model
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.passes import prefill
 from edgespec.machine.memory import private_memory
+from edgespec.machine.this_machine import Machine
 from edgespec.weights import plan as residency
 from edgespec.weights.plan import make_plan
 
@@ -70,8 +73,8 @@ def load_streamed(monkeypatch) -> Iterator[Callable]:
     """Loads a folder with that part of its weights as memory for them."""
 
     def load_part(folder, share=0.6, part=None, **options):
-        def plan_memory(model, path, config, windows, size, memory, beside):
-            layout = find_layout(model, path)
+        def plan_memory(lazy, size, *rest):
+            layout = find_layout(lazy.model, lazy.folder)
             plan = make_plan(layout.tensors, int(layout.size * share), 0, page=1, whole=True)
             return plan, size, layout, []
 
@@ -170,7 +173,7 @@ def test_numbers_of_streamed_layers_are_odd_and_even(llama, load_streamed):
     plans = [load_streamed(llama, share, context_length=64).plan for share in (0.9, 0.7, 0.6, 0.5)]
     assert {len(plan.streamed) % 2 for plan in plans} == {0, 1}
     sizes = [layer.size for layer in load_streamed(llama, 0.9, 0, context_length=64).plan.streamed]
-    whole = sum(t.size for t in find_layout(backend_module.load_weights(llama), llama).tensors if "blk.0." in t.name)
+    whole = sum(t.size for t in find_layout(load_weights(llama), llama).tensors if "blk.0." in t.name)
     assert max(sizes) < whole
 
 
@@ -382,7 +385,7 @@ def unstack_experts(folder):
 def test_what_has_to_be_written_anew(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model", many_layers(FAMILIES["mixtral"]))
     unstack_experts(folder)
-    monkeypatch.setattr(memory_module, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     monkeypatch.setattr(memory_module, "MARGIN", 0)
     monkeypatch.setattr(memory_module, "work_bytes", lambda *_: 0)
     with pytest.raises(ModelError) as caught:
@@ -407,9 +410,9 @@ def test_values_that_a_model_class_changes(tmp_path, load_streamed, monkeypatch)
 
 def test_how_much_memory_decides(llama, monkeypatch):
     """All in memory, streamed, too little; every one of them says what it is."""
-    monkeypatch.setattr(memory_module, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     monkeypatch.setattr(memory_module, "MARGIN", 0)
-    weights = find_layout(backend_module.load_weights(llama), llama).size
+    weights = find_layout(load_weights(llama), llama).size
     needed = needed_by(llama)
     backend = load(str(llama), context_length=64, memory=weights + needed)
     assert (backend.plan, backend.notes, backend.capabilities.streams) == (None, [], False)
@@ -444,21 +447,21 @@ def needed_by(folder):
 def test_prompts_are_read_in_larger_pieces(tmp_path, monkeypatch):
     """Where a pass over more tokens hardly takes more memory, and every pass reads the weights."""
     folder = write_model(tmp_path / "model", many_layers(FAMILIES["llama"]))
-    monkeypatch.setattr(memory_module, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     for name in ("MARGIN", "KEPT"):
         monkeypatch.setattr(memory_module, name, 0)
     monkeypatch.setattr(memory_module, "work_bytes", lambda config, size, item: size.max_nodes)
     monkeypatch.setattr(memory_module, "cell_bytes", lambda *_: (1, 4))
-    weights = find_layout(backend_module.load_weights(folder), folder).size
+    weights = find_layout(load_weights(folder), folder).size
     backend = load(str(folder), context_length=64, memory=weights - 20_000)
     assert backend.capabilities.max_nodes == 2048
     backend.close()
 
 
 def test_a_draft_takes_room(llama, monkeypatch):
-    room = 2 * find_layout(backend_module.load_weights(llama), llama).size
-    for name in ("private_memory", "work_bytes"):
-        monkeypatch.setattr(memory_module, name, lambda *_: 0)
+    room = 2 * find_layout(load_weights(llama), llama).size
+    for name in ("machine.memory.private_memory", "backends.mlx.memory.work_bytes"):
+        monkeypatch.setattr(f"edgespec.{name}", lambda *_: 0)
     monkeypatch.setattr(memory_module, "cell_bytes", lambda *_: (0, 4))
     for name in ("MARGIN", "KEPT"):
         monkeypatch.setattr(memory_module, name, 0)
@@ -469,10 +472,10 @@ def test_a_draft_takes_room(llama, monkeypatch):
 
 
 def test_a_mac_has_no_more_than_its_gpu_can_hold(monkeypatch):
-    monkeypatch.setattr(memory_module, "available_memory", lambda: 30 << 30)
-    assert memory_module.free_memory() == 30 << 30
+    machine = Machine(platform="darwin", processors=8, cores=4, memory=32 << 30, free=30 << 30)
+    assert memory_module.free_memory(machine) == 30 << 30
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 20 << 30})
-    assert memory_module.free_memory() == 18 << 30
+    assert memory_module.free_memory(replace(machine, gpus=tuple(memory_module.find_gpus()))) == 18 << 30
 
 
 def test_buffers_are_counted(tmp_path):

@@ -43,6 +43,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine import disk
+from edgespec.machine import memory as process
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.models.registry import Defaults, Entry
@@ -54,7 +55,7 @@ from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
 from edgespec.weights.plan import SAFETY
 
-pytestmark = pytest.mark.skipif(not ring.supported(), reason="weights are streamed on Linux and macOS")
+pytestmark = pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 MIB = 1 << 20
@@ -65,7 +66,7 @@ PROMPT = "Count: one two three four one two three four one two"
 @pytest.fixture(autouse=True)
 def _steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process itself takes differs from test to test; here plans are to depend on the model alone."""
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +83,9 @@ def least_memory(path: Path, **options: Any) -> int:
 
 def load_streamed(path: Path, more: int = 0, **options: Any) -> LlamaBackend:
     """With the least memory, or that much more; what this program holds besides may not change in between."""
-    options, held = OPTIONS | options, llamacpp_memory.private_memory()
+    options, held = OPTIONS | options, process.private_memory()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llamacpp_memory, "private_memory", lambda: held)
+        patch.setattr("edgespec.machine.memory.private_memory", lambda: held)
         backend = load(str(path), memory=least_memory(path, **options) + more, **options)
     assert backend.streamer is not None
     assert len(backend.streamer.plan.streamed) >= 4
@@ -102,7 +103,7 @@ def resident(smollm2: Path) -> Iterator[LlamaBackend]:
 @pytest.fixture(scope="module")
 def streamed(smollm2: Path) -> Iterator[LlamaBackend]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+        patch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
         backend = load_streamed(smollm2, 10 * MIB)
     yield backend
     backend.close()
@@ -118,7 +119,7 @@ def tiny_resident(tiny: Path) -> Iterator[LlamaBackend]:
 @pytest.fixture(scope="module")
 def tiny_streamed(tiny: Path) -> Iterator[LlamaBackend]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+        patch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
         backend = load_streamed(tiny)
     yield backend
     backend.close()
@@ -506,7 +507,7 @@ SHRINK = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from test_offload_llamacpp import *
-llamacpp_memory.private_memory = lambda: 0
+process.private_memory = lambda: 0
 path = Path(sys.argv[1])
 backend = load_streamed(path)
 last_row(backend, [5])
@@ -644,8 +645,8 @@ def test_the_least_memory_named_works_and_less_does_not(tiny: Path) -> None:
         load(str(tiny), memory=least - 2 * MIB, **OPTIONS)
 
 
-def has_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(loader_module, "this_machine", lambda: replace(this_machine(), free=free))
+def has(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
+    monkeypatch.setattr(loader_module, "this_machine", lambda *looked: replace(this_machine(*looked), **facts))
 
 
 def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,7 +657,7 @@ def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: py
         "llama_init_from_model",
         lambda model, params: (callbacks.append(bool(params.cb_eval)), really(model, params))[1],
     )
-    has_free(monkeypatch, 8 << 30)
+    has(monkeypatch, free=8 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
     assert backend.streamer is None
     assert backend.notes == []
@@ -669,7 +670,7 @@ def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     """Nothing is loaded, and what is free here does not matter."""
     monkeypatch.setattr(llamacpp_engine, "without_amx", lambda info: False)  # which may not repack
     least = least_memory(str(tiny), **OPTIONS)
-    rich = Machine("linux", 64 << 30, 64 << 30, 8)
+    rich = Machine(platform="linux", processors=8, cores=8, memory=64 << 30, free=64 << 30)
     poor = replace(rich, memory=1 << 30, free=int((least + MIB) / (1 - SAFETY)))
     plans = [engine.plan(str(tiny), LoadOptions(**OPTIONS), machine) for machine in (rich, poor)]
     assert [plan.weights is None for plan in plans] == [True, False]
@@ -679,7 +680,7 @@ def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_free(monkeypatch, 1 << 30)
+    has(monkeypatch, free=1 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
     assert backend.notes == ["4.00 GiB of memory are asked for, but only 1.00 GiB are free"]
     backend.close()
@@ -693,8 +694,7 @@ def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
     """As on Windows. With --memory it is always told: the limit cannot be kept."""
     size = tiny.stat().st_size
     assert 10 * MIB < size < 100 * MIB
-    monkeypatch.setattr(llamacpp_memory, "supported", lambda: False)
-    has_free(monkeypatch, free)
+    has(monkeypatch, free=free, platform="win32")
     backend = load(str(tiny), memory=memory, **OPTIONS)
     note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
     assert backend.notes == [note] * (told or memory is not None)
@@ -704,8 +704,7 @@ def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
 
 def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = tiny.stat().st_size
-    monkeypatch.setattr(llamacpp_memory, "supported", lambda: False)
-    has_free(monkeypatch, size * 3 // 2)
+    has(monkeypatch, free=size * 3 // 2, platform="win32")
     for beside, notes in (([], 0), ([str(tiny)], 1)):
         backend = load(str(tiny), draft_files=beside, **OPTIONS)
         assert len(backend.notes) == notes
@@ -721,7 +720,10 @@ def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
 def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:
     """A model in float32 has keys and values in float32: twice as large, and so counted."""
     rounded, exact = (
-        [llamacpp_memory.memory_needs(str(path), ContextSize(length, 16, 1, MIN_NODES)) for length in (1024, 4096)]
+        [
+            llamacpp_memory.memory_needs(str(path), ContextSize(length, 16, 1, MIN_NODES), this_machine())
+            for length in (1024, 4096)
+        ]
         for path in (tiny, smollm2_tiny_f32)
     )
     cache = 3072 * 2 * 6 * 192 * 2  # keys and values of six layers, two bytes each
@@ -805,13 +807,13 @@ def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
 ORDINARY = """
 import ctypes, re, resource, sys
 from pathlib import Path
-from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.engine import load
+from edgespec.machine import memory as process
 from edgespec.loop.passes import prefill
 from edgespec.errors import UsageError
 from edgespec.machine.memory import parse_size
 
-llamacpp_memory.private_memory = lambda: 0  # it grows with every load
+process.private_memory = lambda: 0  # it grows with every load
 
 def row(**options):
     backend = load(sys.argv[1], context_length=256, threads=1, budget=16, **options)
@@ -875,7 +877,7 @@ def test_classes_are_found_before_weights_fill_the_memory(tiny: Path, monkeypatc
     monkeypatch.setattr(llamacpp_engine, "start_streaming", fill)
     monkeypatch.setattr(row_classes, "probe", probe)
     monkeypatch.setattr(row_classes, "_known", {})
-    monkeypatch.setattr(llamacpp_memory, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     entry = Entry(name="target", target=f"file:{tiny}", defaults=Defaults())
     for asked, expected in ((None, ["probe", "fill"]), ("off", ["fill"])):
         order.clear()

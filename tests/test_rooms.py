@@ -89,6 +89,42 @@ def test_only_measuring_names_an_engine() -> None:
             assert not {other for other in found if room_of(other) == "backends"}, name
 
 
+ASKS = {
+    "cpu_count",
+    "getloadavg",
+    "machine",
+    "platform",
+    "processor",
+    "sched_getaffinity",
+    "sysconf",
+    "system",
+    "uname",
+}
+MAY_ASK = {
+    "edgespec/machine/measurements.py", "edgespec/machine/memory.py", "edgespec/machine/system.py",
+    "edgespec/machine/this_machine.py",
+    "backends/llamacpp/ggml/files.py", "backends/llamacpp/ggml/stop.py",  # names of libraries
+    "backends/llamacpp/memory/threads.py",  # the load of other programs while a pass computes
+}  # fmt: skip
+
+
+def test_only_the_edge_asks_the_system() -> None:
+    """All others get a `Machine`, so a plan for any machine can be made anywhere."""
+    asking, measuring = set[str](), set[str]()
+    for path in (*(ROOT / "edgespec").rglob("*.py"), *(ROOT / "backends").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ASKS:
+                asking |= {name} if node.value.id in ("os", "platform", "sys") else set()
+            elif isinstance(node, ast.ImportFrom) and node.module in ("os", "platform", "sys", "psutil"):
+                asking |= {name} if ASKS & {alias.name for alias in node.names} else set()
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+                called = node.id if isinstance(node, ast.Name) else node.attr
+                measuring |= {name} if called in ("all_memory", "available_memory") else set()
+    assert asking == MAY_ASK
+    assert {name for name in measuring if not name.startswith(("edgespec/machine/", "edgespec/cli/"))} == set()
+
+
 def test_what_decides_the_text_is_pure() -> None:
     allowed = {"numpy", "numpy.typing", "collections", "collections.abc", "dataclasses", "enum", "math", "typing"}
     allowed |= {"edgespec.errors", "edgespec.loop.tree", "edgespec.loop.sampling"}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from edgespec.errors import ModelError
 from edgespec.machine import disk, system
 from edgespec.machine.system import READ_SIZE
+from edgespec.machine.this_machine import this_machine
 from edgespec.weights import linux, ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
@@ -1117,8 +1119,9 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
 ) -> None:
     """Found when the model is loaded, not at the first pass."""
     files, library = descriptors(), OldLibrary()
-    monkeypatch.setattr(ring, "libc", lambda: library)
-    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    monkeypatch.setattr(linux, "libc", lambda: library)
+    machine = replace(this_machine(), moves_pages=system.moves_pages(library))
+    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan, machine)
     assert isinstance(store, CachedLinuxStore)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
     store.preload(mapped.plan.pinned, unseen)
@@ -1147,7 +1150,7 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     assert descriptors() == files
     os.truncate(mapped.path, PAGE)
     extent = mapped.layers[0].extents[0]
-    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan)
+    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan, machine)
     with pytest.raises(OSError, match="it must have shrunk"):
         store.read(0, mapped.layers[0], extent, extent.start, extent.stop)
     store.close()
@@ -1156,9 +1159,9 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
 @linux_only
 def test_this_kernel_is_tried_and_the_trial_leaves_nothing(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorder()
-    assert linux.moves_pages(library)
+    assert system.moves_pages(library)
     assert sum(library.anonymous.values()) == 0
-    assert not linux.moves_pages(OldLibrary())
+    assert not system.moves_pages(OldLibrary())
 
     class Full(Recorder):
         def mmap(self, *arguments: Any) -> Any:
@@ -1166,7 +1169,7 @@ def test_this_kernel_is_tried_and_the_trial_leaves_nothing(mapped: Mapped, monke
             return system.MAP_FAILED
 
     with pytest.raises(OSError, match="mmap: Cannot allocate memory"):
-        linux.moves_pages(Full())
+        system.moves_pages(Full())
 
 
 @linux_only
@@ -1325,15 +1328,14 @@ def test_darwin_read_errors_reach_the_one_who_computes(two_files: list[str], mon
 
 
 @posix_only
-def test_the_system_chooses_the_store(mapped: Mapped, two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_system_chooses_the_store(mapped: Mapped) -> None:
     seen = mappings(str(mapped.path)) if sys.platform == "linux" else []
     for platform, kind in (("linux", LinuxStore), ("darwin", DarwinStore)):
         if platform == "linux" != sys.platform:
             continue
-        monkeypatch.setattr(ring, "sys", type("System", (), {"platform": platform}))
-        assert ring.supported()
-        store = ring.open_store([str(mapped.path)], seen, mapped.plan)
+        machine = replace(this_machine(), platform=platform)
+        assert ring.can_stream(machine)
+        store = ring.open_store([str(mapped.path)], seen, mapped.plan, machine)
         assert type(store) is kind
         store.close()
-    monkeypatch.setattr(ring, "sys", type("System", (), {"platform": "win32"}))
-    assert not ring.supported()
+    assert not ring.can_stream(replace(this_machine(), platform="win32"))

@@ -99,7 +99,7 @@ def halves(tmp_path_factory):
 @pytest.fixture
 def tiers(monkeypatch):
     """Loads with so many layers on the device and so many in host memory; the others are on disk."""
-    monkeypatch.setattr(backend_module, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     monkeypatch.setattr(backend_module, "MARGIN", 0)
     opened = []
 
@@ -401,7 +401,7 @@ def test_passes_leave_nothing_behind(llama, tiers):
 
 
 def test_a_processor_streams_from_disk(halves, monkeypatch):
-    monkeypatch.setattr(backend_module, "private_memory", lambda: 0)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     monkeypatch.setattr(backend_module, "MARGIN", 0)
     layer, fixed = needs(halves, **OPTIONS)
     fixed -= WORKSPACE

@@ -1,9 +1,7 @@
-"""Plan and load in one call."""
-
 from collections.abc import Callable
 from typing import Any
 
-from edgespec.loop.engines import Engine, LoadOptions
+from edgespec.loop.engines import Engine, load_at_once
 from edgespec.machine.this_machine import this_machine
 
 
@@ -11,6 +9,6 @@ def loader(engine: Engine) -> Callable[..., Any]:
     """A function of a path and fields of `LoadOptions` (`exact` "off" by default) that loads a model here."""
 
     def load(path: str, **options: Any) -> Any:
-        return engine.load(engine.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine()))
+        return load_at_once(engine, path, this_machine(path, engine.gpus(options.get("device"))), **options)
 
     return load

@@ -8,10 +8,8 @@ from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import MOST_OWED
 
 from .cells import EXTRA_IDS, IN_WINDOWS
-from .ggml.files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
+from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, metadata
 from .recurrent import ids_of_session, is_recurrent, most_paths
-
-LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 # Types of keys and values in the cache: `kv_cache_types` in llama.cpp's common/arg.cpp, `ggml_type` in ggml.h.
 KV_TYPES = {
@@ -139,14 +137,3 @@ def kept_of(path: str, size: ContextSize) -> str:
         return "" if is_recurrent(model) else size.kept_in(model)
     finally:
         llama_cpp.llama_model_free(model)
-
-
-def check_options(context_length: int, budget: int, sessions: int, threads: int | None) -> None:
-    for name, value, low, high in [
-        ("context length", context_length, 0, 2**24),
-        ("budget", budget, 1, 2**15),
-        ("sessions", sessions, 1, LLAMA_MAX_SEQ),
-        ("threads", threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")

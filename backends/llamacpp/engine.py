@@ -5,34 +5,30 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
-from edgespec.machine.memory import in_bytes, left_of
-from edgespec.machine.this_machine import this_machine
-from edgespec.weights.linux import mappings
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import Plan
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import ContextSize, check_options, kept_of, make_context
-from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .context import ContextSize, kept_of, make_context
+from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
-from .memory.gpu import devices, kept_off
+from .memory.gpu import find_gpus, kept_off
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_mixture
 from .memory.planning import (
     MIN_NODES,
     SHARE,
-    choose_gpu_layers,
-    is_plenty,
-    keeps_experts,
-    plan_memory,
+    MemoryPlanner,
+    mappings_of,
     start_streaming,
 )
 from .memory.probe_model import REPACKED, probe_file, probe_options
 from .memory.skip_padding import SkipPadding, has_experts
-from .memory.threads import compute_cores, crowd
+from .memory.threads import crowd
 from .memory.tolerance import tolerance
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
 from .vocab import load_vocab
@@ -49,15 +45,15 @@ class LlamaPlan(LoadPlan):
         gpu_layers: layers on GPUs or lenders; -1 = all.
         experts_here: all experts stay on the CPU.
         weights: the part of the weights that stays in memory; None: all.
-        platform: of the machine that was planned for.
-        borrowed: devices that `lending.rpc.borrow` returns, or None.
+        machine: that was planned for.
+        borrowed: as from `lending.rpc.borrow`, or None.
     """
 
     size: ContextSize
     gpu_layers: int
     experts_here: bool
     weights: Plan | None
-    platform: str
+    machine: Machine
     borrowed: Any = None
 
 
@@ -69,7 +65,7 @@ class LlamaEngine(Engine):
     - threads: default one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
       changes no bit.
     - gpu_layers: default as many as `gpu_memory` takes (`memory/gpu.py`).
-    - in_order: rounding in llama.cpp depends on the order of cells. Committed nodes behind a gap lose their cells, and
+    - in_order: for rounding, which depends on the order of cells. Committed nodes behind a gap lose their cells, and
       the next pass computes these tokens again.
     - kv_type: one of `KV_TYPES`, or two; default f16, for float32 weights f32.
     - wide: do not repack weights at load. Repacked weights need memory for a second copy, and can be faster for passes
@@ -80,8 +76,11 @@ class LlamaEngine(Engine):
 
     supported = frozenset({"threads", "gpu_layers", "gpu_memory", "memory", "kv_type", "lenders", "draft_files"})
 
+    def gpus(self, device: str | None) -> list[Gpu]:
+        return find_gpus()
+
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        check_options(options.context_length, options.budget, options.sessions, options.threads)
+        check_sizes(options, LLAMA_MAX_SEQ)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
@@ -99,7 +98,7 @@ class LlamaEngine(Engine):
     def probe_model(self, path: str, computing: Computing) -> Iterator[Backend]:
         options = probe_options(path, computing)
         with probe_file(path) as copy:
-            plan = plan_here(copy, options, this_machine())
+            plan = plan_here(copy, options, this_machine(copy, self.gpus(None)))
             repacked = REPACKED.keys() <= computing.keys()
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
@@ -108,40 +107,31 @@ class LlamaEngine(Engine):
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
                 yield backend
 
-    def left_of_gpu(self, draft: Backend, memory: int | str) -> int:
-        return left_of("gpu_memory", memory, sum(device.used for device in devices() if not device.shared))
-
 
 engine = LlamaEngine()
 load = loader(engine)
 
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
-    memory, beside = in_bytes(options.memory), options.draft_files
-    plenty = is_plenty(path, memory, beside, machine)
+    planner = MemoryPlanner(path, options, machine, borrowed)
+    plenty = planner.plenty
     share = options.share if options.share is not None else 1.0 if plenty or options.resident else SHARE
     size = ContextSize(options.context_length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
     gpu_layers, notes, weights = options.gpu_layers, list[str](), None
     if gpu_layers is None:
-        gpu_layers = choose_gpu_layers(
-            path, size, memory=memory, beside=beside, resident=options.resident, gpu_memory=options.gpu_memory,
-            machine=machine, borrowed=borrowed,
-        )  # fmt: skip
+        gpu_layers = planner.choose_gpu_layers(size)
     elif options.gpu_memory is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
-    elif gpu_layers and not borrowed and not devices():
+    elif gpu_layers and not borrowed and not machine.gpus:
         gpu_layers, notes = 0, ["this llama.cpp has no GPU, so --gpu-layers changes nothing"]
-    experts_here = not borrowed and keeps_experts(path, gpu_layers, size)
+    experts_here = planner.keeps_experts(gpu_layers, size)
     if not plenty and not options.resident:
-        weights, size, more = plan_memory(
-            path, size, memory=memory, beside=beside, gpu_layers=gpu_layers, lent=bool(borrowed),
-            experts_here=experts_here, machine=machine,
-        )  # fmt: skip
+        weights, size, more = planner.plan_memory(size, gpu_layers, experts_here)
         notes += more
     streams = weights is not None and bool(weights.streamed or weights.cached)
     # Repacked weights are copies outside the file's mapping.
     repack = plenty and not options.wide and not without_amx(llama_cpp.llama_print_system_info())
-    computing: dict[str, str | int | None] = {"threads": options.threads or compute_cores(), "gpu_layers": gpu_layers}
+    computing: dict[str, str | int | None] = {"threads": options.threads or machine.cores, "gpu_layers": gpu_layers}
     bitwise = _is_bitwise(options, gpu_layers, borrowed)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
     classes = options.exact != "off" and (streams or (repack and bitwise))
@@ -152,7 +142,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         ways = (computing | REPACKED, *(ways if kept else ()))
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
-        size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, platform=machine.platform,
+        size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, machine=machine,
         borrowed=borrowed,
     )  # fmt: skip
 
@@ -162,19 +152,13 @@ def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
-    path, options, size, weights, borrowed = plan.path, plan.options, plan.size, plan.weights, plan.borrowed
+    path, options, weights = plan.path, plan.options, plan.weights
     notes, computing = list(plan.notes or ()), dict(way)
-    known = {mapping.start for part in parts(path) for mapping in mappings(part)} if weights else set()
-    bitwise = _is_bitwise(options, plan.gpu_layers, borrowed)
-    params_of_model: dict[str, Any] = {"use_extra_bufts": REPACKED.keys() <= way.keys()}
-    if weights:
-        params_of_model["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
-    if borrowed:
-        params_of_model |= lent_options(borrowed)
+    before = mappings_of(path, plan.machine) if weights else []
+    bitwise = _is_bitwise(options, plan.gpu_layers, plan.borrowed)
+    if plan.borrowed:
         notes.append(lent_line(path, plan.gpu_layers))
-    else:
-        params_of_model |= kept_off(weights, plan.gpu_layers, plan.experts_here, platform=plan.platform)
-    model = load_model(path, n_gpu_layers=plan.gpu_layers, **params_of_model)
+    model = load_model(path, **_model_params(plan, way))
     watch: LayerHooks | SkipPadding | None = None
     context = None
     try:
@@ -182,13 +166,14 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             if reason := why_not(model):
                 raise ModelError(f"{path}: {reason}; use another model")
             computing = {name: value for name, value in computing.items() if name not in ALIKE}
+        speed = 0.0
         if weights:
-            streamer, speed, kept = start_streaming(path, weights, known, progress)
+            streamer, speed, kept = start_streaming(path, weights, plan.machine, before, progress)
             watch = LayerHooks(streamer)
         elif bitwise and has_experts(path):
             watch = SkipPadding()
         streams = bool(weights and weights.streamed)
-        size = size.of(model)
+        size = plan.size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and weights.slots_of_experts >= 0
@@ -197,7 +182,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         elif watch and weights and weights.cached and bitwise:
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
-        if streams or chosen or borrowed:
+        if streams or chosen or plan.borrowed:
             params.op_offload = False  # a GPU that helps with long prompts would read weights before they are loaded
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
@@ -219,26 +204,18 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         llama_cpp.llama_model_free(model)
         raise
     lanes = most_paths(model, options.budget, options.sessions)
-    capabilities = Capabilities(
-        context_length=size.length(model),
-        max_nodes=size.max_nodes,
-        max_wanted=params.n_outputs_max,
-        max_leaves=lanes or size.max_leaves,
-        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+    capabilities = _capabilities(model, size, lanes, params.n_outputs_max)
+    capabilities = replace(
+        capabilities,
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
-        layers=llama_cpp.llama_model_n_layer(model),
         experts=watch.mixture.shape if watch and watch.mixture else None,
-        paths=lanes > 0,
-        gaps=lanes > 0,  # row classes do not apply: the rows of a pass depend on its paths
-        spare_leaves=None if lanes else size.ids - size.own_ids * options.sessions,
-        cells=size.tokens(model) if options.sessions > 1 and size.share < 1 and not lanes else None,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
-    yielding = 0 if options.threads or capabilities.streams else params.n_threads
+    yielding = 0 if options.threads or streams else params.n_threads
     if yielding:
         crowd()
-    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(borrowed) - 1} if borrowed else {})
+    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(plan.borrowed) - 1} if plan.borrowed else {})
     backend = LlamaBackend(
         model, context, capabilities, options.sessions, options.in_order, watch, yielding, ids=ids,
         computing=computing,
@@ -247,3 +224,29 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         backend.row_hook = row_hook(processors[0])
     backend.notes, backend.plan, backend.files = notes, weights, parts(path)
     return backend
+
+
+def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
+    """Arguments of `load_model`."""
+    params: dict[str, Any] = {"n_gpu_layers": plan.gpu_layers, "use_extra_bufts": REPACKED.keys() <= way.keys()}
+    if plan.weights:
+        params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    if plan.borrowed:
+        return params | lent_options(plan.borrowed)
+    return params | kept_off(plan.weights, plan.gpu_layers, plan.experts_here, platform=plan.machine.platform)
+
+
+def _capabilities(model: Any, size: ContextSize, lanes: int, most_wanted: int) -> Capabilities:
+    """Capabilities of a model that is not streamed; `lanes` are its paths in a tree, 0: no layer is recurrent."""
+    return Capabilities(
+        context_length=size.length(model),
+        max_nodes=size.max_nodes,
+        max_wanted=most_wanted,
+        max_leaves=lanes or size.max_leaves,
+        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+        layers=llama_cpp.llama_model_n_layer(model),
+        paths=lanes > 0,
+        gaps=lanes > 0,  # row classes do not apply: the rows of a pass depend on its paths
+        spare_leaves=None if lanes else size.ids - size.own_ids * size.sessions,
+        cells=size.tokens(model) if size.sessions > 1 and size.share < 1 and not lanes else None,
+    )

@@ -14,7 +14,7 @@ once for all of them (`streaming.py`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from threading import Event
 from typing import Any, cast
@@ -26,24 +26,28 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Progress
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
+from edgespec.machine import memory as process
+from edgespec.machine.disk import Reading
 from edgespec.machine.memory import in_bytes
+from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import Plan
-from edgespec.weights.ring import measure_disk, supported
+from edgespec.weights.ring import can_stream, measure_disk
 
-from ..common.hf_vocab import HfVocab, check_folder, experts_of, first_line, load_vocab, weight_files
+from ..common.hf_vocab import HfVocab, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
 from ..common.loader import loader
-from .loading import check_files, find_windows, load_weights
+from .loading import LazyModel, open_model
 from .memory import (
     MIN_NODES,
     Layout,
     PassSize,
-    beside_bytes,
+    draft_bytes,
+    find_gpus,
     on_gpu,
     parameter_bytes,
     plan_memory,
@@ -52,11 +56,12 @@ from .memory import (
 from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
-from .tree import TreeCache, cut_rows, wrap_ropes
+from .tree import TreeCache, cut_rows
 
 __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
-DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
+MOST_SESSIONS = 256
+DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
 CELLS_OF_SMALL = 8
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
@@ -282,16 +287,65 @@ def padded(work: Work, first: int, shape: RowClass) -> Work:
     return replace(work, token_ids=tokens, parents=parents, wanted=wanted)
 
 
-class MlxEngine(Engine):
-    """See `Engine`. Loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
+@dataclass(frozen=True, kw_only=True)
+class MlxPlan(LoadPlan):
+    """See `LoadPlan`.
 
-    `memory`: default what is free, on a Mac what its GPU can hold. If it is short, weights are streamed.
+    Attributes:
+        lazy: the model.
+        vocab: its tokenizer.
+        size: of sessions and passes.
+        layout: where weights lie; None: all stay in memory.
+        weights: the part of the weights that stays in memory; None: all.
+        told: messages on memory for the user.
+        machine: that was planned for.
+    """
+
+    lazy: LazyModel
+    vocab: HfVocab
+    size: PassSize
+    layout: Layout | None
+    weights: Plan | None
+    told: Sequence[str]
+    machine: Machine
+
+
+class MlxEngine(Engine):
+    """See `Engine`; loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
+
+    Options:
+
+    - memory: default the free memory, on a Mac what its GPU can hold; weights that do not fit are streamed.
     """
 
     supported = frozenset({"memory", "draft_files"})
 
-    def load(self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None) -> MlxBackend:
-        return load_folder(plan.path, plan.options, progress or (lambda done, total: None))
+    def gpus(self, device: str | None) -> list[Gpu]:
+        return find_gpus()
+
+    def plan(self, path: str, options: LoadOptions, machine: Machine) -> MlxPlan:
+        """See `Engine.plan`.
+
+        Raises:
+            ModelError: as for `Engine.plan`, and if the folder must be written again to be streamed.
+        """
+        check_sizes(options, MOST_SESSIONS)
+        memory, before = in_bytes(options.memory), process.private_memory()
+        lazy, vocab = open_model(path), load_vocab(path)
+        used = machine.used + max(0, process.private_memory() - before)
+        context_length = options.context_length or lazy.text_config.get("max_position_embeddings") or DEFAULT_CONTEXT
+        size = PassSize(context_length, options.budget, options.sessions, MIN_NODES)
+        plan, layout, notes = None, None, list[str]()
+        if not options.resident and can_stream(machine):
+            drafts = sum(draft_bytes(open_model(other), size) for other in options.draft_files)
+            plan, size, layout, notes = plan_memory(lazy, size, memory, used, drafts, machine)
+        return MlxPlan(
+            path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan, told=notes,
+            machine=machine,
+        )  # fmt: skip
+
+    def load(self, plan: MlxPlan, way: Computing | None = None, progress: Progress | None = None) -> MlxBackend:
+        return load_planned(plan, progress or (lambda done, total: None))
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
@@ -301,44 +355,21 @@ engine = MlxEngine()
 load = loader(engine)
 
 
-def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBackend:
-    """Load a model folder.
-
-    Raises:
-        ModelError: the folder is missing, incomplete, damaged, or holds a model that cannot read a tree, or that must
-            be written again to be streamed.
-        UsageError: an option is out of range, or the memory too little for the model.
+def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     """
-    context_length, budget, sessions = options.context_length, options.budget, options.sessions
-    for name, value, low, high in [
-        ("context length", context_length, 0, 2**24),
-        ("budget", budget, 1, 2**15),
-        ("sessions", sessions, 1, 256),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-    room = in_bytes(options.memory)
-    folder = check_folder(path)
-    config = check_files(folder)
-    model = load_weights(folder)
-    vocab = load_vocab(path)
-    windows, recurrent = find_windows(model, path), is_recurrent(model)
-    if not recurrent:
-        wrap_ropes(model)
-    text_config = config.get("text_config") or config
-    context_length = context_length or text_config.get("max_position_embeddings") or DEFAULT_CONTEXT
-    size, notes, sweep = PassSize(context_length, budget, sessions, MIN_NODES), list[str](), None
-    tolerance, leaves = _tolerance(model), size.paths(model)
-    if not options.resident and supported():
-        others = sum(beside_bytes(check_folder(other), size) for other in options.draft_files)
-        plan, size, layout, notes = plan_memory(model, folder, text_config, windows, size, room, others)
-        if plan and plan.streamed:
-            sweep, more = _stream(model, layout, plan, progress, path)
-            notes += more
+    Raises:
+        ModelError: the model cannot read a tree, or cannot be streamed.
+    """
+    model, size, path, text_config = plan.lazy.model, plan.size, plan.path, plan.lazy.text_config
+    recurrent, tolerance, leaves = is_recurrent(model), _tolerance(model), size.paths(model)
+    notes, sweep = list(plan.told), None
+    if plan.weights and plan.layout and plan.weights.streamed:
+        sweep, more = _stream(model, plan.layout, plan.weights, plan.machine.disk, progress, path)
+        notes += more
     weights = sweep.bytes_held if sweep else parameter_bytes(model)
-    notes += set_memory_limits(weights)
+    notes += set_memory_limits(weights, plan.machine.gpus)
     capabilities = Capabilities(
-        context_length=context_length,
+        context_length=size.context_length,
         max_nodes=size.max_nodes,
         max_wanted=size.max_nodes,
         max_leaves=leaves or size.max_nodes,
@@ -350,27 +381,36 @@ def load_folder(path: str, options: LoadOptions, progress: Progress) -> MlxBacke
         one_thread=True,  # MLX's streams belong to the thread that made them
     )
     kinds = make_prompt_cache(model) if recurrent else ()
-    backend = MlxBackend(model, vocab, capabilities, windows, sessions, sweep, notes, kinds)
+    backend = MlxBackend(model, plan.vocab, capabilities, plan.lazy.windows, size.sessions, sweep, notes, kinds)
     backend._files = weight_files(path)
     try:
-        _check_tree(backend, path, config["model_type"])
+        _check_tree(backend, path, plan.lazy.config["model_type"])
     except BaseException:
         backend.close()
         raise
     return backend
 
 
-def _stream(model: Any, layout: Layout, plan: Plan, progress: Progress, path: str) -> tuple[LayerSweep, Sequence[str]]:
-    """Read what stays, and start to stream the rest; and notes for a person. Raises ModelError."""
+def _stream(
+    model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, path: str
+) -> tuple[LayerSweep, Sequence[str]]:
+    """Read the weights that stay, and start to stream the others.
+
+    Returns:
+        The streaming, and messages for the user.
+
+    Raises:
+        ModelError: the files cannot be read.
+    """
     store = open_slots(layout, plan)
     try:
-        sweep = LayerSweep(model, layout, plan, progress, store)
+        sweep = LayerSweep(model, layout, plan, disk, progress, store)
     except BaseException as error:
         store.close()
         if isinstance(error, OSError):
             raise ModelError(f"{path}: cannot be streamed: {error}") from error
         raise
-    speed = measure_disk(layout.paths, plan)
+    speed = disk.speed or measure_disk(layout.paths, plan)
     return sweep, [plan.line(speed), *filter(None, [plan.warning(speed)])]
 
 

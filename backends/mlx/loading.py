@@ -1,6 +1,8 @@
-"""Model folders become mlx-lm models, whose weights are not read yet: what is refused before that."""
+"""Check model folders, and open them as mlx-lm models without reading the weights."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,53 @@ from mlx_lm.utils import load_model
 
 from edgespec.errors import ModelError
 
-from ..common.hf_vocab import first_line
-from .recurrent import leaves_of
+from ..common.hf_vocab import check_folder, first_line
+from .recurrent import is_recurrent, leaves_of
+from .tree import wrap_ropes
+
+
+@dataclass(frozen=True, slots=True)
+class LazyModel:
+    """A folder's model; MLX reads its weights when the first pass needs them.
+
+    Attributes:
+        folder: its own.
+        config: of config.json.
+        model: mlx-lm's.
+        windows: as `find_windows` returns them.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    model: Any
+    windows: Sequence[int | None]
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        return self.config.get("text_config") or self.config
+
+
+def open_model(path: str) -> LazyModel:
+    """
+    Raises:
+        ModelError: as for the functions below.
+    """
+    folder = check_folder(path)
+    config, model = check_files(folder), load_weights(folder)
+    windows = find_windows(model, path)
+    if not is_recurrent(model):
+        wrap_ropes(model)
+    return LazyModel(folder, config, model, windows)
 
 
 def check_files(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, when nothing that it needs is missing."""
+    """
+    Returns:
+        The contents of config.json.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except ValueError as error:
@@ -35,7 +78,6 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path) -> Any:
-    """mlx-lm's model; MLX reads the weights when the first pass needs them."""
     try:
         return load_model(folder, lazy=True)[0]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
@@ -43,7 +85,13 @@ def load_weights(folder: Path) -> Any:
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:
-    """For every layer that has keys and values, how far back it sees; None: to the beginning."""
+    """
+    Returns:
+        The sliding window of each layer with keys and values, in tokens; None: all tokens.
+
+    Raises:
+        ModelError: a layer's cache is of another kind.
+    """
     windows = list[int | None]()
     caches = list(leaves_of(make_prompt_cache(model)))
     recurrent = any(type(cache) is ArraysCache for cache in caches)

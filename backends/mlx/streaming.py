@@ -5,7 +5,6 @@ MLX is lazy: all works' graphs are made first, and then computed layer by layer,
 layer's outputs are computed before its slot is free.
 """
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -20,8 +19,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 
 from edgespec.errors import Interrupted, ModelError
-from edgespec.machine.disk import recall_reading
-from edgespec.machine.system import HUGE, libc
+from edgespec.machine.disk import Reading
+from edgespec.machine.system import HUGE, wish_huge_pages
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor
 from edgespec.weights.preload import Progress, warm
@@ -32,8 +31,7 @@ from .recurrent import leaves_of
 from .session import as_bytes
 from .tree import TreeCache
 
-MADV_HUGEPAGE = 14  # Linux
-NUMBER = 16  # bytes; more than any number or vector of numbers that kernels load
+NUMBER = 16  # bytes; alignment that is enough for all kernels
 Result = TypeVar("Result")
 
 
@@ -64,8 +62,8 @@ class SlotStore:
         self.slot_bytes = size
         self._arrays = [new_bytes(size + HUGE) for _ in range(plan.slots)]
         self._offsets = [-address(array) % HUGE for array in self._arrays]  # where a slot begins: at a huge page
-        for slot in range(plan.slots if sys.platform == "linux" else 0):
-            libc().madvise(self.address(slot), size, MADV_HUGEPAGE)  # a wish: reads into small pages are slower
+        for slot in range(plan.slots):
+            wish_huge_pages(self.address(slot), size)  # reads into small pages are slower
 
     def _widened(self, layer: Layer) -> Layer:
         extents = list[Extent]()
@@ -166,14 +164,21 @@ class Step:
 
 
 class LayerSweep:
-    """A model whose layers are streamed; `run` makes a pass. Made before the model is first used, closed after it."""
+    """A model with streamed layers, made before the model's first pass.
 
-    def __init__(self, model: Any, layout: Layout, plan: Plan, progress: Progress, store: SlotStore) -> None:
+    Attributes:
+        interrupted: once it is set, no further layer is computed.
+    """
+
+    def __init__(
+        self, model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, store: SlotStore
+    ) -> None:
         """
         Args:
             model: loaded lazily; its weights are replaced.
             layout: where they lie.
             plan: what is streamed, in whole tensors.
+            disk: how it is read.
             progress: gets the part of the resident weights that has been read.
             store: of the same plan; closed by `close`.
 
@@ -181,7 +186,7 @@ class LayerSweep:
             ModelError: the files hold other values than mlx-lm takes from them.
             OSError: a file cannot be read.
         """
-        self.interrupted = Event()  # when it is set, no further layer is computed
+        self.interrupted = Event()
         self._steps = list[Step]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store
@@ -208,8 +213,7 @@ class LayerSweep:
         for _, array in tree_flatten(model.parameters()):
             mx.eval(array)
         mx.clear_cache()
-        how = recall_reading(layout.paths[store.plan.streamed[0].extents[0].file])
-        self.streamer = Streamer(store.plan, store, how.threads, how.size)
+        self.streamer = Streamer(store.plan, store, disk.threads, disk.size)
 
     def _check_values(self, model: Any, layout: Layout) -> None:
         """Compare one layer bit by bit, because a model class may change values without another shape or type."""

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
@@ -24,18 +24,20 @@ from weakref import WeakSet
 import torch
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.backend import Backend, Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
+from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
+from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
-from edgespec.machine.memory import available_memory, format_size, in_bytes, left_of, private_memory
-from edgespec.machine.this_machine import this_machine
+from edgespec.machine.memory import format_size, in_bytes
+from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import MARGIN, SAFETY
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
+from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
@@ -48,8 +50,10 @@ from .loading import (
     cache_shape,
     check_folder_fits,
     check_rope,
+    choose_placement,
     decoder_layers,
     find_device,
+    find_gpus,
     inspect_layers,
     load_model,
     nf4_form,
@@ -73,7 +77,8 @@ from .session import Placement, TorchSession
 
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
-DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
+MOST_SESSIONS = 1024
+DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
 MIN_NODES = 512  # tokens of a prompt's chunk
 MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
 
@@ -198,88 +203,116 @@ class TorchBackend:
         _mapped.discard(self)
 
 
-class TorchEngine(Engine):
-    """See `Engine`. Loads model folders: config.json, safetensors files and a tokenizer.
+@dataclass(frozen=True, kw_only=True)
+class TorchPlan(LoadPlan):
+    """See `LoadPlan`; sizes in bytes.
 
-    `threads`: for all models of the process; default PyTorch's choice. `device`: "cuda", "cuda:1", "mps" or "cpu";
-    default the first of these that is there. `dtype`: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear
-    layers; default as in the folder. `gpu_layers`: the others are streamed from host memory; default as many as
-    `gpu_memory` takes. `gpu_memory`: models that were loaded before count. `memory`: layers that neither the GPU nor
-    this can hold are streamed from disk.
+    Attributes:
+        device: its name.
+        gpu: the device, if it has memory of its own.
+        memory: of this machine, that may be used.
+        used: of that, by this program.
+    """
+
+    device: str
+    gpu: Gpu | None
+    memory: int
+    used: int
+
+
+class TorchEngine(Engine):
+    """See `Engine`; loads folders with config.json, safetensors files and a tokenizer.
+
+    Options:
+
+    - threads: for all models of the process; default PyTorch's choice.
+    - device: "cuda", "cuda:1", "mps" or "cpu"; default the first of these that the machine has.
+    - dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default as in the folder.
+    - gpu_layers: others are streamed from host memory; default as many as `gpu_memory` can hold.
+    - gpu_memory: with the models that were loaded before.
+    - memory: layers that fit neither there nor on the GPU are streamed from disk.
     """
 
     supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
 
-    def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        """See `Engine.plan`. Raises MissingPackage: nf4 was asked for without bitsandbytes."""
-        _check_options(options)
-        return LoadPlan(path=path, options=options)
+    def gpus(self, device: str | None) -> list[Gpu]:
+        return find_gpus(device)
 
-    def load(self, plan: LoadPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
-        return load_folder(plan.path, plan.options)
+    def plan(self, path: str, options: LoadOptions, machine: Machine) -> TorchPlan:
+        """See `Engine.plan`; `choose_placement` decides later which layers stay, when their sizes are known."""
+        check_sizes(options, MOST_SESSIONS)
+        if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
+            raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
+        device = find_device(options.device, machine.gpus)
+        gpu = next((gpu for gpu in machine.gpus if gpu.name == device and not gpu.shared), None)
+        if options.gpu_memory is not None and not gpu:
+            raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {device}")
+        if options.gpu_memory is not None and options.gpu_layers is not None:
+            raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
+        memory = in_bytes(options.memory)
+        if memory is not None and device == "mps":
+            raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
+        most = memory or int(machine.free * (1 - SAFETY))
+        return TorchPlan(path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used)
+
+    def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
+        return load_folder(plan)
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
-
-    def left_of_gpu(self, draft: Backend, memory: int | str) -> int:
-        device = cast(TorchBackend, draft).device
-        return left_of("gpu_memory", memory, torch.cuda.memory_reserved(device) if device.type == "cuda" else 0)
 
 
 engine = TorchEngine()
 
 
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
-    """Plan and load at once, as `common.loader`; `copies` as for `load_folder`."""
-    plan = engine.plan(path, LoadOptions(**{"exact": "off"} | options), this_machine())
-    return load_folder(path, plan.options, copies)
+    """As `common.loader`; with `copies` the CPU is treated as a GPU with `gpu_memory` bytes."""
+    if copies is None:
+        backend: TorchBackend = loader(engine)(path, **options)
+        return backend
+    machine = replace(this_machine(path), gpus=(Gpu("cpu", False, 1 << 60),))
+    return load_folder(engine.plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
 
 
-def load_folder(
-    path: str, options: LoadOptions, copies: Callable[[Any, int], CopyEngine] | None = None
-) -> TorchBackend:
-    """Load a model folder; errors as for `TorchEngine.plan`.
-
-    Args:
-        path: of the folder.
-        options: that were checked.
-        copies: makes the copy engine for a device and a number of buffers, instead of CUDA's.
+def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
     """
-    place = find_device(options.device)
-    if options.gpu_memory is not None and place.type != "cuda" and copies is None:
-        raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {place.type}")
-    if options.gpu_memory is not None and options.gpu_layers is not None:
-        raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
-    there, dtype = in_bytes(options.gpu_memory), options.dtype
-    on_gpu = options.gpu_layers if place.type == "cuda" or copies else None
-    room = in_bytes(options.memory)
-    if room is not None and place.type == "mps":
-        raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
+    Args:
+        plan: of the folder.
+        copies: makes the copy engine for a device and a number of buffers, instead of CUDA's.
+
+    Raises:
+        MissingPackage: dtype is nf4, and bitsandbytes is not installed.
+        EdgespecError: as for `Engine.load`.
+    """
+    path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
+    there, dtype, before = in_bytes(options.gpu_memory), options.dtype, process.private_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     vocab = load_vocab(path)
     with _named(path), _out_of_memory("the model"):
-        folder, most = check_folder(path), room or int(available_memory() * (1 - SAFETY))
-        check_folder_fits(folder, dtype, most)
+        folder = check_folder(path)
+        check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
-        needed, host = private_memory() + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
-        if place.type == "cuda" or copies:
-            host = Host(folder, most, needed, apart=True)
-        elif place.type == "cpu":
-            plenty = room is None and 2 * model.num_parameters() * model.dtype.itemsize + needed < most
-            there, host = (None, None) if plenty else (most, Host(folder, most, needed, apart=False))
+        grown = max(0, process.private_memory() - before)
+        needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
+        if gpu:
+            host = Host(folder, plan.memory, needed, apart=True)
+        elif device.type == "cpu":
+            weights = model.num_parameters() * model.dtype.itemsize
+            if options.memory is not None or 2 * weights + needed >= plan.memory:
+                there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         backend = assemble(
-            model, vocab, place, context_length=options.context_length, budget=options.budget,
-            sessions=options.sessions, memory=there,
-            gpu_layers=on_gpu, copies=copies or (CudaCopies if place.type == "cuda" else HostCopies), host=host,
-            form=nf4_form(place) if dtype == NF4 else PLAIN,
+            model, vocab, device, context_length=options.context_length, budget=options.budget,
+            sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
+            copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
+            form=nf4_form(device) if dtype == NF4 else PLAIN,
         )  # fmt: skip
     backend._files = weight_files(path)
-    if options.gpu_layers and on_gpu is None:
-        backend.notes = [*backend.notes, f"the device is {place.type}, so --gpu-layers changes nothing"]
+    if options.gpu_layers and not gpu:
+        backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
-    elif place.type == "cpu" and dtype is None and backend.streamer is None:
+    elif device.type == "cpu" and dtype is None and backend.streamer is None:
         _mapped.add(backend)
     return backend
 
@@ -293,6 +326,7 @@ def assemble(
     budget: int,
     sessions: int,
     memory: int | None,
+    gpu: Gpu | None = None,
     gpu_layers: int | None = None,
     copies: Callable[[Any, int], CopyEngine] = CudaCopies,
     host: Host | None = None,
@@ -301,20 +335,21 @@ def assemble(
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
     Args:
-        model: on the host; emptied layer by layer where it is streamed.
+        model: on the host; layers that are streamed become empty.
         vocab: its tokenizer.
         device: where it computes.
         context_length: of `LoadOptions`.
         budget: of `LoadOptions`.
         sessions: of `LoadOptions`.
         memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
+        gpu: the device, if it has memory of its own.
         gpu_layers: of `LoadOptions`.
         copies: makes the copy engine.
-        host: where layers wait that do not fit; None: in host memory.
-        form: what layers are brought to.
+        host: for layers that do not fit; None: host memory can hold them all.
+        form: of the layers.
 
     Raises:
-        ModelError: it cannot hold a tree.
+        ModelError: the model cannot hold a tree.
         UsageError: the memory is too small, or the context too long.
     """
     config = model.config.get_text_config()
@@ -336,9 +371,9 @@ def assemble(
     )
     shape = cache_shape(config, context_length + max_nodes)
     held = 0
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device)  # by a draft that was loaded before
-        free = torch.cuda.mem_get_info(device)[0] + held
+    if gpu:
+        held = gpu.used  # by a draft model, which is loaded first
+        free = gpu.free + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
         memory = memory or free
@@ -348,8 +383,10 @@ def assemble(
         caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         if host and not host.apart:
-            fixed -= WORKSPACE  # a processor has none
-        streamer = place_layers(model, device, memory or sys.maxsize, fixed, copies, host, form, gpu_layers)
+            fixed -= WORKSPACE  # a CPU needs none
+        sizes = [form.size(layer) for layer in decoder_layers(model)]
+        placement = choose_placement(sizes, memory or sys.maxsize, fixed, host, gpu_layers)
+        streamer = place_layers(model, device, sizes, placement, copies, host, form)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
         notes = streaming_notes(streamer, config.num_hidden_layers)
@@ -408,16 +445,3 @@ def _out_of_memory(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"no memory on the device for {what}: {first_line(error)}") from error
-
-
-def _check_options(options: LoadOptions) -> None:
-    for name, value, low, high in [
-        ("context length", options.context_length, 0, 2**24),
-        ("budget", options.budget, 1, 2**15),
-        ("sessions", options.sessions, 1, 2**10),
-        ("threads", options.threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
-    if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
-        raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")

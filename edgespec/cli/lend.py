@@ -1,4 +1,3 @@
-import os
 import socket
 from importlib import import_module
 
@@ -6,7 +5,8 @@ import click
 
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.measurements import cache_folder
-from edgespec.machine.memory import available_memory, format_size
+from edgespec.machine.memory import format_size
+from edgespec.machine.this_machine import this_machine
 from edgespec.scheduler.targets.places import is_loopback
 
 
@@ -52,5 +52,6 @@ def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool)
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EdgespecError(f"{folder}: cannot be made: {error.strerror or error}") from error
-    click.echo(f"lending at {host}:{port}; {format_size(available_memory())} are free; Ctrl-C ends it")
-    lending.lend(host, port, threads or os.cpu_count() or 1, str(folder) if cache else None)
+    machine = this_machine()
+    click.echo(f"lending at {host}:{port}; {format_size(machine.free)} are free; Ctrl-C ends it")
+    lending.lend(host, port, threads or machine.processors, str(folder) if cache else None)

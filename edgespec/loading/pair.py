@@ -17,6 +17,7 @@ from edgespec.loop.engines import (
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
+from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
@@ -68,7 +69,8 @@ def open_backends(
     """
     check_choice(options.exact)
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
-    names = [options.backend or choose_backend(is_folder(source)) for source in sources]
+    here = this_machine()
+    names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     engines = [find_engine(name) for name in names]
@@ -83,9 +85,10 @@ def open_backends(
         elif draft:
             backends.append(load_draft(engines[1], paths[1], for_draft))
             if names[0] != names[1] and options.gpu_memory:
-                left = engines[1].left_of_gpu(backends[0], options.gpu_memory)
-                for_target = replace(options, gpu_memory=left)
-        plan = engines[0].plan(paths[0], for_target, this_machine())
+                gpus = this_machine(gpus=engines[1].gpus(options.device)).gpus
+                taken = sum(gpu.used for gpu in gpus if not gpu.shared)
+                for_target = replace(options, gpu_memory=left_of("gpu_memory", options.gpu_memory, taken))
+        plan = engines[0].plan(paths[0], for_target, this_machine(paths[0], engines[0].gpus(options.device)))
         way = choose_way(names[0], plan, keep=remember, say=say)
         backends.insert(0, engines[0].load(plan, way, progress))
         if draft and together:
@@ -106,7 +109,7 @@ def open_backends(
 
 
 def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
-    return engine.load(engine.plan(path, options, this_machine()))
+    return engine.load(engine.plan(path, options, this_machine(path, engine.gpus(options.device))))
 
 
 def bytes_forced_out(target: Backend) -> int:
@@ -118,7 +121,8 @@ def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Bac
     """Load a draft whose target is in other processes; arguments and errors as for `open_backends`."""
     source = find_model(draft, models_file).target
     here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory, wide=False)
-    return load_draft(find_engine(options.backend or choose_backend(is_folder(source))), local_path(source), here)
+    name = options.backend or choose_backend(is_folder(source), this_machine())
+    return load_draft(find_engine(name), local_path(source), here)
 
 
 def close_all(backends: Sequence[Backend]) -> None:

@@ -23,6 +23,7 @@ from edgespec.loop.backend import Backend, Session, Work
 from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
 from edgespec.machine.measurements import identity, machine, recall, remember
+from edgespec.machine.system import all_processors
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
@@ -121,7 +122,7 @@ def is_timed(found: Found) -> bool:
 
 def machine_is_busy() -> bool:
     tell = getattr(os, "getloadavg", None)
-    return tell is not None and tell()[0] > LOADED * (os.cpu_count() or 1)
+    return tell is not None and tell()[0] > LOADED * all_processors()
 
 
 def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
@@ -201,7 +202,7 @@ def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Se
     started, used = perf_counter(), process_time()
     took = [[_one(backend, session, chain[:size]) for size in sizes] for _ in range(REPEATED)]
     threads = backend.computing.get("threads") if backend.computing.get("gpu_layers") == 0 else None
-    processors = min(threads, os.cpu_count() or 1) if isinstance(threads, int) else 0
+    processors = min(threads, all_processors()) if isinstance(threads, int) else 0
     if process_time() - used < BUSY * processors * (perf_counter() - started):
         return [0.0 for _ in sizes]
     return [min(one) / backend.capabilities.layers for one in zip(*took, strict=True)]

@@ -161,9 +161,8 @@ class Work:
 
     Attributes:
         token_ids: [n].
-        parents: [n] numbers of nodes in the session, where this work's nodes follow earlier ones; -1: the last
-            committed token.
-        wanted: numbers in the session of those of this work's nodes whose logits are needed.
+        parents: [n] node numbers in the session, where this work's nodes follow earlier ones; -1: last committed.
+        wanted: [m] node numbers in the session: nodes of this work whose logits are needed.
         prompt: part of a prompt: a chain without draft tokens, in a session without nodes.
         short: of the row class `BatchInvariance.short`.
     """

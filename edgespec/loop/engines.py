@@ -1,13 +1,10 @@
 """Engines: their interface, load options, and the list of built-in ones."""
 
-import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.errors import MissingPackage, UsageError
@@ -28,23 +25,43 @@ Progress = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
 class Machine(Protocol):
-    """A computer for which an engine plans, as `machine/this_machine.py` describes it; sizes in bytes."""
+    """A computer for which an engine plans: see `machine/this_machine.py`. Sizes in bytes."""
 
     @property
     def platform(self) -> str:
         """As `sys.platform`."""
 
     @property
-    def memory(self) -> int:
-        """In all."""
+    def architecture(self) -> str:
+        """As `platform.machine()`."""
+
+    @property
+    def cores(self) -> int:
+        """Processors to compute with."""
 
     @property
     def free(self) -> int:
-        """That this process may still take."""
+        """Memory that this process may still take."""
 
     @property
-    def processors(self) -> int:
-        """That this process may use."""
+    def used(self) -> int:
+        """Memory of this process, without a file behind it."""
+
+    @property
+    def moves_pages(self) -> bool:
+        """True if pages of memory can be moved."""
+
+    @property
+    def gpus(self) -> Sequence[Any]:
+        """As `Engine.gpus` found them."""
+
+    @property
+    def disk(self) -> Any:
+        """The way to read the model's disk, a `machine.disk.Reading`."""
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """Import names of the engines' packages that are installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +161,12 @@ class Engine(Protocol):
 
     supported: frozenset[str] = frozenset()
 
+    def gpus(self, device: str | None) -> Sequence[Any]:
+        """GPUs that it can use now, each a `machine.this_machine.Gpu`; only `device` of `LoadOptions` is measured."""
+        return ()
+
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        """Plan for a machine; nothing large is read.
+        """Plan for a machine, and ask nothing else of the system; nothing large is read.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -183,14 +204,6 @@ class Engine(Protocol):
         """
         return None
 
-    def left_of_gpu(self, draft: Backend, memory: int | str) -> int | str:
-        """Bytes of GPU `memory` that a draft of this engine leaves.
-
-        Raises:
-            UsageError: none.
-        """
-        return memory
-
 
 def find_engine(name: str) -> Engine:
     """A built-in engine, or one from the entry-point group edgespec.backends.
@@ -205,6 +218,21 @@ def find_engine(name: str) -> Engine:
         raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
     engine: Engine = import_module(known[name]).engine
     return engine
+
+
+def load_at_once(engine: Engine, path: str, machine: Machine, **options: Any) -> Any:
+    """Plan and load.
+
+    Args:
+        engine: of the model.
+        path: of the model.
+        machine: this one.
+        options: fields of `LoadOptions`; `exact` is "off" by default.
+
+    Raises:
+        EdgespecError: as for `Engine.plan` and `Engine.load`.
+    """
+    return engine.load(engine.plan(path, LoadOptions(**{"exact": "off"} | options), machine))
 
 
 def load_vocab(name: str, path: str) -> Vocab:
@@ -226,17 +254,29 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
 
 
-def choose_backend(folder: bool) -> str:
-    """The built-in engine for a model file, or for a model folder on this machine.
+def check_sizes(options: LoadOptions, most_sessions: int) -> None:
+    """Raises UsageError: a number is out of range."""
+    for name, value, low, high in [
+        ("context length", options.context_length, 0, 2**24),
+        ("budget", options.budget, 1, 2**15),
+        ("sessions", options.sessions, 1, most_sessions),
+        ("threads", options.threads or 1, 1, 1024),
+    ]:
+        if not low <= value <= high:
+            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
+
+
+def choose_backend(folder: bool, machine: Machine) -> str:
+    """The built-in engine for a model file, or for a model folder.
 
     Raises:
         MissingPackage: no engine for folders is installed.
     """
-    return installed_backends(folder)[0]
+    return installed_backends(folder, machine)[0]
 
 
-def installed_backends(folder: bool) -> list[str]:
-    """Built-in engines for model files or folders that are installed here, the preferred one first.
+def installed_backends(folder: bool, machine: Machine) -> list[str]:
+    """Built-in engines for model files or folders that are installed, the preferred one first.
 
     Raises:
         MissingPackage: no engine for folders is installed.
@@ -244,9 +284,9 @@ def installed_backends(folder: bool) -> list[str]:
     if not folder:
         return ["llamacpp"]
     engines = [("torch", "torch"), ("mlx", "mlx_lm")]
-    if sys.platform == "darwin" and platform.machine() == "arm64":
+    if (machine.platform, machine.architecture) == ("darwin", "arm64"):
         engines.reverse()
-    installed = [name for name, package in engines if find_spec(package)]
+    installed = [name for name, package in engines if package in machine.packages]
     if not installed:
         name, package = engines[0]
         raise MissingPackage(package.replace("_", "-"), name, "running a model folder")

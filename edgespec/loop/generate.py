@@ -1,11 +1,11 @@
 """The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
-`verify.walk` and `sampling.sample` alone decide the tokens. The caller of a `Generation` makes the passes, so that
-several sequences can share one; `Generation.steps` makes those of one sequence:
+Only `verify.walk` and `sampling.sample` decide the tokens. The caller of a `Generation` makes the passes, so that
+sequences can share them; `Generation.steps` makes those of a single sequence:
 
     proposed = run_one(generation.propose())            draft
-    pass_ = generation.cut(proposed)                    the nodes that the pass has room for
-    with generation.while_target_runs(pass_):           if the pass is of this sequence alone
+    pass_ = generation.cut(proposed)                    keep the nodes that the pass has room for
+    with generation.while_target_runs(pass_):           if no other sequence shares the pass
         logits = target.forward([pass_.work])[0]
     step = generation.accept(pass_, logits)             verify, commit
 """
@@ -31,22 +31,27 @@ from edgespec.loop.verify import walk
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """A token's probability by the target's logits, before bias, penalties and temperature."""
+    """A token's probability by the target's logits, before bias, penalties and temperature.
+
+    Attributes:
+        log_prob: of the token.
+        best: the most probable tokens and their log-probabilities, best first.
+    """
 
     log_prob: float
-    best: list[tuple[int, float]]  # the most probable tokens and their log-probabilities, best first
+    best: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step: what one pass of the target has added to a sequence.
+    """The result of one step.
 
     Attributes:
-        tokens: at least one.
-        sources: of each token; TARGET for the bonus.
-        finished: "" while the sequence goes on, else the finish reason.
-        tree: that was verified.
-        path: its nodes that are committed, the root first.
+        tokens: tokens that the step adds to the sequence, at least one.
+        sources: source of each token; TARGET for the bonus.
+        finished: the finish reason; "": the sequence goes on.
+        tree: the verified tree.
+        path: its committed nodes, the root first.
         log_probs: of each token; empty unless asked for.
     """
 
@@ -61,7 +66,14 @@ class Step:
 class Generation:
     """One sequence: `read_prompt`, then `read_draft`, `propose`, `cut` and `accept` until it is `finished`.
 
-    Instead of `read_prompt`: `begin`, then `prompt_pass` and `accept_prompt` while `prompt` has unread tokens.
+    Instead of `read_prompt`, a caller can `begin`, then `prompt_pass` and `accept_prompt` while `prompt` is unread.
+
+    Attributes:
+        token_ids: all committed tokens; the last is the next tree's root.
+        foreseen: predicted next tokens, far beyond the next tree.
+        prompt: the prompt without its last token, which is the first tree's root.
+        finished: the finish reason; "": the sequence goes on.
+        stats: updated by every step.
     """
 
     def __init__(
@@ -91,8 +103,8 @@ class Generation:
             stats: updated by every step.
             stop_ids: tokens that end the sequence; default: the vocabulary's end-of-generation ids.
             log_probs: number of most probable tokens that steps report; None: no log-probabilities.
-            grammar: at its beginning; the output must match it.
-            hint_texts: texts to copy from, which this sequence joins.
+            grammar: constraint that the output must match, at its beginning.
+            hint_texts: the request's, which this sequence joins.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -102,13 +114,13 @@ class Generation:
         self.session = session
         self.stats = stats
         self.finished = ""
-        self.token_ids = list(prompt_ids)  # all committed tokens; the last is the next tree's root
-        self.foreseen = list[int]()  # tokens that may follow, far beyond the next tree
+        self.token_ids = list(prompt_ids)
+        self.foreseen = list[int]()
         self.target = target
         self._planner = planner
-        self._comparable = True  # with plain decoding
+        self._comparable = True  # with plain decoding, so far
         self._prompt_ids = prompt_ids
-        self.prompt = Prefill(target, session, prompt_ids[:-1])  # the last token is the first tree's root
+        self.prompt = Prefill(target, session, prompt_ids[:-1])
         self._sampling = sampling
         self._log_probs, self._told = log_probs, list[LogProbs]()
         self._grammar = grammar
@@ -122,7 +134,7 @@ class Generation:
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def begin(self) -> None:
-        """Keep the prefixes of the prompt that the sessions hold.
+        """Keep the prefixes of the prompt that the sessions of target and draft hold.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
@@ -135,7 +147,7 @@ class Generation:
         return Pass(work, perf_counter(), self.target.wait_seconds)
 
     def accept_prompt(self, pass_: Pass) -> None:
-        """Commit a prefilled part of the prompt."""
+        """Commit a part of `prompt` after its pass."""
         self.prompt.commit(pass_.work)
         self.stats.prefill_seconds += perf_counter() - pass_.began
 
@@ -149,16 +161,19 @@ class Generation:
 
     @property
     def draft_prompt(self) -> Prefill | None:
-        """Tokens for the draft to read before the next `propose`: by `read_draft`, or in parts. None: go on."""
+        """Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none."""
         return self._planner.unread(self.token_ids) if self._budget else None
 
     def read_draft(self) -> None:
-        """Have the draft read all of `draft_prompt`; raises as `read_draft_part`."""
+        """Let the draft read all of `draft_prompt`; errors as for `read_draft_part`."""
         while reading := self.draft_prompt:
             self.read_draft_part(reading, reading.work())
 
     def read_draft_part(self, reading: Prefill, work: Work) -> float:
-        """Make a pass over a part of `draft_prompt`; its seconds, or 0 if all is to be read again.
+        """Make a pass of the draft over a part of `draft_prompt`.
+
+        Returns:
+            Seconds of the pass; 0: all must be read again.
 
         Raises:
             ContextFull: it does not fit into the draft's context.
@@ -176,8 +191,8 @@ class Generation:
         """Draft a tree rooted at the last committed token, and choose the nodes that pay and fit.
 
         Args:
-            most: draft nodes; default: the budget.
-            sequences: that propose at once for one pass.
+            most: most draft nodes; default: the budget.
+            sequences: number of sequences that propose for the same pass.
         """
         started, before = perf_counter(), self._planner.stats.draft_seconds
         # A node at depth d pays only while d more tokens and a bonus fit.
@@ -187,13 +202,13 @@ class Generation:
         budget = budget if most is None else min(budget, most)
         proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
         tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
-        if self._grammar and budget:  # the grammar takes time for each node: only those that fit
+        if self._grammar and budget:  # each node takes the grammar's time, so only those that fit are pruned
             tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids), room)
             nodes = fitting(Proposal(tree), budget, leaves)
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
     def cut(self, proposed: Proposed, size: int | None = None) -> Pass:
-        """Make a pass over the root and the best `size` nodes; default: all that fit."""
+        """A pass over the root and the best `size` nodes; default: all that fit."""
         tree = only(proposed.tree, proposed.nodes[:size])
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         plain = len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed)
@@ -209,7 +224,15 @@ class Generation:
         )  # fmt: skip
 
     def foresee(self, seconds: float, most: int) -> bool:
-        """Extend `foreseen` by drafting for about `seconds`, to at most `most` tokens; False: nothing was added."""
+        """Extend `foreseen` by drafting.
+
+        Args:
+            seconds: about the time to take.
+            most: most tokens in `foreseen`.
+
+        Returns:
+            False if nothing was added.
+        """
         known, room = self.foreseen, self._limit - len(self.token_ids)
         ended = bool(known) and known[-1] in self._stop_ids
         if ended or len(known) >= min(most, room):
@@ -221,7 +244,7 @@ class Generation:
         return bool(new)
 
     def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
-        """Context of the target's pass when it evaluates nothing else: the planner's draft may run meanwhile."""
+        """Context of a pass of the target that no other sequence shares; the draft may run meanwhile."""
         return self._planner.while_target_runs(len(pass_.work.token_ids))
 
     def give_up(self) -> None:
@@ -232,9 +255,9 @@ class Generation:
         """Verify the tree with the target's own samples, and commit the accepted tokens.
 
         Args:
-            pass_: of `cut`.
+            pass_: result of `cut`.
             logits: of its nodes.
-            alone: the forward evaluated nothing else, so that planners can learn from its time.
+            alone: no other sequence shared the pass, so planners learn from its time.
         """
         began, tree = perf_counter(), pass_.tree
         assert tree, "a part of the prompt is for accept_prompt"
@@ -268,12 +291,12 @@ class Generation:
 
     def _count_plain(self, passes: float, known: bool, began: float) -> None:
         if not known:
-            self._comparable = False  # one step that cannot be compared leaves no figure for the sequence
+            self._comparable = False  # the whole sequence cannot be compared then
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
-        """Read the prompt and decode to the end, in passes of its own. Arguments as for `read_prompt`."""
+        """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
         self.read_prompt(progress)
         while not self.finished:
             self.read_draft()
@@ -289,7 +312,7 @@ class Generation:
         allowed = self._grammar.masked(row) if self._grammar else row
         token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
         if self._grammar:
-            self._grammar.accept(token)  # the walk continues with this token, if at all
+            self._grammar.accept(token)
         if self._log_probs is not None:
             self._told.append(told(row, token, self._log_probs))
         return token
@@ -303,7 +326,7 @@ def told(row: Float32Array, token: int, count: int) -> LogProbs:
 
 
 def until_stop(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
-    """Output up to a stop token or the end of the room, and the finish reason; "" if there is none."""
+    """Output up to a stop token or to `room` tokens, and the finish reason; "": the sequence goes on."""
     for i, token in enumerate(output[:room]):
         if token in stop_ids:
             return output[: i + 1], "stop"

@@ -79,14 +79,15 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Prefill:
-    """Tokens on their way into a session: `work`, then `read` or `commit`, while some are `unread`.
+    """Makes tokens the committed tokens of a session: `work`, then `read` or `commit`, while some are `unread`.
 
     Attributes:
-        session: any session, committed tokens, uncommitted nodes and all.
-        token_ids: the tokens wanted; the prefix that the session already holds is kept.
-        want_last: the logits that follow the last token are needed.
-        retries: how often all may be read again after ContextFull. An emptied session has room if the cache was
-            reordered meanwhile, so that its cells cannot be continued.
+        backend: the session's backend.
+        session: any session; its uncommitted nodes are dropped.
+        token_ids: the tokens wanted; a prefix that the session holds is kept.
+        want_last: the last token's logits are wanted.
+        retries: how often all may be read again after ContextFull: an emptied session has room if the cache was
+            reordered meanwhile, so that its cells could not be continued.
     """
 
     backend: Backend
@@ -97,11 +98,15 @@ class Prefill:
 
     @property
     def unread(self) -> int:
-        """Number of tokens that are to be read."""
+        """Number of tokens that are not committed yet."""
         return max(0, len(self.token_ids) - len(self.session.token_ids))
 
     def resume(self) -> int:
-        """Keep what can be continued; passes of other sequences may have changed that. Returns the tokens kept."""
+        """Keep the prefix that can be continued, which passes of other sequences may change.
+
+        Returns:
+            Number of tokens kept.
+        """
         start = start_of(self.backend.capabilities, self.session, self.token_ids, want_last=self.want_last)
         self.session.rewind(start)
         return start
@@ -110,7 +115,7 @@ class Prefill:
         """The next part.
 
         Args:
-            most: tokens; default: as many as a pass takes. Where rows depend on each other it is always that many.
+            most: tokens; default: as many as a pass takes, and always where rows depend on each other (`blocks`).
         """
         limits, session, start = self.backend.capabilities, self.session, self.resume()
         exact = limits.exact
@@ -127,7 +132,10 @@ class Prefill:
         return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
 
     def read(self, work: Work) -> Logits | None:
-        """Make a pass over a part and commit it; None: the session was emptied, all is to be read again.
+        """Make a pass over a part, and commit it.
+
+        Returns:
+            None: the session was emptied, and all must be read again.
 
         Raises:
             ContextFull: the tokens do not fit.
@@ -143,11 +151,11 @@ class Prefill:
         return logits
 
     def commit(self, work: Work) -> None:
-        """Commit a part that was evaluated."""
+        """Commit a part after its pass."""
         self.session.commit(list(range(len(work.token_ids))))
 
     def may_begin_again(self) -> bool:
-        """Use up a retry; False if none is left, or if an empty session would have no more room."""
+        """Use one retry; False if none is left, or if the tokens would not fit into an empty session either."""
         limit = self.backend.capabilities.context_length
         if self.retries == 0 or not self.session.token_ids or len(self.token_ids) > limit:
             return False
@@ -166,10 +174,10 @@ def prefill(
     """Make `token_ids` the session's committed tokens; arguments as for `Prefill`.
 
     Args:
-        progress: called with (tokens done, tokens in all) before the first and after every pass.
+        progress: called with (tokens done, all tokens) before the first and after every pass.
 
     Returns:
-        The logits wanted, and the node that they belong to.
+        With `want_last`, the logits and the last token's node in them; else None.
 
     Raises:
         ContextFull: the tokens do not fit.

@@ -1,14 +1,12 @@
-"""The contract between the loop and the methods that propose draft tokens: one file a method, all pure numpy.
+"""The contract between the loop and planners, which propose draft tokens and never decide the output.
 
-A step of one sequence, as a planner sees it:
+The calls of one step, in their order:
 
-    unread              tokens that the draft model reads first: a long prompt
-    propose             a tree of draft tokens, perhaps with passes of a draft model
-    while_target_runs   the target verifies the tree
+    unread              tokens that the draft reads first
+    propose             a tree of draft tokens
+    while_target_runs   around the target's pass
     saw                 the target's logits
-    observe             the tokens that are committed now
-
-Planners decide how many passes a sequence takes, never which tokens it has.
+    observe             the tokens committed now
 """
 
 from abc import ABC, abstractmethod
@@ -91,14 +89,14 @@ class Planner(ABC):
     depth: int = 1 << 30
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A sequence of at least one token starts. Makes no pass.
+        """Start a sequence of at least one token, without making a pass.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
         """
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """Tokens that the draft is to read before the next `propose`; the caller makes these passes, between steps.
+        """Tokens that the draft must read before the next `propose`, in passes that the caller makes.
 
         Args:
             token_ids: all committed tokens.

@@ -42,7 +42,7 @@ class TextStream:
         self.stop_found: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is final now, perhaps none."""
+        """Add a token; return text that is final now, perhaps none."""
         return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:

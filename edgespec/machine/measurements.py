@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from edgespec.machine.system import all_processors
+
 VERSION = 1
 MOST_FILES = 256
 OFF = "EDGESPEC_NO_MEMORY_OF_COSTS"  # set to anything: nothing is read or written
@@ -107,7 +109,7 @@ def machine() -> str:
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     except OSError:
         pass
-    return f"{name}, {os.cpu_count()} cores"
+    return f"{name}, {all_processors()} cores"
 
 
 def identity(path: str) -> str:

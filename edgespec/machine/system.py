@@ -13,6 +13,7 @@ BLOCK = 4096  # bytes; direct reads begin and end at multiples of a disk's block
 SECTOR = 512  # bytes; alignment in memory that most disks need
 HUGE = 2 << 20  # a huge page moves in one step if source and destination are equally aligned to this
 MAP_FAILED = (1 << 64) - 1
+MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 
 _own = threading.local()
 
@@ -154,3 +155,51 @@ def new_memory(library: Any, size: int) -> int:
     address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     check_result(address, "mmap")
     return int(address)
+
+
+def wish_huge_pages(address: int, size: int) -> None:
+    """Ask for huge pages at an address, where the system has them."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        libc().madvise(address, size, mmap.MADV_HUGEPAGE)
+
+
+def moves_pages(library: Any = None) -> bool:
+    """True if this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError.
+
+    EDGESPEC_PAGE_CACHE=1 in the environment turns it off, to measure and test the other store.
+    """
+    if sys.platform != "linux" or os.environ.get("EDGESPEC_PAGE_CACHE"):
+        return False
+    library, places = library or libc(), list[int]()
+    try:
+        for _ in range(2):
+            places.append(new_memory(library, mmap.PAGESIZE))
+        return bool(library.mremap(places[0], mmap.PAGESIZE, mmap.PAGESIZE, MOVE, places[1]) == places[1])
+    finally:
+        for place in places:
+            library.munmap(place, mmap.PAGESIZE)
+
+
+def all_processors() -> int:
+    return os.cpu_count() or 1
+
+
+def own_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_processors()
+
+
+def compute_cores() -> int:
+    """Processors that compute best: without a Mac's efficiency cores."""
+    if sys.platform == "darwin":
+        size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
+        system = ctypes.CDLL(None)
+        if system.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
+            return count.value
+    return own_processors()
+
+
+def lower_priority() -> None:
+    """Let all other threads come before this one, where a thread has a priority of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -1,27 +1,84 @@
-import os
+import platform
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
-from edgespec.machine.memory import all_memory, available_memory
+from edgespec.machine import memory
+from edgespec.machine.disk import USUAL, Reading, recall_reading
+from edgespec.machine.system import compute_cores, moves_pages, own_processors
+
+PACKAGES = ("llama_cpp", "mlx_lm", "torch")  # of the built-in engines
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU at one moment; sizes in bytes.
+
+    Attributes:
+        name: by which its engine knows it.
+        shared: it computes in the machine's memory.
+        free: that nobody uses.
+        used: by this program.
+        limit: that it can use; 0: not known.
+    """
+
+    name: str
+    shared: bool
+    free: int
+    used: int = 0
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A computer at one moment.
+    """A computer at one moment. Whatever is planned for it asks nothing else; sizes in bytes.
 
     Attributes:
         platform: as `sys.platform`.
-        memory: bytes in all.
-        free: bytes that this process may still take.
+        architecture: as `platform.machine()`.
         processors: that this process may use.
+        cores: of these, that compute best: without a Mac's efficiency cores.
+        memory: in all.
+        free: that this process may still take.
+        used: by this process, without a file behind them; 0: not known.
+        moves_pages: pages can be moved to another address (Linux 5.7 and later).
+        gpus: as `Engine.gpus` found them.
+        disk: how the model's disk is read.
+        packages: of `PACKAGES`, those that are installed.
     """
 
     platform: str
+    architecture: str = ""
+    processors: int
+    cores: int
     memory: int
     free: int
-    processors: int
+    used: int = 0
+    moves_pages: bool = False
+    gpus: tuple[Gpu, ...] = ()
+    disk: Reading = USUAL
+    packages: tuple[str, ...] = PACKAGES
 
 
-def this_machine() -> Machine:
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(sys.platform, all_memory(), available_memory(), own)
+def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
+    """Look at this computer.
+
+    Args:
+        path: of the model that is planned for.
+        gpus: as its engine found them.
+    """
+    mac = sys.platform == "darwin"
+    return Machine(
+        platform=sys.platform,
+        architecture=platform.machine(),
+        processors=own_processors(),
+        cores=compute_cores(),
+        memory=memory.all_memory(),
+        free=memory.available_memory(),
+        used=memory.private_memory(),
+        moves_pages=moves_pages(),
+        gpus=tuple(replace(gpu, shared=gpu.shared or mac) for gpu in gpus),
+        disk=recall_reading(path) if path else USUAL,
+        packages=tuple(name for name in PACKAGES if find_spec(name)),
+    )

@@ -29,7 +29,7 @@ from edgespec.loop.engines import (
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import can_remember, everything, identity
-from edgespec.machine.memory import available_memory, disk_bandwidth, file_system, format_size, in_bytes
+from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
@@ -123,7 +123,7 @@ def diagnose(
     sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
-    engine = backend or choose_backend(is_folder(sources[0]))
+    engine = backend or choose_backend(is_folder(sources[0]), this_machine())
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
@@ -139,7 +139,7 @@ def diagnose(
         target=paths[0],
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
-        memory=room if room is not None else int(available_memory() * (1 - SAFETY)),
+        memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
         draft_size=sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once",
@@ -147,7 +147,7 @@ def diagnose(
         remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
     try:
-        _try(found, paths, options, say)
+        _try(found, paths, options, disk, say)
     except NoRoom as error:
         found.cannot_run = str(error)
     return found
@@ -180,12 +180,15 @@ def _weight_files(path: str) -> dict[str, int]:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _try(found: Diagnosis, paths: Sequence[str], options: LoadOptions, say: Callable[[str], None]) -> None:
+def _try(
+    found: Diagnosis, paths: Sequence[str], options: LoadOptions, disk: Reading, say: Callable[[str], None]
+) -> None:
     """Load the models and time passes, into `found`. Raises NoRoom."""
     path, *drafts = paths
     engine, exact = find_engine(found.engine), options.exact
     say("memory")
-    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), this_machine())
+    machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
+    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), machine)
     say("passes")
     way = choose_way(found.engine, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
@@ -209,7 +212,7 @@ def _try(found: Diagnosis, paths: Sequence[str], options: LoadOptions, say: Call
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:
     folder = is_folder(find_model(target, options.get("models_file")).target)
-    found = [diagnose(target, backend=name, **options) for name in installed_backends(folder)]
+    found = [diagnose(target, backend=name, **options) for name in installed_backends(folder, this_machine())]
     return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgespec.errors import EdgespecError
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
 from edgespec.loading.timed_pass import time_pass
-from edgespec.loop.backend import Backend
+from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import most_nodes
-from edgespec.measure.one_pass import best_tokens
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
 from edgespec.models.convert.calibration import calibration_text
@@ -193,10 +193,20 @@ def agreement(
         text = calibration_text(local_path(entry.target, fetch=False))
         token_ids = backends[0].vocab.encode(text, add_bos=True, parse_special=True)[:TEACHER]
         say("one pass of each")
-        wanted, best = best_tokens(backends[0], token_ids, 1), best_tokens(backends[1], token_ids, max(RANKS))
+        wanted, best = _choices(backends[0], token_ids, 1), _choices(backends[1], token_ids, max(RANKS))
     finally:
         close_all(backends)
     return {rank: float((best[:, :rank] == wanted).any(1).mean()) for rank in RANKS}
+
+
+def _choices(backend: Backend, token_ids: Sequence[int], count: int) -> Any:
+    """The best next tokens after each token, [n, count]."""
+    session = backend.open()
+    nodes = np.arange(len(token_ids), dtype=np.int32)
+    logits = backend.forward([Work(session, np.asarray(token_ids, np.int32), nodes - 1, nodes)])[0]
+    ids, _ = logits.top(nodes.tolist(), count, 1.0, [None] * len(nodes))
+    session.close()
+    return np.stack(ids)
 
 
 def expected_tokens(right: float, depth: int = 8) -> float:

@@ -9,8 +9,8 @@ import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -141,18 +141,14 @@ class Partial:
             file.unlink(missing_ok=True)
 
 
-class _disk:  # noqa: N801
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "the disk is full; what is there is kept" if full else error.strerror or str(error)
-            raise EdgespecError(f"{self._path.parent}: {what}") from error
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full; what is there is kept" if full else error.strerror or str(error)
+        raise EdgespecError(f"{path.parent}: {what}") from error
 
 
 def _in_pieces(request: Request, there: Partial, progress: Progress) -> None:

@@ -3,9 +3,7 @@
 If the draft has read the accepted nodes and the bonus, the next step goes on with the search below the bonus.
 """
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +23,7 @@ from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.planner import Context, PlannerStats
 from edgespec.loop.sampling import IdArray, Scores
 from edgespec.loop.tree import nodes_below, parents_among
+from edgespec.machine.system import lower_priority
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.drafting import ChildScores
 from edgespec.planners.search import COMMITTED, NOT_READ, Search
@@ -66,7 +65,7 @@ class Worker:
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
         """Run `task` within; at the end it is asked to stop, but not joined."""
         if self._executor is None:
-            give_way = _give_way if self._nice else None
+            give_way = lower_priority if self._nice else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
         self.stopped.clear()
         interval = sys.getswitchinterval()
@@ -122,11 +121,6 @@ class Worker:
             if self._executor:
                 self._executor.shutdown()
                 self._executor = None
-
-
-def _give_way() -> None:
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 class AheadSearch(Search):
@@ -217,8 +211,8 @@ class AheadPlanner(SpecExecPlanner):
         Args:
             draft: a loaded draft model with the target's vocabulary.
             sequences: number of sequences that are generated at once, with sessions of this draft.
-            top_up: draft further before the target's pass; False: the target starts at once, if need be with the root
-                only (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            top_up: draft further before the target's pass; False: it begins at once, if need be with the root only
+                (pre-verify and post-verify of PEARL, arXiv 2408.11850).
             forks: most of `AheadSearch.forks` that are read first while the target runs (the branches of SpecBranch,
                 arXiv 2506.01979).
             nice: the thread gives way to others, since target and draft share processors.

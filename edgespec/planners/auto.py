@@ -18,9 +18,9 @@ from edgespec.loop.tree import DraftTree, Proposal, only, root_only
 from edgespec.planners.guard import Guard
 from edgespec.planners.path_cost import rows_of
 
-BELIEF = 4.0  # expected things as which a prior value counts
+BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # plain passes that another plain pass's number of experts costs, until it is measured
-FURTHER = 16  # largest tree, in nodes of the largest pass measured: larger passes cannot be predicted
+FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
 PATIENCE = 64  # tokens in memory, beyond the prompt's number, before a draft is first asked: it costs a tenth of them
 PLAIN = 3  # plain passes measured before anything is proposed: the first after loading may take twice as long
 PLAIN_STREAMED = 1  # the same with streamed weights: processors differ in the cost of nodes
@@ -152,11 +152,11 @@ class Candidate(ABC):
         self.planner.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """As for `Planner`, if it is likely to be asked."""
+        """As for `Planner`; None also if it will hardly be asked."""
         return self.planner.unread(token_ids)
 
     def is_ready(self, token_ids: Sequence[int]) -> bool:
-        """It is to be asked now. False: it has too much to read, which is `unread` from now on."""
+        """Prepare to be asked; False: its draft must read too much, which `unread` returns from now on."""
         return True
 
     @abstractmethod
@@ -233,7 +233,7 @@ class AutoPlanner(Planner):
     def _may_propose(self, context: Context) -> bool:
         """True if enough passes over one node were measured.
 
-        Sequences that share passes make no such passes, so those of earlier runs count, or streamed paths need none.
+        Sequences that share passes make none of these: earlier runs must have made them, but streamed paths need none.
         """
         state = self._state
         if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):

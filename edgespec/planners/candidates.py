@@ -1,12 +1,4 @@
-"""The two kinds of candidates that `auto` can ask, and what it learns of each.
-
-    Lookup    asking costs next to nothing; `auto` learns how far its probabilities can be trusted.
-    Drafting  asking takes draft passes; `auto` learns the share a of tokens in which draft and target agree. A chain of
-              k tokens is predicted to gain 1 + a + … + a^k.
-
-A draft that was asked little gets the benefit of the doubt, which fades as it is asked. Where it does not pay, it is
-tried a few times and then not again.
-"""
+"""The two kinds of candidates of `auto`: lookups cost nothing, and drafting takes draft passes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,15 +17,17 @@ from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
-AGREEMENT = 0.7  # what is believed of a draft before it was asked
-DOUBT = 0.2  # benefit of the doubt, over the root of the tokens a draft was asked for
-EARLIER = 4  # this many tokens of earlier sequences dispel as much doubt as one of this sequence
-MOST_EARLIER = 64  # tokens of earlier sequences that count, at most
-GAIN = 1.1  # a draft must be predicted to beat the best without it by this: trying costs, too
+AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
+DOUBT = 0.2  # added to the share, over the root of the tokens asked: a new draft is tried
+EARLIER = 4  # tokens of earlier sequences that count as one of this sequence
+MOST_EARLIER = 64  # most tokens of earlier sequences that count
+GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
 LEAST_TRUST = 0.05
 
 
 class Lookup(Candidate):
+    """Asks without cost, and learns how far the planner's probabilities can be trusted."""
+
     def __init__(self, planner: Planner, state: AutoState) -> None:
         super().__init__(planner)
         self._state = state
@@ -42,7 +36,7 @@ class Lookup(Candidate):
         return inf
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
-        # A long run that was accepted is one event: the next draft tokens are not the more probable for it.
+        # At most 1: a long accepted run is one event, and makes the next draft tokens no more probable.
         trust = min(1.0, max(LEAST_TRUST, self._state.copies.value(1.0)))
         times = context.pass_times or self._state.proportions(context.sequences)
         likely = replace(context, least=min(0.5, times.least / trust))
@@ -59,20 +53,25 @@ class Lookup(Candidate):
 
 
 class Drafting(Candidate):
+    """Asks by draft passes, and learns the share of tokens in which draft and target agree.
+
+    It predicts a chain of tokens by this share, so a draft that does not pay is tried only a few times.
+    """
+
     def __init__(self, planner: Planner, state: AutoState, *, patience: int = 0, goes_ahead: bool = False) -> None:
         """
         Args:
             planner: proposes with a draft model.
-            state: what is known; learned on.
-            patience: tokens to be generated before the draft is first asked, besides those it has to read.
+            state: measurements, which it continues.
+            patience: tokens to generate before the draft is first asked, besides as many as it must read.
             goes_ahead: as in `Candidate`.
         """
         super().__init__(planner)
         self.goes_ahead = goes_ahead
         self._state = state
         self._patience, self._first_asked = patience, 0
-        self._agreement_here = Share(0.98)  # as `AutoState.agreement`, of this sequence alone
-        self._wanted = 0  # tokens of the sequence that the draft is to read before it is asked
+        self._agreement_here = Share(0.98)  # `AutoState.agreement` of this sequence
+        self._wanted = 0  # tokens that the draft must read before it is asked
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)

@@ -87,8 +87,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
     """Check a planner's name and options before it is made.
 
     Raises:
-        UsageError: no such planner or option, no draft for a planner that needs one, a datastore for one that cannot
-            use it, or a value out of its range.
+        UsageError: no such planner or option, a missing draft, a datastore that is not used, or a value out of range.
     """
     if name not in PLANNERS:
         raise UsageError(f"there is no planner {name!r}; there are: {', '.join(PLANNERS)}")

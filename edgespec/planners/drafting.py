@@ -1,4 +1,4 @@
-"""A draft model at work: its cache follows the sequence, and its logits give children of nodes."""
+"""A draft model: its session follows the sequence, and its logits give the children of nodes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,25 +17,36 @@ from edgespec.loop.tree import DraftTree
 
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
-BATCHES = 16  # passes over which the mean batch fades
+BATCHES = 16  # passes over which `Drafter.mean_batch` fades
 CATCH_UP = 64  # most generated tokens that `propose` reads, and tokens that one `foresee` reads
 
 
 class Drafter:
+    """A session of a draft, with counts since `begin`.
+
+    Attributes:
+        seconds: of draft passes.
+        passes: number of draft passes.
+        last: seconds of the last pass.
+        evaluated: nodes in the session.
+        mean_batch: mean number of sequences that shared a pass; earlier passes fade.
+        pass_cost: pass times.
+    """
+
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
         self.seconds, self.passes = 0.0, 0
         self.last = 0.0
         self.evaluated = 0
-        self.mean_batch = 1.0  # sequences that shared a pass; earlier passes fade
-        self._last_batch = 1  # sequences that shared the last one
+        self.mean_batch = 1.0
+        self._last_batch = 1  # sequences that shared the last pass
         self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
         self._prompt_length = 0
         self._prefill = Prefill(draft, self.session, [])
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Keep what the cache holds of the prompt.
+        """Keep the prefix of the prompt that the session holds.
 
         Raises:
             ContextFull: the prompt does not fit into the draft's context.
@@ -46,7 +57,7 @@ class Drafter:
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """See `Planner`: all of a prompt, but of generated tokens only what is too much for `propose`."""
+        """As for `Planner`: the prompt, or generated tokens if they are too many for `propose`."""
         known, length = len(self.session.token_ids), len(token_ids)
         enough = known + (CATCH_UP if known >= self._prompt_length - 1 else 0)
         if length - 1 <= enough or length >= self.draft.capabilities.context_length:
@@ -63,7 +74,7 @@ class Drafter:
         return cost.shared(self._last_batch) if cost else None
 
     def room(self, context: Context) -> int:
-        """Most depth of a tree: the output's end and the draft's own context limit it."""
+        """Most depth of a tree, by the output's end and the draft's context."""
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
@@ -105,7 +116,7 @@ class Drafter:
 
     @contextmanager
     def aside(self, length: int) -> Iterator[None]:
-        """Drop on exit what was read within, but for the first `length` tokens."""
+        """Drop all but the first `length` tokens on exit."""
         try:
             yield
         finally:
@@ -121,10 +132,10 @@ class Drafter:
 
 
 class ChildScores:
-    """Log q of the children of any node, by the draft's logits; made for one step.
+    """Log q of the children of any node in one step, by the draft's logits z.
 
-    Coupled:    q = softmax((z + T * gumbel(seed, position)) / tau), the target's own noise
-    Uncoupled:  q = softmax(z / T), or softmax(z / tau) when T = 0
+    Coupled:    q = softmax((z + T * gumbel(seed, position)) / tau), with the target's noise
+    Uncoupled:  q = softmax(z / T), or softmax(z / tau) if T = 0
     """
 
     def __init__(self, context: Context, tau: float | None, coupling: bool) -> None:
@@ -140,7 +151,7 @@ class ChildScores:
     def children(
         self, logits: Logits, nodes: Sequence[int], depth: Sequence[int], count: int
     ) -> tuple[list[IdArray], list[Scores]]:
-        """For each of `nodes`, at `depth` in the tree: its best `count` children and their log q."""
+        """The best `count` children of each of `nodes`, which are at `depth` in the tree, and their log q."""
         return logits.top(nodes, count, self._temperature, [self._added(d) for d in depth])
 
     def _added(self, depth: int) -> Float32Array:
@@ -155,7 +166,7 @@ class ChildScores:
 
 
 def _offset(context: Context) -> Float32Array:
-    """Sum of bias and additive penalties in this step, shape [target's V]."""
+    """Sum of bias and additive penalties in this step, [V of the target]."""
     sampling = context.sampling
     additive = SamplingParams(
         presence_penalty=sampling.presence_penalty,
@@ -167,12 +178,15 @@ def _offset(context: Context) -> Float32Array:
 
 
 def agreed(tree: DraftTree, nodes: NDArray[np.intp], tokens: Sequence[int]) -> tuple[int, int]:
-    """(tokens for which the draft's best child was the target's, tokens for which there is a child).
+    """Agreement of draft and target in one step.
 
     Args:
         tree: the draft's.
-        nodes: of the tree that count, the root left out: those that it would send if nodes cost nothing.
-        tokens: that the target sampled.
+        nodes: nodes of the tree that count: those that would be verified if nodes cost nothing.
+        tokens: samples of the target.
+
+    Returns:
+        (tokens that were the draft's best child, tokens for which there is a child).
     """
     counts = np.zeros(len(tree), np.bool_)
     counts[nodes] = True

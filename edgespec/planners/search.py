@@ -27,7 +27,7 @@ class Search:
     Attributes:
         budget: K, most nodes that are sent to the target.
         usual: the cutoff that is expected at the search's end; -inf: unknown.
-        most_depth: of nodes that are of use: the output ends after them.
+        most_depth: greatest depth of a useful node: the output ends there.
         token_ids: [n].
         parents: [n].
         log_probs: [n].

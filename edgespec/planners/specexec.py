@@ -2,7 +2,7 @@
 
 Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on Consumer Devices"
 (arXiv 2406.02532). Each draft pass reads the `beam` nearest nodes (`search.py`). The search ends after `depth` passes,
-or when no further node is likely to be among the K nearest, or when one more pass does not pay (`cost.py`).
+when no other node is likely to be among the K nearest, or when a pass does not pay (`cost.py`).
 
 An addition is coupling: noise belongs to the position, so the draft can predict what the target will *sample*, and more
 draft tokens are accepted:

@@ -7,7 +7,7 @@ Fitted to the first 400 tokens of 269 answers, which are in no benchmark of this
      29   JSON answers about Wikipedia passages
 
 The datastore held 13.4 M tokens: chat, code, mathematics, and other models' AlpacaEval outputs for other instructions.
-On 270 further answers, the acceptance length at budget 64 rose from 2.01 (plain shares) to 2.10 with the datastore, and
+On 270 further answers, acceptance length at budget 64 rose from 2.01 (plain shares) to 2.10 with the datastore, and
 from 1.64 to 1.65 without. Matched lengths with few observations are drawn towards all others.
 """
 

@@ -19,13 +19,14 @@ from edgespec.errors import ModelError
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.system import (
     HUGE,
+    MOVE,
     check_result,
     libc,
     new_memory,
 )
 from edgespec.weights.direct_io import DirectFiles
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
-from edgespec.weights.linux import MADV_HUGEPAGE, MOVE
+from edgespec.weights.linux import MADV_HUGEPAGE
 from edgespec.weights.preload import Progress
 
 Load = tuple[int, int]  # number of the layer, of the weight

@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec.machine.system import (
     HUGE,
+    MOVE,
     check_result,
     check_sizes,
     file_sizes,
@@ -27,7 +28,6 @@ from edgespec.weights.plan import Extent, Layer, Plan
 from edgespec.weights.preload import Progress, lock, warm
 
 MAP_FIXED = 0x10
-MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 
 
@@ -197,20 +197,3 @@ class CachedLinuxStore(LinuxStore):
 
     def hide(self, slot: int, layer: Layer) -> None:
         self.drop(layer.extents)
-
-
-def moves_pages(library: Any) -> bool:
-    """True if this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError.
-
-    EDGESPEC_PAGE_CACHE=1 in the environment turns it off, to measure and test the other store.
-    """
-    if os.environ.get("EDGESPEC_PAGE_CACHE"):
-        return False
-    places = list[int]()
-    try:
-        for _ in range(2):
-            places.append(new_memory(library, mmap.PAGESIZE))
-        return bool(library.mremap(places[0], mmap.PAGESIZE, mmap.PAGESIZE, MOVE, places[1]) == places[1])
-    finally:
-        for place in places:
-            library.munmap(place, mmap.PAGESIZE)

@@ -46,6 +46,9 @@ class Tensor:
     size: int  # bytes
 
 
+Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
     """A piece of a file, from byte `start` to before byte `stop`."""
@@ -206,14 +209,7 @@ def make_plan(
     # Experts get the memory that is left, so other weights are streamed only where they do not fit themselves.
     sizes = [layer.size for layer in layers]
     excess = always + sum(sizes) + needed - memory
-    ends = _ends(tensors) if whole else None
-    slots, inner, unit = SLOTS, layers if whole else _inner(layers, HUGE), page if whole else HUGE
-    streamed = _parts(inner, excess, unit, slots, ends)
-    if streamed and max(part.size for part in streamed) <= SMALL_PART:
-        more = _parts(inner, excess, unit, MORE_SLOTS, ends)
-        streamed, slots = (more, MORE_SLOTS) if more else (streamed, slots)
-    if streamed is None:
-        streamed = _parts(layers, excess, page, slots, ends)
+    streamed, slots = _choose_parts(layers, excess, page, _ends(tensors) if whole else None)
     if streamed is None:
         least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes, slots), slots)
         raise NoRoom(
@@ -236,6 +232,16 @@ def make_plan(
     )
 
 
+def _choose_parts(layers: Sequence[Layer], excess: int, page: int, ends: Ends | None) -> tuple[list[Layer] | None, int]:
+    """Parts to stream, which free `excess` bytes (None: impossible), and slots; `ends` as for `_parts`."""
+    inner, unit = (layers, page) if ends else (_inner(layers, HUGE), HUGE)
+    streamed = _parts(inner, excess, unit, SLOTS, ends)
+    if streamed and max(part.size for part in streamed) <= SMALL_PART:
+        more = _parts(inner, excess, unit, MORE_SLOTS, ends)
+        return (more, MORE_SLOTS) if more else (streamed, SLOTS)
+    return (_parts(layers, excess, page, SLOTS, ends) if streamed is None else streamed), SLOTS
+
+
 def _inner(layers: Sequence[Layer], unit: int) -> list[Layer]:
     """Layers without what does not fill whole units of their files; none if that leaves too little.
 
@@ -251,9 +257,6 @@ def _inner(layers: Sequence[Layer], unit: int) -> list[Layer]:
 
 def _whole(extent: Extent, unit: int) -> Extent:
     return Extent(extent.file, -(-extent.start // unit) * unit, extent.stop // unit * unit)
-
-
-Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
 
 
 def _ends(tensors: Sequence[Tensor]) -> Ends:
@@ -328,6 +331,11 @@ def is_output(tensor: Tensor) -> bool:
 
 def count_layers(tensors: Iterable[Tensor]) -> int:
     return 1 + max(map(layer_of, tensors), default=-1)
+
+
+def layers_on_gpu(gpu_layers: int, count: int) -> int:
+    """Layers on a GPU, of `count`; `gpu_layers` counts the output as one, -1 = all."""
+    return count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:

@@ -5,17 +5,17 @@ before a layer and `finish()` after a pass. The first layers of the next pass ar
 (SpecExec, arXiv 2406.02532, section 4.3).
 """
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Protocol
 
 from edgespec.errors import EdgespecError, ModelError
+from edgespec.loop.engines import Machine
 from edgespec.machine.disk import disk_speed
-from edgespec.machine.system import READ_SIZE, READ_THREADS, libc
+from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.weights.darwin import DarwinStore
-from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, moves_pages
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping
 from edgespec.weights.plan import Extent, Layer, Plan
 from edgespec.weights.preload import Progress, pieces
 
@@ -231,17 +231,11 @@ def measure_disk(paths: Sequence[str], plan: Plan) -> float:
     return disk_speed(paths[plan.streamed[0].extents[0].file]) if plan.streamed else 0.0
 
 
-def supported() -> bool:
-    return sys.platform in ("linux", "darwin")
+def can_stream(machine: Machine) -> bool:
+    return machine.platform in ("linux", "darwin")
 
 
-def moves_memory() -> bool:
-    """Raises OSError."""
-    return sys.platform == "linux" and moves_pages(libc())
-
-
-def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan) -> Store:
-    library = libc()
-    if sys.platform != "linux":
-        return DarwinStore(paths, library)
-    return (LinuxStore if moves_pages(library) else CachedLinuxStore)(paths, mapped, plan, library)
+def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, machine: Machine) -> Store:
+    if machine.platform != "linux":
+        return DarwinStore(paths)
+    return (LinuxStore if machine.moves_pages else CachedLinuxStore)(paths, mapped, plan)

@@ -48,7 +48,7 @@ class Servers:
 
     def commands(self, parallel: int) -> dict[str, list[str]]:
         """Name -> command line, for `parallel` concurrent requests."""
-        from edgespec.backends.llamacpp.memory.threads import compute_cores
+        from edgespec.machine.system import compute_cores
 
         ours = [str(Path(sys.executable).with_name(OURS)), "serve", self.model, "--parallel", str(parallel)]
         ours += ["--ctx", str(self.context_length), *(["--draft", self.draft] if self.draft else [])]

@@ -19,13 +19,14 @@ import transformers
 from edgespec.backends.torch.attention import ATTENTION
 from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble
 from edgespec.backends.torch.disk import STAGING
-from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, nf4_form, work_bytes
+from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopies, block_bytes
 
 from edgespec.errors import UsageError
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Capabilities, Vocab
 from edgespec.machine.memory import disk_bandwidth
+from edgespec.machine.this_machine import Gpu
 
 # Llama 3 70B (arXiv 2407.21783, table 3).
 LLAMA_70B = {
@@ -149,6 +150,10 @@ def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
     return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
 
 
+def _gpu(device: Any) -> Gpu | None:
+    return look_at(str(device)) if device.type == "cuda" else None
+
+
 def _free(device: Any) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -201,7 +206,7 @@ def measure(
         memory -= (known.layers - layers) * cache  # so that as many layers stay
     rate = known.bandwidth if known else bandwidth(device, layer)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
-    backend = assemble(model, vocab, device, memory=memory, copies=copies, host=host, **options)
+    backend = assemble(model, vocab, device, memory=memory, gpu=_gpu(device), copies=copies, host=host, **options)
     streamed = len(backend.streamer.blocks) if backend.streamer else 0
     sources = backend.streamer.feeder.sources if backend.streamer and backend.streamer.feeder else []
     speed = disk_bandwidth(sources[0].path, 1.0) if sources else 0.0
@@ -228,7 +233,7 @@ def layer_costs(
     few = []
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)
-        backend = assemble(model, vocab, device, memory=None, copies=copies, **options)
+        backend = assemble(model, vocab, device, memory=None, gpu=_gpu(device), copies=copies, **options)
         if backend.streamer is not None:
             raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
         few.append({nodes: time_pass(backend, nodes).seconds for nodes in sizes})

@@ -44,8 +44,8 @@ def streamed(folder: Path, share: float, delay: float = 0.0) -> Iterator[Any]:
     """The model with `share` of its weights as memory for them, and `delay` seconds added to every read."""
     plan_memory, read = engine.plan_memory, SlotStore.read
 
-    def part(model: Any, path: Path, config: Any, windows: Any, size: Any, memory: Any, draft: int) -> Any:
-        layout = find_layout(model, path)
+    def part(lazy: Any, size: Any, *rest: Any) -> Any:
+        layout = find_layout(lazy.model, lazy.folder)
         return make_plan(layout.tensors, int(layout.size * share), 0, page=1, whole=True), size, layout, []
 
     def slowly(*arguments: Any) -> None:
@@ -134,9 +134,9 @@ def check_devices() -> list[Found]:
     info = {name: value for name, value in mx.device_info().items() if "size" in name or "name" in name}
     found = [Found("machine", None, f"{platform.platform()}, mlx {mx.__version__}, {mx.default_device()}, {info}")]
     try:
-        from edgespec.backends.llamacpp.memory.gpu import devices
+        from edgespec.backends.llamacpp.memory.gpu import find_gpus
 
-        found.append(Found("llama.cpp", None, str(devices() or "no GPU")))
+        found.append(Found("llama.cpp", None, str(find_gpus() or "no GPU")))
     except ImportError as error:
         found.append(Found("llama.cpp", None, str(error)))
     return found

@@ -17,6 +17,7 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
+from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
 from edgespec.models.registry import Defaults, Entry
 from edgespec.planners.auto import new_auto_state
@@ -76,7 +77,7 @@ def _options(task: Task) -> LoadOptions:
 def _measure_needs(task: Task) -> dict[str, Any]:
     engine = import_module("edgespec.backends.llamacpp.memory.planning")
     size = engine.ContextSize(task.context_length, task.budget, 1, engine.MIN_NODES)
-    return {"needed": engine.memory_needs(task.target, size, [task.draft] if task.draft else [])}
+    return {"needed": engine.memory_needs(task.target, size, this_machine(), [task.draft] if task.draft else [])}
 
 
 def _measure_passes(task: Task, backends: list[Backend]) -> dict[str, Any]:

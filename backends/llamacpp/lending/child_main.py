@@ -27,7 +27,7 @@ class Host:
         self._lenders, self._borrowed = ",".join(lenders), borrow(lenders)
 
     def load(self, path: str, options: LoadOptions) -> Facts:
-        plan = plan_here(path, options, this_machine(), self._borrowed)
+        plan = plan_here(path, options, this_machine(path), self._borrowed)
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
         model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model

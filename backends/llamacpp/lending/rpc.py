@@ -14,9 +14,9 @@ from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.machine.memory import format_size
-from edgespec.weights.plan import Tensor, layer_of, make_plan
+from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
-from ..ggml.files import ggml_library, llama_cpp, parts, read_tensors
+from ..ggml.files import all_tensors, ggml_library, llama_cpp
 from ..memory.gpu import ggml, layers_that_fit, overrides
 
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
@@ -153,10 +153,10 @@ def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int,
 
 
 def lent_line(path: str, gpu_layers: int) -> str:
-    layers = [tensor for part in parts(path) for tensor in read_tensors(part) if layer_of(tensor) >= 0]
-    count = max(map(layer_of, layers)) + 1
-    lent = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+    tensors = all_tensors(path)
+    count = count_layers(tensors)
+    lent = layers_on_gpu(gpu_layers, count)
     if not lent:
         return "everything fits into this memory, so nothing is lent; --gpu-layers N has N - 1 layers lent all the same"
-    size = sum(tensor.size for tensor in layers if layer_of(tensor) >= count - lent)
+    size = sum(tensor.size for tensor in tensors if layer_of(tensor) >= count - lent)
     return f"lent: the last {lent} of {count} layers, {format_size(size)}; the output stays here"

@@ -3,23 +3,20 @@
 `gpu_layers` = n + 1 is the output and the last n layers; -1 is all layers, without the embedding.
 
 A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
-the memory of the plan. It maps the file from the first to the last of its weights, which then stay in memory. So if
-layers are streamed, the output stays on the CPU, because it is often first in the file. The GPU then gets only
-layers without a streamed layer in between.
-
-Experts that are read as they are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
+the memory of the plan, and keeps the file in it from the first to the last of its weights. So it gets only layers
+without a streamed layer in between, and not the output, which is often first in the file. Experts that are read as they
+are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
 """
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from edgespec.errors import NoRoom, UsageError
+from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import EXPERTS as EXPERT
-from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of
+from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of, layers_on_gpu
 
 from ..ggml.files import ggml_library, llama_cpp
 
@@ -29,25 +26,13 @@ RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
 MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    name: str
-    shared: bool
-    free: int
-    used: int = 0
-
-    @property
-    def reserve(self) -> int:
-        return max(0, RESERVE - self.used)
-
-
 _used_by_others: dict[str, int] = {}  # bytes of each GPU at this program's first look
 
 
-def devices() -> list[Device]:
+def find_gpus() -> list[Gpu]:
     if not llama_cpp.llama_supports_gpu_offload():
         return []
-    library, found = ggml(), list[Device]()
+    library, found = ggml(), list[Gpu]()
     for i in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(i)
         kind = library.ggml_backend_dev_type(device)
@@ -57,7 +42,7 @@ def devices() -> list[Device]:
             name = library.ggml_backend_dev_name(device).decode()
             used = total.value - free.value
             own = max(0, used - _used_by_others.setdefault(name, used))
-            found.append(Device(name, kind == SHARED or sys.platform == "darwin", free.value, own))
+            found.append(Gpu(name, kind == SHARED, free.value, own, total.value))
     return found
 
 
@@ -81,27 +66,27 @@ def ggml() -> Any:
 
 
 def auto_layers(
-    found: Sequence[Device],
+    found: Sequence[Gpu],
     tensors: Sequence[Tensor],
     buffers: int,
-    beside: int,
+    drafts: int,
     plan: Callable[[int], Plan | None],
     *,
-    platform: str = sys.platform,
+    platform: str,
 ) -> int:
-    """`gpu_layers` for a model.
+    """Choose `gpu_layers` for a model.
 
     Args:
         found: the GPUs.
         tensors: of the model.
         buffers: bytes of its caches and of a pass.
-        beside: bytes of the draft model, with its buffers.
+        drafts: bytes of the draft models, with their buffers.
         plan: returns a plan that keeps this number of last layers in memory; raises NoRoom.
         platform: of the machine.
     """
     if not found:
         return 0
-    own = [device for device in found if not device.shared]
+    own = [gpu for gpu in found if not gpu.shared]
     weights = sum(tensor.size for tensor in tensors)
     if not own:
         room = found[0].free - buffers
@@ -110,25 +95,27 @@ def auto_layers(
         except NoRoom:
             return 0
         if least is None or not least.streamed:
-            return -1 if weights + beside <= room else 0
-        return _beside_streamed(tensors, room, least, plan) if platform == "darwin" else 0
+            return -1 if weights + drafts <= room else 0
+        return _layers_on_mac(tensors, room, least, plan) if platform == "darwin" else 0
     room = _room(own, buffers)
-    if beside <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
-        room -= beside
+    if drafts <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
+        room -= drafts
     return layers_that_fit(tensors, room, len(own))
 
 
-def _room(own: Sequence[Device], buffers: int) -> int:
-    return int(sum(device.free for device in own) * (1 - SAFETY)) - sum(device.reserve for device in own) - buffers
+def _room(own: Sequence[Gpu], buffers: int) -> int:
+    return int(sum(gpu.free for gpu in own) * (1 - SAFETY)) - sum(max(0, RESERVE - gpu.used) for gpu in own) - buffers
 
 
 def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
-    """`gpu_layers` for this memory.
-
+    """
     Args:
         tensors: of the model.
         room: bytes for weights.
         parts: number of devices that share `room`.
+
+    Returns:
+        The largest `gpu_layers` that fits.
     """
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
@@ -149,7 +136,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     return fitting if fitting > 1 else 0
 
 
-def _beside_streamed(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:
+def _layers_on_mac(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:
     for kept in range(count_layers(tensors) - 1, 0, -1):
         spans = gpu_spans(tensors, kept)
         if sum(span.size for span in spans) > room:
@@ -184,14 +171,11 @@ def wired(plan: Plan, spans: Sequence[Extent]) -> int:
 
 
 def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
-    """Refuse GPU layers that keep streamed layers, or all experts, in a Mac's memory.
-
-    Raises:
-        UsageError: names the conflict and the option to change.
     """
-    count = count_layers(tensors)
-    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    if wired(plan, gpu_spans(tensors, on_gpu)):
+    Raises:
+        UsageError: the GPU layers would keep streamed layers, or all experts, in a Mac's memory.
+    """
+    if wired(plan, gpu_spans(tensors, layers_on_gpu(gpu_layers, count_layers(tensors)))):
         what = (
             "experts, and keep all of them in memory"
             if plan.cached
@@ -206,7 +190,7 @@ class Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_layers: int, buffers: int) -> bool:
+def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layers: int, buffers: int) -> bool:
     """True if GPUs with their own memory cannot hold the output and `gpu_layers` layers with their experts.
 
     Args:
@@ -215,16 +199,14 @@ def experts_too_large(found: Sequence[Device], tensors: Sequence[Tensor], gpu_la
         gpu_layers: as for `load`, not 0.
         buffers: bytes of its caches and of a pass.
     """
-    own = [device for device in found if not device.shared]
+    own = [gpu for gpu in found if not gpu.shared]
     first = 0 if gpu_layers < 0 else count_layers(tensors) + 1 - gpu_layers
     there = [tensor for tensor in tensors if layer_of(tensor) >= first or is_output(tensor)]
     with_experts = any(EXPERT.search(tensor.name) for tensor in there)
     return bool(own) and with_experts and sum(tensor.size for tensor in there) > _room(own, buffers)
 
 
-def kept_off(
-    plan: Plan | None, gpu_layers: int, no_experts: bool = False, *, platform: str = sys.platform
-) -> dict[str, Any]:
+def kept_off(plan: Plan | None, gpu_layers: int, no_experts: bool = False, *, platform: str) -> dict[str, Any]:
     if gpu_layers == 0:
         return {}
     patterns = [OUTPUT] if plan and plan.streamed and platform == "darwin" else []

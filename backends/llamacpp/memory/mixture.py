@@ -28,9 +28,9 @@ from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
 from edgespec.weights.preload import Progress
 
-from ..ggml.files import ggml_base, parts
+from ..ggml.files import all_tensors, ggml_base, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
-from .planning import all_tensors, find_layers
+from .planning import find_layers
 
 NEARLY_ALL = 0.9  # of a layer's experts: then the pass will want nearly all experts of the next layer
 ADD_ROWS = b"ADD_ID"  # ggml's name of the operation that adds an expert's row of a small matrix

@@ -1,128 +1,212 @@
 """Plans for llama.cpp models larger than memory.
 
-`plan_memory` has llama.cpp size its buffers without allocation, and `edgespec/weights/plan.py` chooses the weights that
+`MemoryPlanner` has llama.cpp size its buffers without allocation; `edgespec/weights/plan.py` chooses the weights that
 stay. `start_streaming` starts a `Streamer` for the others; `layer_hooks.py` keeps it in step with a pass.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.loop.engines import Machine
-from edgespec.machine.disk import USUAL, recall_reading
+from edgespec.loop.engines import LoadOptions, Machine
+from edgespec.machine import memory as process
 from edgespec.machine.memory import (
     COMPRESSING_FILE_SYSTEMS,
     NETWORK_FILE_SYSTEMS,
     file_system,
     format_size,
     in_bytes,
-    private_memory,
 )
 from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import Mapping, mappings
-from edgespec.weights.plan import EXPERTS, MARGIN, SAFETY, Plan, Tensor, count_layers, layer_of, make_plan
+from edgespec.weights.plan import (
+    EXPERTS,
+    MARGIN,
+    SAFETY,
+    Plan,
+    Tensor,
+    count_layers,
+    layer_of,
+    layers_on_gpu,
+    make_plan,
+)
 from edgespec.weights.preload import Progress
-from edgespec.weights.ring import Streamer, measure_disk, moves_memory, open_store, supported
+from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize
 from ..ggml.files import (
+    all_tensors,
     file_size,
     last_log,
     llama_cpp,
     load_header,
     parts,
-    read_tensors,
     size_lines,
 )
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import auto_layers, check_spans, devices, experts_too_large
+from .gpu import auto_layers, check_spans, experts_too_large
 
 MIN_NODES = 512  # llama.cpp's default for n_ubatch; the smallest number of prompt tokens per pass
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
 SHARE = 1 / 4  # of a context, for each further session where memory is short
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
-BESIDE_POOLS = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
+RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
 
 
-def plan_memory(
-    path: str,
-    size: ContextSize,
-    *,
-    machine: Machine,
-    memory: int | None = None,
-    beside: Sequence[str] = (),
-    gpu_layers: int = 0,
-    lent: bool = False,
-    experts_here: bool = False,
-) -> tuple[Plan | None, ContextSize, list[str]]:
-    """A plan of a model's weights (None: all stay in memory), its context, and messages for the user.
+class MemoryPlanner:
+    """Plans the places of a model's weights on a machine, and the model's context.
 
     Args:
         path: of the model.
-        size: of the requested context.
+        options: as requested, with the draft models that will be loaded too.
         machine: to plan for.
-        memory: bytes for the program and `beside`; None: the free memory.
-        beside: files of models that will be loaded, too.
-        gpu_layers: as in `LoadOptions`.
-        lent: lenders have these layers instead of a GPU.
-        experts_here: as `keeps_experts` returns it.
+        borrowed: as from `lending.rpc.borrow`, or None.
 
     Raises:
-        ModelError: the model cannot be read.
-        UsageError: the memory is too small.
+        ModelError: the model cannot be read (all methods).
+        UsageError: an option is out of range (all methods).
     """
-    found = machine.free
-    room = _room(memory, machine)
-    if not supported():
-        note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
-        return None, size, [note] if memory is not None or _file_sizes(path, *beside) > found else []
-    tensors = all_tensors(path)
-    count = count_layers(tensors)
-    layers = [] if lent and gpu_layers else find_layers(path, tensors)
-    # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
-    on_gpu = count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
-    gpu: dict[str, Any] = {"kept": on_gpu} if machine.platform == "darwin" and not lent else {"on_device": on_gpu}
-    gpu |= {"experts_here": experts_here, "output_here": lent}
-    sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
-    beside_it = sum(_weights_and_buffers(other, size) for other in beside)
-    needs = [beside_it + needed for needed in _rehearse(path, sizes)]
-    plans = _plans(tensors, room, needs, gpu, layers)
-    # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
-    most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)
-    best = max(i for i, plan in enumerate(plans) if _bytes_read(plan) <= most)
-    if not most:
-        best = min(best, sizes.index(size))
-    plan = plans[best]
-    notes = []
-    if memory is not None and memory > found:
-        notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
-    if plan is None:
-        return None, sizes[best], notes
-    plan = replace(plan, draft_bytes=beside_it)
-    if machine.platform == "darwin" and not lent:
-        check_spans(plan, tensors, gpu_layers)
-    kind = file_system(path)
-    if kind in NETWORK_FILE_SYSTEMS:
-        notes.append(f"{path} lies on a network file system ({kind}): streaming goes at the speed of the network")
-    elif kind in COMPRESSING_FILE_SYSTEMS:
-        notes.append(f"{path} lies on {kind}, which may compress: reading costs processor time, and may be slow")
-    return plan, sizes[best], notes
 
+    def __init__(self, path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> None:
+        self.path, self.options, self.machine, self.borrowed = path, options, machine, borrowed
+        self.memory = in_bytes(options.memory)
+        self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
+        self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
 
-def all_tensors(path: str) -> list[Tensor]:
-    return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return all_tensors(self.path)
+
+    @cached_property
+    def file_sizes(self) -> int:
+        return sum(file_size(path) for path in (self.path, *self.options.draft_files) if Path(path).is_file())
+
+    @property
+    def plenty(self) -> bool:
+        """True if all files fit twice."""
+        return self.memory is None and 2 * self.file_sizes + ROOM_FOR_BUFFERS < self.machine.free
+
+    def _rehearse(self, path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:
+        tokenizer, buffers = rehearse(path, sizes)
+        return self._tokenizers.setdefault(path, tokenizer), buffers
+
+    def _drafts(self, size: ContextSize) -> int:
+        total = 0
+        for path in self.options.draft_files:
+            tokenizer, buffers = self._rehearse(path, [replace(size, share=1.0)])
+            total += sum(tensor.size for tensor in all_tensors(path)) + tokenizer + buffers[0]
+        return total
+
+    def needs(self, sizes: Sequence[ContextSize]) -> list[int]:
+        """Bytes of all but the model's weights and drafts, for each size."""
+        tokenizer, buffers = self._rehearse(self.path, sizes)
+        return [self.machine.used + MARGIN + tokenizer + one for one in buffers]
+
+    def choose_gpu_layers(self, size: ContextSize) -> int:
+        """Default of `gpu_layers`, for GPUs or lenders."""
+        if self.borrowed:
+            buffers = self._rehearse(self.path, [size])[1][0]
+            needed = self.needs([size])[0] + self._drafts(size)
+            lent = memory_of_lenders(self.borrowed)
+            return choose_lent(self.tensors, self.room, needed, buffers, lent, len(self.borrowed) - 1)
+        most = in_bytes(self.options.gpu_memory)
+        found = list(self.machine.gpus)
+        if most is not None:
+            found = [replace(gpu, free=min(gpu.free, max(0, most - gpu.used))) for gpu in found]
+        if not found:
+            if most is None:
+                return 0
+            raise UsageError(
+                "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
+            )
+        drafts = self._drafts(size)
+        needed = self.needs([size])[0] + drafts
+        buffers = self._rehearse(self.path, [size])[1][0]
+
+        def plan(kept: int) -> Plan | None:
+            return None if self.options.resident else make_plan(self.tensors, self.room, needed, kept=kept)
+
+        layers = auto_layers(found, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
+        # The GPU gets no layers if experts are read from disk: that combination is not measured.
+        try:
+            from_disk = layers > 0 and bool(self.find_layers()) and plan(0) is not None
+        except NoRoom:
+            from_disk = False
+        return 0 if from_disk else layers
+
+    def keeps_experts(self, gpu_layers: int, size: ContextSize) -> bool:
+        """True if GPUs cannot hold the experts of these layers."""
+        if self.borrowed or not gpu_layers or not self.machine.gpus:
+            return False
+        if not any(EXPERTS.search(tensor.name) for tensor in self.tensors):
+            return False
+        buffers = self._rehearse(self.path, [size])[1][0]
+        return experts_too_large(self.machine.gpus, self.tensors, gpu_layers, buffers)
+
+    def find_layers(self) -> list[ExpertLayer]:
+        return find_layers(self.path, self.tensors) if self.machine.moves_pages else []
+
+    def plan_memory(
+        self, size: ContextSize, gpu_layers: int, experts_here: bool
+    ) -> tuple[Plan | None, ContextSize, list[str]]:
+        """
+        Args:
+            size: of the requested context.
+            gpu_layers: as in `LoadOptions`, for GPUs or lenders.
+            experts_here: as from `keeps_experts`.
+
+        Returns:
+            A plan of the weights (None: all stay in memory), the context's size, and messages for the user.
+        """
+        free, lent = self.machine.free, bool(self.borrowed)
+        if not can_stream(self.machine):
+            note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
+            return None, size, [note] if self.memory is not None or self.file_sizes > free else []
+        count = count_layers(self.tensors)
+        layers = [] if lent and gpu_layers else self.find_layers()
+        # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
+        on_gpu = layers_on_gpu(gpu_layers, count)
+        shares = self.machine.platform == "darwin" and not lent
+        gpu: dict[str, Any] = {"kept" if shares else "on_device": on_gpu}
+        gpu |= {"experts_here": experts_here, "output_here": lent}
+        sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
+        drafts = self._drafts(size)
+        plans = _plans(self.tensors, self.room, [drafts + needed for needed in self.needs(sizes)], gpu, layers)
+        # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
+        most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)
+        best = max(i for i, plan in enumerate(plans) if _bytes_read(plan) <= most)
+        if not most:
+            best = min(best, sizes.index(size))
+        plan, notes = plans[best], list[str]()
+        if self.memory is not None and self.memory > free:
+            notes.append(f"{format_size(self.memory)} of memory are asked for, but only {format_size(free)} are free")
+        if plan is None:
+            return None, sizes[best], notes
+        plan = replace(plan, draft_bytes=drafts)
+        if shares:
+            check_spans(plan, self.tensors, gpu_layers)
+        kind = file_system(self.path)
+        if kind in NETWORK_FILE_SYSTEMS:
+            notes.append(
+                f"{self.path} lies on a network file system ({kind}): streaming goes at the speed of the network"
+            )
+        elif kind in COMPRESSING_FILE_SYSTEMS:
+            notes.append(
+                f"{self.path} lies on {kind}, which may compress: reading costs processor time, and may be slow"
+            )
+        return plan, sizes[best], notes
 
 
 def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
-    if not any(EXPERTS.search(tensor.name) for tensor in tensors) or not moves_memory():
+    if not any(EXPERTS.search(tensor.name) for tensor in tensors):
         return []
     values = own_values(path)
     # The last layers of some models predict further tokens (MTP), and are not computed.
@@ -132,57 +216,12 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     )
 
 
-def keeps_experts(path: str, gpu_layers: int, size: ContextSize) -> bool:
-    found = devices() if gpu_layers else []
-    tensors = all_tensors(path) if found else []
-    if not any(EXPERTS.search(tensor.name) for tensor in tensors):
-        return False
-    return experts_too_large(found, tensors, gpu_layers, _buffers(path, size))
-
-
-def choose_gpu_layers(
-    path: str, size: ContextSize, *, machine: Machine, memory: int | None, beside: Sequence[str], resident: bool,
-    gpu_memory: int | str | None = None, borrowed: Any = None,
-) -> int:  # fmt: skip
-    """Default of `gpu_layers`, for GPUs or lenders; arguments and errors as for `plan_memory`."""
-    if borrowed:
-        tensors, needed = all_tensors(path), memory_needs(path, size, beside)
-        buffers = needed - private_memory() - MARGIN
-        return choose_lent(
-            tensors, _room(memory, machine), needed, buffers, memory_of_lenders(borrowed), len(borrowed) - 1
-        )
-    most = in_bytes(gpu_memory)
-    found = devices()
-    if most is not None:
-        found = [replace(device, free=min(device.free, max(0, most - device.used))) for device in found]
-    if not found:
-        if most is None:
-            return 0
-        raise UsageError(
-            "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
-        )
-    tensors = all_tensors(path)
-    room = _room(memory, machine)
-    buffers = _buffers(path, size)
-    beside_it = sum(_weights_and_buffers(other, size) for other in beside)
-    needed = private_memory() + MARGIN + buffers + beside_it
-
-    def plan(kept: int) -> Plan | None:
-        return None if resident else make_plan(tensors, room, needed, kept=kept)
-
-    layers = auto_layers(found, tensors, buffers, beside_it, plan, platform=machine.platform)
-    # The GPU gets no layers if experts are read from disk: that combination is not measured.
-    try:
-        from_disk = layers > 0 and bool(find_layers(path, tensors)) and plan(0) is not None
-    except NoRoom:
-        from_disk = False
-    return 0 if from_disk else layers
-
-
 def _plans(
     tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> list[Plan | None]:
-    """Plans for ascending `needs`, up to the last that is possible.
+    """
+    Returns:
+        Plans for ascending `needs`, up to the last that is possible.
 
     Raises:
         UsageError: the first is impossible.
@@ -201,8 +240,8 @@ def _plan(
 
     If a GPU has layers, and memory cannot hold the experts of the others, all experts stay on the CPU.
     """
-    beside = beside_pools(room)
-    least = memory_of(layers, 0) + beside if layers else 0
+    reserve = pool_reserve(room)
+    least = memory_of(layers, 0) + reserve if layers else 0
     if layers and gpu.get("on_device"):
         if make_plan(tensors, room, needed, **gpu) is None:
             return None
@@ -210,14 +249,14 @@ def _plan(
     plan = make_plan(tensors, room, needed, experts_at_once=least, **gpu)
     if plan is None or not layers:
         return plan
-    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - beside
+    left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - reserve
     # Linux locks whole pages of the page cache, of up to 2 MiB.
     slots = max(0, most_slots(layers, left - HUGE * len(plan.pinned)))
     return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
 
 
-def beside_pools(room: int) -> int:
-    return MARGIN + int(room * BESIDE_POOLS)
+def pool_reserve(room: int) -> int:
+    return MARGIN + int(room * RESERVED_SHARE)
 
 
 def _bytes_read(plan: Plan | None) -> int:
@@ -227,41 +266,23 @@ def _bytes_read(plan: Plan | None) -> int:
     return plan.streamed_bytes + int(missing * plan.cached_bytes)
 
 
-def memory_needs(path: str, size: ContextSize, beside: Sequence[str] = ()) -> int:
-    return sum(_weights_and_buffers(other, size) for other in beside) + _rehearse(path, [size])[0]
+def memory_needs(path: str, size: ContextSize, machine: Machine, draft_files: Sequence[str] = ()) -> int:
+    """Bytes of the program and of `draft_files`, without the model's weights."""
+    planner = MemoryPlanner(path, LoadOptions(draft_files=tuple(draft_files)), machine)
+    return planner.needs([size])[0] + planner._drafts(size)
 
 
-def is_plenty(path: str, memory: int | None, beside: Sequence[str], machine: Machine) -> bool:
-    return memory is None and 2 * _file_sizes(path, *beside) + ROOM_FOR_BUFFERS < machine.free
-
-
-def _room(memory: int | None, machine: Machine) -> int:
-    return memory if memory is not None else int(machine.free * (1 - SAFETY))
-
-
-def _file_sizes(*paths: str) -> int:
-    return sum(file_size(path) for path in paths if Path(path).is_file())
-
-
-def _weights_and_buffers(path: str, size: ContextSize) -> int:
-    weights = sum(tensor.size for part in parts(path) for tensor in read_tensors(part))
-    before = private_memory() + MARGIN
-    return weights + _rehearse(path, [replace(size, share=1.0)])[0] - before
-
-
-def _buffers(path: str, size: ContextSize) -> int:
-    return _rehearse(path, [size])[0] - private_memory() - MARGIN
-
-
-def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
-    """Bytes of this program with a model's tokenizer, caches and buffers, but without its weights, for each size.
-
-    llama.cpp reports the sizes in its log, without allocating caches and buffers.
+def rehearse(path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:
     """
+    Returns:
+        Bytes of a model's tokenizer, and of its caches and buffers for each size, as llama.cpp logs them without
+        allocation.
+    """
+    before = process.private_memory()
     model = load_header(path)
-    needed = []
+    buffers = []
     try:
-        private = private_memory() + MARGIN
+        tokenizer = max(0, process.private_memory() - before)
         for size in sizes:
             size_lines.clear()
             context = llama_cpp.llama_init_from_model(model, size.params(model))
@@ -271,19 +292,30 @@ def _rehearse(path: str, sizes: Sequence[ContextSize]) -> list[int]:
             # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
             kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
             found = [re.search(kinds, line) for line in size_lines]
-            needed.append(private + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
-        return needed
+            buffers.append(int(sum(float(match[1]) for match in found if match) * (1 << 20)))
+        return tokenizer, buffers
     finally:
         llama_cpp.llama_model_free(model)
 
 
-def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) -> tuple[Streamer, float, str]:
+def mappings_of(path: str, machine: Machine) -> list[list[Mapping]]:
+    """
+    Returns:
+        This process's mappings of each file of a model; [] on systems whose stores do not need them.
+    """
+    return [mappings(part) for part in parts(path)] if machine.platform == "linux" else []
+
+
+def start_streaming(
+    path: str, plan: Plan, machine: Machine, before: Sequence[Sequence[Mapping]], progress: Progress
+) -> tuple[Streamer, float, str]:
     """Pin weights of a newly loaded model, and start to stream the others.
 
     Args:
         path: of the model; for a split one its first file.
         plan: of its weights.
-        known: start addresses of mappings that existed before the load.
+        machine: that was planned for.
+        before: `mappings_of` the model before the load.
         progress: called while pinned weights are read.
 
     Returns:
@@ -294,24 +326,22 @@ def start_streaming(path: str, plan: Plan, known: set[int], progress: Progress) 
     """
     files = parts(path)
     mapped = list[Mapping]()
-    if sys.platform == "linux":
-        for part in files:
-            new = [mapping for mapping in mappings(part) if mapping.start not in known]
-            if not new:
-                raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
-            # Another streamed model of the same file may add smaller mappings meanwhile.
-            mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
+    for part, found, known in zip(files, mappings_of(path, machine), before, strict=False):
+        new = [mapping for mapping in found if mapping.start not in {one.start for one in known}]
+        if not new:
+            raise ModelError(f"{part}: llama.cpp has not mapped it, so it cannot be streamed")
+        # Another streamed model of the same file may add smaller mappings meanwhile.
+        mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
     try:
-        store = open_store(files, mapped, plan)
+        store = open_store(files, mapped, plan, machine)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             if plan.slots_of_experts >= 0:
                 store.drop(plan.cached)
             store.look_up(plan.looked_up)
             store.preload(plan.pinned, progress)
-            speed = measure_disk(files, plan)
-            how = recall_reading(files[plan.streamed[0].extents[0].file]) if plan.streamed else USUAL
-            return Streamer(plan, store, how.threads, how.size), speed, store.note
+            speed = (machine.disk.speed or measure_disk(files, plan)) if plan.streamed else 0.0
+            return Streamer(plan, store, machine.disk.threads, machine.disk.size), speed, store.note
         except BaseException:
             store.close()
             raise

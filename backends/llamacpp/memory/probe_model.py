@@ -18,7 +18,7 @@ from edgespec.loop.engines import Computing, LoadOptions
 from edgespec.machine.memory import file_system, format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
-from ..ggml.files import keep_log, last_log, llama_cpp, parts, read_tensors
+from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from .attention import ALIKE
 
 LEAST_LAYERS = 2
@@ -61,7 +61,7 @@ def probe_file(path: str) -> Iterator[str]:
     Raises:
         ModelError: it cannot be made.
     """
-    tensors = [tensor for part in parts(path) for tensor in read_tensors(part)]
+    tensors = all_tensors(path)
     left_out = sorted(set(range(count_layers(tensors))) - set(kinds(tensors)))
     if not left_out:
         yield path

@@ -181,14 +181,3 @@ def _hold_team(start_team: Any, done: threading.Event) -> None:
 @cache
 def crowd() -> OtherLoad:
     return OtherLoad(usage_now, ShortWaits().switch, others_run)
-
-
-def compute_cores() -> int:
-    if sys.platform == "darwin":
-        size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
-        libc = ctypes.CDLL(None)
-        if libc.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
-            return count.value
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
+from edgespec.machine.system import compute_cores
 
 from ..ggml.files import ggml_base, llama_cpp, load_model
 from ..ggml.ggml_tensor import GgmlTensor, is_known, source_addresses
-from ..memory.threads import compute_cores
 from ..vocab import load_vocab
 from .child import Say, serve
 
