@@ -5,9 +5,10 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -18,12 +19,24 @@ BODY_SECONDS = 60.0
 MOST_DEPTH = 64
 GONE = 499  # the client left before the answer
 
+# The characters of JSON at which str.splitlines, and with it clients on httpx, end a line.
+LINE_BREAKS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 ServerSent = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
 Body = TypeVar("Body", bound="Lenient")
 
 
 class Lenient(BaseModel):
+    """A body; null stands for a field that is left out."""
+
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        optional = {name for name, field in cls.model_fields.items() if NoneType in get_args(field.annotation)}
+        return {name: value for name, value in given.items() if value is not None or name in optional}
 
 
 class SamplingFields(Lenient):
@@ -39,7 +52,15 @@ class SamplingFields(Lenient):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+        """The fields that are given. As in llama.cpp, top_k below 0 keeps all tokens, top_p 0 and min_p 1 the best."""
+        given = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+        if given.get("top_k", 0) < 0:
+            given["top_k"] = 0
+        for name, best_only in (("top_p", 0), ("min_p", 1)):
+            if given.get(name) == best_only:
+                del given[name]
+                given["top_k"] = 1
+        return given
 
 
 async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
@@ -113,6 +134,7 @@ def sse(name: str | None, data: Any) -> bytes:
     if data is None:
         return b": ping\n\n"
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = text.translate(LINE_BREAKS)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
