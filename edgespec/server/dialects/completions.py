@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from edgespec.loop.backend import Vocab
+from edgespec.loop.generate import LogProbs
+from edgespec.loop.text import TextStream
 from edgespec.scheduler.requests import Chunk
-from edgespec.server.answers import Answer
+from edgespec.server.answers import Answer, Answers
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Dialect
-from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs, error_body, named
+from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs, error_body
 from edgespec.server.errors import Refused
+from edgespec.server.service import Service
 
 MOST_PROMPTS = 16
 
@@ -41,23 +45,55 @@ class CompletionWriter(ChoicesWriter):
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     last: ClassVar = {"text": "", "logprobs": None}
 
+    def __init__(self, service: Service, body: CompletionBody, answers: Answers) -> None:
+        super().__init__(service, body, answers)
+        self._offsets = {id(answer): Offsets(self._vocab) for answer in answers.all}
+
     def choice(self, answer: Answer) -> dict[str, Any]:
-        return {"text": answer.text, "logprobs": self._log_probs(answer.chunks)}
+        return {"text": answer.text, "logprobs": self._log_probs(answer, answer.chunks)}
 
     def delta(self, answer: Answer, chunks: Sequence[Chunk]) -> dict[str, Any]:
         text = "".join(piece for piece in answer.new if isinstance(piece, str))
-        return {"text": text, "logprobs": self._log_probs(chunks)}
+        return {"text": text, "logprobs": self._log_probs(answer, chunks)}
 
-    def _log_probs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+    def _log_probs(self, answer: Answer, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         told = [(c.token_id, c.log_probs) for c in chunks if c.token_id is not None and c.log_probs]
         if not told:
             return None
         return {
-            "tokens": [named(self._vocab, token) for token, _ in told],
+            "tokens": [name_of(self._vocab, token) for token, _ in told],
             "token_logprobs": [log_probs.log_prob for _, log_probs in told],
-            "top_logprobs": [{named(self._vocab, i): value for i, value in log_probs.best} for _, log_probs in told],
-            "text_offset": [],
+            "top_logprobs": [self._best(log_probs) for _, log_probs in told],
+            "text_offset": [self._offsets[id(answer)].next(token) for token, _ in told],
         }
+
+    def _best(self, log_probs: LogProbs) -> dict[str, float]:
+        found = dict[str, float]()
+        for token, value in log_probs.best:
+            name = name_of(self._vocab, token)
+            found[f"token_id:{token}" if name in found else name] = value
+        return found
+
+
+class Offsets:
+    """Where in an answer's text its tokens begin, in characters; called with one after the other."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._text, self._length = TextStream(vocab), 0
+
+    def next(self, token: int) -> int:
+        offset = self._length
+        self._length += len(self._text.push(token))
+        return offset
+
+
+def name_of(vocab: Vocab, token: int) -> str:
+    """A token's text; of parts of a character their bytes, as OpenAI writes them."""
+    data = vocab.token_bytes(token)
+    try:
+        return data.decode() or vocab.token_text(token)
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 COMPLETION = Dialect(CompletionBody, question_of, CompletionWriter, error_body, error_name=None)
