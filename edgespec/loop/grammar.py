@@ -150,11 +150,11 @@ class Constraint:
         """Logits [V] with minus infinity for forbidden tokens.
 
         Raises:
-            ModelError: the grammar has become too large.
+            UsageError: the grammar has become too large.
         """
         allowed = _bits(self._matcher.compute_bitmask(), len(logits))
         if error := self._matcher.get_error():  # the mask would then allow only the end
-            raise ModelError(f"the grammar cannot go on: {_line(str(error))}")
+            raise UsageError(f"the grammar cannot go on: {_line(str(error))}")
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
