@@ -1,6 +1,7 @@
 """Calls in the formats of model families, and what is thought: cut out however the text comes, in every dialect."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -107,9 +108,53 @@ def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks
 def test_llama_calls_without_a_marker_only_where_the_answer_begins():
     form = format_of("<|python_tag|>")
     call = '{"name": "f", "parameters": {"days": 2}}'
-    assert pieces(OutputParser(form), f"\n{call}") == [("f", {"days": 2})]
-    assert pieces(OutputParser(form), f"For example {call}") == [f"For example {call}"]
-    assert pieces(OutputParser(form), '{"name": "Bob"') == ['{"name": "Bob"']
+
+    def parser():
+        return OutputParser(form, parameters=TOOLS.parameters)
+
+    assert pieces(parser(), f"\n{call}") == [("f", {"days": 2})]
+    assert pieces(parser(), f"For example {call}") == [f"For example {call}"]
+    assert pieces(parser(), '{"name": "Bob"') == ['{"name": "Bob"']
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([
+        '{"type": "function", "name": "f", "parameters": {"days": 2}}',
+        '{\n  "name": "f",\n  "parameters": {\n    "days": 2\n  }\n}',
+        '{"name":"f","arguments":{"days":2}}',
+    ]),
+    st.data(),
+)  # fmt: skip
+def test_llama_calls_may_have_a_type_and_line_breaks(text, data):
+    parser = OutputParser(format_of("<|python_tag|>"), parameters=TOOLS.parameters)
+    assert pieces(parser, text, data) == [("f", {"days": 2})]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([
+        '{"name": "Bob", "age": 3}',
+        '{"name": "Bob", "parameters": {}}',
+        '{"name": "f", "age": 3}',
+        '{"name": "f"}',
+        '{"name": "f", "parameters": 5}',
+        '{"name": "f", "parameters": {"a": NaN}}',
+        '\n{\n "type": "cat", "name": "f", "parameters": {}}',
+        "{}",
+        " {",
+    ]),
+    st.data(),
+)  # fmt: skip
+def test_json_answers_of_llama_stay_answers(text, data):
+    parser = OutputParser(format_of("<|python_tag|>"), parameters=TOOLS.parameters)
+    assert pieces(parser, text, data) == [text]
+
+
+def test_json_answers_of_llama_are_streamed():
+    parser = OutputParser(format_of("<|python_tag|>"), parameters=TOOLS.parameters)
+    found = ["".join(parser.push(text)) for text in ('{"name": "', "Bob", '", "age":', " 3}")]
+    assert found == ["", '{"name": "Bob', '", "age":', " 3}"]
 
 
 def test_braces_may_hold_spaces_and_strings_of_json():
@@ -125,6 +170,21 @@ def test_what_is_cut_or_broken_is_content(seen, data):
     start, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
     found = pieces(OutputParser(format_of(seen)), text[:start] + text[end:], data)
     assert all(isinstance(piece, str) or isinstance(piece[0], str) for piece in found)
+
+
+@pytest.mark.parametrize("seen", WRITTEN)
+def test_arguments_that_are_no_json_are_no_call(seen):
+    """No other reader of JSON takes NaN or half a surrogate pair. In markup such a value is a string."""
+    for value in ("NaN", "-Infinity", "1e999", '"\\ud800"'):
+        (before,) = re.findall(r"days\D+", WRITTEN[seen])
+        text = WRITTEN[seen].replace(f"{before}2", before + value)
+        parser = OutputParser(format_of(seen), parameters=TOOLS.parameters)
+        found = [piece for push in (parser.push(text), parser.finish()) for piece in push]
+        calls = [piece for piece in found if isinstance(piece, Call)]
+        "".join(call.arguments for call in calls).encode()
+        read = [json.loads(call.arguments, parse_constant=pytest.fail, parse_float=pytest.fail) for call in calls]
+        assert read in ([], [{}], [{"city": "5", "days": value}, {}])
+        assert calls or value in "".join(found)
 
 
 THINK = ("<think>", "</think>")

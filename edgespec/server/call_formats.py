@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec.server.schema import Schema
+from edgespec.server.schema import Schema, strict_json
 from edgespec.server.tool_calls import Call, Parameters
 
 
@@ -17,7 +17,7 @@ class CallFormat:
     Attributes:
         parse: reads the calls between two markers; raises ValueError if they are none.
         seen: all of these are in the chat template.
-        open: first markers; one that begins with { is parsed, too, and counts only where an answer begins.
+        open: first markers; BARE is parsed, too, and counts only where an answer begins.
         close: second marker; "": the end of the answer.
         call: a call as this model writes it: see `FORMATS`.
         pair: a parameter in it.
@@ -38,6 +38,26 @@ class CallFormat:
 
 
 UNKNOWN = Schema.anything()
+BARE = "{"  # of a call without a marker
+BARE_HEADS = '{"name":', '{"type":"function","name":'
+
+
+def begins_bare(text: str, names: Collection[str]) -> bool | None:
+    """True if `text` begins a call of one of these tools without a marker; None if it may do so."""
+    spaceless = without_spaces(text)
+    starts = [
+        f'{head}{without_spaces(json.dumps(name, ensure_ascii=False))},"{arguments}":{{'
+        for head in BARE_HEADS
+        for name in names
+        for arguments in ("parameters", "arguments")
+    ]
+    if any(map(spaceless.startswith, starts)):
+        return True
+    return None if any(start.startswith(spaceless) for start in starts) else False
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def made(name: Any, arguments: Any) -> Call:
@@ -48,7 +68,7 @@ def made(name: Any, arguments: Any) -> Call:
 
 def as_object(text: str, parameters: Parameters) -> list[Call]:
     """{"name": "f", "arguments": {}}, or a list of such; Llama says "parameters"."""
-    found = json.loads(text)
+    found = strict_json(text)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) for call in calls):
         raise ValueError("not a call")
@@ -60,7 +80,7 @@ def as_mistral(text: str, parameters: Parameters) -> list[Call]:
     if text.lstrip().startswith(("[{", "{")):
         return as_object(text, parameters)
     parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
-    return [made(name.partition("[CALL_ID]")[0].strip(), json.loads(arguments)) for name, _, arguments in parts]
+    return [made(name.partition("[CALL_ID]")[0].strip(), strict_json(arguments)) for name, _, arguments in parts]
 
 
 def as_pairs(pair: str, function: str) -> Callable[[str, Parameters], list[Call]]:
@@ -88,7 +108,7 @@ def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
         found = re.findall(call, text, re.DOTALL)
         if not found:
             raise ValueError("not a call")
-        return [made(name.strip(), json.loads(arguments)) for name, arguments in found]
+        return [made(name.strip(), strict_json(arguments)) for name, arguments in found]
 
     return parse
 
@@ -96,7 +116,7 @@ def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
 def as_braces(text: str, parameters: Parameters) -> list[Call]:
     """call:f{key:value} with strings between tokens <|"|>, as Gemma 4 writes it: JSON but for strings and keys."""
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
-    found = json.loads(BRACED.sub(_as_json, brace + rest))
+    found = strict_json(BRACED.sub(_as_json, brace + rest))
     return [made(name.strip(), found)]
 
 
@@ -146,7 +166,7 @@ QWEN = CallFormat(
     "<parameter={key}>\n{value}\n</parameter>\n",
 )  # fmt: skip
 LLAMA = CallFormat(
-    ("<|python_tag|>",), ("<|python_tag|>", '{"name":'), "", as_object, '{"name": {quoted}, "parameters": {arguments}}'
+    ("<|python_tag|>",), ("<|python_tag|>", BARE), "", as_object, '{"name": {quoted}, "parameters": {arguments}}'
 )
 # The first with all its marks in the template is taken. Fields of `call`: {name} and {quoted}, the function's;
 # {arguments}, JSON; {braces}, the same in Gemma's notation; {pairs}, each by `pair` with its {key} and {value};

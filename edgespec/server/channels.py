@@ -6,12 +6,12 @@
 The prompt ends with <|start|>assistant, so an answer begins with a header.
 """
 
-import json
 import re
 
 from edgespec.loop.text import overlap
 from edgespec.server.call_formats import CallFormat, made
 from edgespec.server.conversation import Piece, Thought
+from edgespec.server.schema import strict_json
 from edgespec.server.tool_calls import Call
 
 MESSAGE = "<|message|>"
@@ -93,7 +93,7 @@ class ChannelParser:
         if name := self._to(self._header or ""):
             assert whole
             try:
-                found.append(made(name, json.loads(text)))
+                found.append(made(name, strict_json(text)))
             except (ValueError, RecursionError):
                 found.append(text)
         else:

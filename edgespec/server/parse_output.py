@@ -6,7 +6,7 @@ A call that does not parse is content, since a client sends it back in every lat
 from typing import Protocol
 
 from edgespec.loop.text import overlap
-from edgespec.server.call_formats import CallFormat, as_object
+from edgespec.server.call_formats import BARE, CallFormat, as_object, begins_bare
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.tool_calls import Call, Parameters
 
@@ -74,13 +74,20 @@ class OutputParser:
         places = [(at, m) for at, m in places if not self._only_first(m) or not self._held[:at].strip()]
         if places:
             at, marker = min(places)
+            begins = marker != BARE or begins_bare(self._held[at:], self._parameters)
+            if begins is None:
+                return False
+            if not begins:
+                self._say(found, self._held[: at + 1])
+                self._held = self._held[at + 1 :]
+                return True
             self._say(found, self._held[:at].rstrip())
             if self._thinking and marker == self._thinking[0]:
                 self.thinking = self._fresh = True
                 self._held = self._held[at + len(marker) :]
             else:
                 self._open = marker
-                self._held = self._held[at + (0 if marker[0] == "{" else len(marker)) :]
+                self._held = self._held[at + (0 if marker == BARE else len(marker)) :]
                 self._blank = False
             return True
         sure = len(self._held)
@@ -97,7 +104,7 @@ class OutputParser:
         return [marker for marker in found if self._blank or not self._only_first(marker)]
 
     def _only_first(self, marker: str) -> bool:
-        return marker[0] == "{" or (self._thinking is not None and marker == self._thinking[0])
+        return marker == BARE or (self._thinking is not None and marker == self._thinking[0])
 
     def _say(self, found: list[Piece], text: str) -> None:
         found.append(text)
@@ -146,4 +153,4 @@ def calls_of(text: str, opened: str, calls: CallFormat, parameters: Parameters) 
     try:
         return [*calls.parse(text, parameters)]
     except (ValueError, KeyError, AttributeError, RecursionError):
-        return [("" if opened[0] == "{" else opened) + text + calls.close]
+        return [("" if opened == BARE else opened) + text + calls.close]

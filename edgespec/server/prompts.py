@@ -1,11 +1,11 @@
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from edgespec.loop.text import Message
 from edgespec.server.conversation import Turn
+from edgespec.server.schema import strict_json
 from edgespec.server.tool_calls import Call
 
 ID_LENGTH = 9  # Mistral's templates insist on it
@@ -51,5 +51,5 @@ def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: 
 def arguments_of(call: Call) -> Any:
     """Arguments as an object; invalid JSON stays a string."""
     with suppress(ValueError, RecursionError):
-        return json.loads(call.arguments or "{}")
+        return strict_json(call.arguments or "{}")
     return call.arguments

@@ -42,11 +42,18 @@ class Schema:
         if self.types is None or self.types == {"string"}:
             return text
         try:
-            found = json.loads(text)
+            found = strict_json(text)
         except (ValueError, RecursionError):
             return text
         fits = not isinstance(found, str) and not self.types.isdisjoint(TYPES[type(found)])
         return found if fits or "string" not in self.types else text
+
+
+def strict_json(text: str) -> Any:
+    """Raises ValueError or RecursionError; also for what Python reads, but no other reader of JSON need."""
+    found = json.loads(text)
+    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no 1e999, no half a surrogate pair
+    return found
 
 
 def spelled(value: Any) -> str:
@@ -95,12 +102,21 @@ class _Resolver:
 
     def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
         schema.json = {**self._definitions, **node}
-        listed = node.get("enum")
-        schema.values = [node["const"]] if "const" in node else listed if isinstance(listed, list) else []
+        schema.values = self._values(node)
         schema.properties = {key: self.schema_of(value) for key, value in node.get("properties", {}).items()}
         schema.required = [key for key in node.get("required", ()) if key in schema.properties]
         schema.items = self.schema_of(node["items"]) if "items" in node else None
         schema.types = self._types(schema, node)
+
+    def _values(self, node: dict[str, Any]) -> list[Any]:
+        if "const" in node:
+            return [node["const"]]
+        if isinstance(listed := node.get("enum"), list):
+            return listed
+        branches = [self.schema_of(branch) for branch in node.get("anyOf") or node.get("oneOf") or ()]
+        if all(branch.values or branch.types == {"null"} for branch in branches):
+            return [value for branch in branches for value in branch.values or [None]]
+        return []
 
     def _types(self, schema: Schema, node: dict[str, Any]) -> frozenset[str] | None:
         if "type" in node:
@@ -110,6 +126,8 @@ class _Resolver:
         if branches := node.get("anyOf") or node.get("oneOf"):
             found = [self.schema_of(branch).types for branch in branches]
             return None if None in found else frozenset[str]().union(*filter(None, found))
+        if known := [types for part in node.get("allOf", ()) if (types := self.schema_of(part).types) is not None]:
+            return frozenset.intersection(*known)
         if schema.properties or schema.items:
             return frozenset(["object" if schema.properties else "array"])
         return None
