@@ -25,7 +25,7 @@ KEY = r"/[^:,{}\[\]<>\s]+/"
 PLAIN = '%json {"type": ["number", "boolean", "null"]}'
 SIMPLE = ("integer", "number", "boolean", "null")
 ANYTHING = Schema.anything()
-ANSWER, THOUGHT, FREE = "edgespec_answer", "edgespec_thought", "edgespec_free"
+ANSWER, CALL, THOUGHT, FREE = "edgespec_answer", "edgespec_call", "edgespec_thought", "edgespec_free"
 # A string, comment or regular expression of a Lark grammar; or, as group 1, the rule `start`.
 LARK_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|\b(start)\b')
 
@@ -158,6 +158,19 @@ def escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
+def answer_or_call(answer: Grammar, call: Grammar) -> Grammar:
+    return lark(f"start: {ANSWER} | {CALL}\n{started_by(ANSWER, answer)}\n{started_by(CALL, call)}")
+
+
+def started_by(name: str, grammar: Grammar) -> str:
+    """Lark rules of a grammar, the first of which is `name`."""
+    if grammar.kind == "json_schema":
+        return f"{name}: %json {grammar.text}"
+    if grammar.kind == "regex":
+        return f"{name}: /" + re.sub(r"(?<!\\)/", r"\\/", grammar.text) + "/"
+    return LARK_START.sub(lambda found: name if found[1] else found[0], grammar.text)
+
+
 class ThoughtFirst:
     def __init__(self, vocab: Vocab, thinking: tuple[str, str], opening: str = "") -> None:
         """
@@ -174,21 +187,18 @@ class ThoughtFirst:
         self._free, self._marker = free, rules.spelled(thinking[0])
         self._opening = f"{rules.spelled(opening)} {ANSWER}" if opening else ANSWER
 
-    def before(self, grammar: Grammar, *, inside: bool, is_call: bool = False) -> Grammar:
-        """A thought, then the answer by `grammar`.
+    def before(self, grammar: Grammar, *, inside: bool, is_call: bool = False, call: Grammar | None = None) -> Grammar:
+        """A thought, then the answer by `grammar`, or a call.
 
         Args:
             grammar: of the answer itself.
             inside: the prompt has opened the thought already.
             is_call: the answer is a call, which has its own opening.
+            call: of a call that may be made instead.
         """
-        if grammar.kind == "json_schema":
-            answer = f"{ANSWER}: %json {grammar.text}"
-        elif grammar.kind == "regex":
-            answer = f"{ANSWER}: /" + re.sub(r"(?<!\\)/", r"\\/", grammar.text) + "/"
-        else:
-            answer = LARK_START.sub(lambda found: ANSWER if found[1] else found[0], grammar.text)
-        behind = ANSWER if is_call else self._opening
+        answer, behind = started_by(ANSWER, grammar), ANSWER if is_call else self._opening
+        if call:
+            answer, behind = f"{answer}\n{started_by(CALL, call)}", f"({behind} | {CALL})"
         start = f"{THOUGHT} {behind}" if inside else f"({self._marker} {THOUGHT})? {behind}"
         return lark(f"start: {start}\n{self._free}\n{answer}")
 

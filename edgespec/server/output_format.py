@@ -5,7 +5,7 @@ from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
 from edgespec.server.call_formats import FORMATS, OTHERS, CallFormat
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, ChannelParser, comes_in_channels
-from edgespec.server.constrained import ThoughtFirst, call_grammar, control_tokens
+from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
 from edgespec.server.conversation import Conversation
 from edgespec.server.errors import Refused
 from edgespec.server.parse_output import OutputParser, Parser
@@ -73,21 +73,23 @@ class OutputFormat:
         """The grammar of a whole answer; None: it is free.
 
         Args:
-            wanted: the grammar that the request asks for.
+            wanted: the grammar that the request asks for; a call may be made instead of JSON.
             tools: that may or must be called.
             inside: the prompt has opened a thought.
 
         Raises:
             Refused, UsageError: the request cannot be fulfilled.
         """
-        is_call = tools is not None and bool(tools.required)
+        is_call, call = tools is not None and bool(tools.required), None
         if tools and self.calls and is_call:
             if wanted:
                 raise Refused(400, "response_format and a tool that must be called cannot be had together")
             wanted = call_grammar(self._vocab, self.calls, tools.required)
-        if wanted is None or self._thought_first is None:
-            return wanted
-        return self._thought_first.before(wanted, inside=inside, is_call=is_call)
+        elif tools and self.calls and wanted and wanted.kind == "json_schema":
+            call = call_grammar(self._vocab, self.calls, tools.all)
+        if wanted and self._thought_first:
+            return self._thought_first.before(wanted, inside=inside, is_call=is_call, call=call)
+        return answer_or_call(wanted, call) if wanted and call else wanted
 
 
 def call_format_of(template: str) -> CallFormat | None:
