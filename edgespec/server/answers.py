@@ -23,10 +23,14 @@ class Answer:
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None
     thought_tokens: int = 0
+    choice: int = 0  # of those with this prompt
+    single_call: bool = False  # the first call ends it
 
     def add(self, event: Event) -> None:
         new = list[Piece]()
-        if isinstance(event, Wrote):
+        if self.has_its_call:
+            pass
+        elif isinstance(event, Wrote):
             for chunk in event.chunks:
                 before = self.parser.thinking
                 new += self.parser.push(chunk.text)
@@ -34,8 +38,8 @@ class Answer:
             self.chunks += event.chunks
         elif isinstance(event, Ended):
             new = [*self.parser.push(event.rest), *self.parser.finish()]
-        self.new = joined(new)
-        self.pieces = joined([*self.pieces, *new])
+        self.new = up_to_call(joined(new)) if self.single_call else joined(new)
+        self.pieces = joined([*self.pieces, *self.new])
 
     @property
     def text(self) -> str:
@@ -48,6 +52,15 @@ class Answer:
     @property
     def calls(self) -> list[Call]:
         return [piece for piece in self.pieces if isinstance(piece, Call)]
+
+    @property
+    def has_its_call(self) -> bool:
+        return self.single_call and bool(self.calls)
+
+
+def up_to_call(pieces: Sequence[Piece]) -> list[Piece]:
+    first = next((i for i, piece in enumerate(pieces) if isinstance(piece, Call)), len(pieces))
+    return list(pieces[: first + 1])
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
@@ -128,10 +141,12 @@ class Answers:
                     continue  # an interrupted scheduler may report an end twice
                 answer = self.all[number]
                 answer.add(event)
+                if answer.has_its_call:
+                    handles[number].cancel()
                 if isinstance(event, Ended):
                     left.remove(number)
                     answer.stop_found = handles[number].text.stop_found
-                    if event.error is not None:
+                    if event.error is not None and not answer.has_its_call:
                         raise event.error
                 yield number, event
         finally:
@@ -144,8 +159,8 @@ class Answers:
 
     @property
     def usage(self) -> "Usage":
-        """Tokens of all answers; a prompt counts once, with the cached tokens of its first answer."""
-        first = {tuple(answer.request.prompt_ids): answer for answer in reversed(self.all)}.values()
+        """Tokens of all answers; the choices of one prompt count it once, with the first one's cached tokens."""
+        first = [answer for answer in self.all if answer.choice == 0]
         return Usage(
             sum(len(answer.request.prompt_ids) for answer in first),
             sum(answer.stats.cached_tokens for answer in first),

@@ -25,6 +25,7 @@ from edgespec.server.typing_ahead import TypingAhead
 MOST_CHOICES = 8
 MOST_STOPS = 16
 MOST_WAITING = 32
+UNLIMITED = -1  # max_tokens of llama.cpp's clients
 PING_SECONDS = 5.0
 GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
 
@@ -79,16 +80,17 @@ class Service:
                 loop = asyncio.get_running_loop()
                 grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, inside)
         limit = self.model.target.capabilities.context_length
+        most = limit if question.max_tokens is None or question.max_tokens == UNLIMITED else question.max_tokens
         drawn = {"seed": secrets.randbits(32), **question.sampling}
         sampling = replace(self.defaults, **drawn | {"seed": drawn["seed"] % 2**64})
         return [
             Answer(
                 Request(
                     list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
-                    min(question.max_tokens or limit, limit - len(ids)), tuple(question.stop), question.log_probs,
+                    min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
                     question.plain, grammar, hint_texts, question.foresee, form.shown(tools),
                 ),
-                form.parser(tools, inside),
+                form.parser(tools, inside), choice=i, single_call=tools is not None and not tools.parallel,
             )
             for ids, hint_texts in prompts
             for i in range(question.choices)
@@ -100,8 +102,9 @@ class Service:
         if len(question.stop) > MOST_STOPS:
             says = f"there are {len(question.stop)} stop strings, but at most {MOST_STOPS} may be given"
             raise Refused(400, says, param="stop")
-        if question.max_tokens is not None and question.max_tokens < 1:
-            raise Refused(400, f"max_tokens is {question.max_tokens}, but must be at least 1", param="max_tokens")
+        if question.max_tokens is not None and question.max_tokens < 1 and question.max_tokens != UNLIMITED:
+            says = f"max_tokens is {question.max_tokens}, but must be at least 1, or -1 for no limit"
+            raise Refused(400, says, param="max_tokens")
         TextStream(self.model.target.vocab, question.stop)
 
     def _read(self, question: Question) -> list[tuple[list[int], HintTexts | None]]:

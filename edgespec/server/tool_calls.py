@@ -1,6 +1,5 @@
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from secrets import token_hex
@@ -23,7 +22,7 @@ class Call:
 
 def replayed(name: Any, arguments: Any, id_: Any) -> Call:
     """A call that a client sends back, with arguments as JSON or as an object."""
-    known = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    known = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
     return Call(str(name), known, id_ if isinstance(id_, str) else "")
 
 
@@ -45,23 +44,30 @@ class Tool:
 class Tools:
     all: Sequence[Tool]
     required: Sequence[Tool] = ()  # the answer must call one of them; empty: it need not
+    parallel: bool = True  # an answer may make several calls
 
     @cached_property
     def parameters(self) -> Parameters:
+        """Of all tools; parameters that are no schema may be anything."""
         found = dict[str, Schema]()
         for tool in self.all:
-            with suppress(UsageError):
+            try:
                 found[tool.name] = tool.schema
+            except UsageError:
+                found[tool.name] = Schema.anything()
         return found
 
 
-def choose_tools(functions: Sequence[Mapping[str, Any]], mode: str, name: str | None) -> Tools | None:
+def choose_tools(
+    functions: Sequence[Mapping[str, Any]], mode: str, name: str | None, *, parallel: bool
+) -> Tools | None:
     """The tools of a request; None: it has none, or forbids calls.
 
     Args:
         functions: name, description and parameters (a JSON schema) of each.
         mode: auto, none or required.
         name: the only function that may be called.
+        parallel: an answer may make several calls.
 
     Raises:
         Refused: the request contradicts itself.
@@ -79,4 +85,4 @@ def choose_tools(functions: Sequence[Mapping[str, Any]], mode: str, name: str | 
     named = [tool for tool in tools if name in (None, tool.name)]
     if not named:
         raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
-    return Tools(tools, named if mode == "required" or name is not None else ())
+    return Tools(tools, named if mode == "required" or name is not None else (), parallel)

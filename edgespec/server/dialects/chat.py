@@ -30,6 +30,7 @@ class ChatBody(ChoicesBody):
     top_logprobs: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     response_format: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -78,11 +79,11 @@ def tools_of(body: ChatBody) -> Tools | None:
     ]
     functions = [function if isinstance(function, dict) else {} for function in given]
     if not isinstance(body.tool_choice, dict):
-        return choose_tools(functions, body.tool_choice or "auto", None)
+        return choose_tools(functions, body.tool_choice or "auto", None, parallel=body.parallel_tool_calls)
     function = body.tool_choice.get("function")
     if not isinstance(function, dict):
         raise Refused(400, f"tool_choice.function is {function!r}, but must be an object", param="tool_choice")
-    return choose_tools(functions, "auto", str(function.get("name")))
+    return choose_tools(functions, "auto", str(function.get("name")), parallel=body.parallel_tool_calls)
 
 
 class ChatWriter(ChoicesWriter):

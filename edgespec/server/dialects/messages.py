@@ -20,6 +20,7 @@ from edgespec.server.wire import SamplingFields, ServerSent, new_id, read_body
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
 EMPTY: dict[type, dict[str, Any]] = {str: {"text": ""}, Thought: {"thinking": ""}, Call: {"input": {}}}
+FAILED = "Error: "  # before the result of a tool that failed: templates have no field for it
 BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
@@ -79,7 +80,11 @@ def turns_of(role: str, content: Any, where: str) -> list[Turn]:
         kind = one.get("type") if isinstance(one, dict) else None
         by_kind.setdefault(kind if kind in BLOCKS else "text", []).append(one)
     results = by_kind.pop("tool_result", [])
-    found = [Turn("tool", text_of(one.get("content"), where), result_of=one.get("tool_use_id")) for one in results]
+    found = [
+        Turn("tool", FAILED * bool(one.get("is_error")) + text_of(one.get("content"), where),
+             result_of=one.get("tool_use_id"))
+        for one in results
+    ]  # fmt: skip
     if by_kind or not found:
         calls = [replayed(b.get("name"), b.get("input"), b.get("id")) for b in by_kind.get("tool_use", ())]
         thought = "".join(str(block.get("thinking")) for block in by_kind.get("thinking", ()))
@@ -95,7 +100,8 @@ def tools_of(body: CountBody) -> Tools | None:
     ]
     choice = body.tool_choice or {}
     mode = {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type"))
-    return choose_tools(functions, str(mode or "auto"), choice.get("name"))
+    parallel = not choice.get("disable_parallel_tool_use")
+    return choose_tools(functions, str(mode or "auto"), choice.get("name"), parallel=parallel)
 
 
 def error_body(refused: Refused) -> dict[str, Any]:

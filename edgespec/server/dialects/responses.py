@@ -25,6 +25,7 @@ class ResponsesBody(OpenAIBody):
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     previous_response_id: str | None = None
@@ -93,7 +94,7 @@ def tools_of(body: ResponsesBody) -> Tools | None:
     ]
     choice = body.tool_choice or "auto"
     name = str(choice.get("name")) if isinstance(choice, dict) else None
-    return choose_tools(functions, "auto" if name else str(choice), name)
+    return choose_tools(functions, "auto" if name else str(choice), name, parallel=body.parallel_tool_calls)
 
 
 def text_item(name: str, text: str, status: str) -> dict[str, Any]:
@@ -127,8 +128,8 @@ class ResponsesWriter(Writer):
         self._head = {
             "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
             "model": body.model or service.name, "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": True, "previous_response_id": None,
-            "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
             "truncation": "disabled", "metadata": {}, "error": None, "reasoning": body.reasoning,

@@ -1,0 +1,209 @@
+"""Answers as clients' libraries expect them: fields that are null, usage, log-probabilities, lines of a stream."""
+
+import json
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
+pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+
+from test_server import HELLO, served, stream
+from test_server_forced import Vocabulary, fits
+from test_server_tools import TEMPLATE, TIME, TOOLS, WEATHER
+
+from edgespec.loop.grammar import json_schema
+from edgespec.server.channels import ANALYSIS, FINAL
+from edgespec.server.dialects import messages
+from edgespec.server.output_format import OutputFormat
+from edgespec.server.tool_calls import Tool, Tools
+from edgespec.server.wire import SamplingFields, sse
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(context=1000, template=TEMPLATE) as client:
+        client.shown = []
+        render = client.model.target.vocab.encode
+
+        def encode(text, **options):
+            client.shown.append(text)
+            return render(text, **options)
+
+        client.model.target.vocab.encode = encode
+        yield client
+
+
+def written(text):
+    """Fields by which a request's answer is `text`."""
+    return {"edgespec": {"lark": f"start: {json.dumps(text, ensure_ascii=False)}"}, "temperature": 0}
+
+
+class TestJsonOrACall:
+    SCHEMA = {"type": "object", "properties": {"yes": {"enum": [1, 2]}}, "required": ["yes"]}  # noqa: RUF012
+    AUTO = Tools([Tool(TIME), Tool(WEATHER)])
+
+    @pytest.mark.parametrize("seen", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS][ARGS]", "<function=<parameter="])
+    @pytest.mark.parametrize("thinks", [False, True])
+    def test_response_format_leaves_tools_callable(self, seen, thinks):
+        calls = {
+            "<tool_call>": '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+            "<|python_tag|>": '{"name": "time", "parameters": {}}',
+            "[TOOL_CALLS][ARGS]": "[TOOL_CALLS]time[ARGS]{}",
+            "<function=<parameter=": "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+        }
+        vocab = Vocabulary()
+        form = OutputFormat(vocab, "{% if tools %}" + seen + "</think>" * thinks)
+        grammar = form.grammar(json_schema(self.SCHEMA), self.AUTO, inside=False)
+        for before in ("", "<think>so</think>\n")[: 1 + thinks]:
+            for good in ('{"yes":1}', calls[seen]):
+                assert fits(vocab, grammar, before + good)
+            for bad in ('{"yes":3}', calls[seen].replace("time", "tome"), "Well", calls[seen] + '{"yes":1}'):
+                assert not fits(vocab, grammar, before + bad)
+        without = form.grammar(json_schema(self.SCHEMA), None, inside=False)
+        assert not fits(vocab, without, calls[seen])
+
+    def test_in_channels(self):
+        vocab = Vocabulary("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>")
+        form = OutputFormat(vocab, "{% if tools %}" + ANALYSIS[0] + FINAL)
+        grammar = form.grammar(json_schema(self.SCHEMA), self.AUTO, inside=False)
+        call = "<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}"
+        for before in ("", f"{ANALYSIS[0]}Hm.{ANALYSIS[1]}"):
+            assert fits(vocab, grammar, f'{before}{FINAL}{{"yes":1}}')
+            assert fits(vocab, grammar, before + call)
+            assert not fits(vocab, grammar, f'{before}{{"yes":1}}')
+            assert not fits(vocab, grammar, f"{before}{FINAL}{call}")
+
+    def test_in_the_server(self, client):
+        form = {"type": "json_schema", "json_schema": {"schema": self.SCHEMA | {"additionalProperties": False}}}
+        kinds = set()
+        for seed in range(8):
+            body = HELLO | {"tools": TOOLS, "response_format": form, "seed": seed, "max_tokens": 150}
+            (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+            kinds.add(choice["finish_reason"])
+            if choice["finish_reason"] == "tool_calls":
+                assert choice["message"]["content"] is None
+            else:
+                assert json.loads(choice["message"]["content"])["yes"] in (1, 2)
+        assert kinds == {"tool_calls", "stop"}
+
+
+TWO = '<tool_call>{"name": "time", "arguments": {}}</tool_call> and <tool_call>{"name": "weather"}</tool_call>'
+
+
+class TestSingleCalls:
+    def test_chat(self, client):
+        body = HELLO | {"tools": TOOLS, "max_tokens": 200} | written(TWO)
+        (both,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert [call["function"]["name"] for call in both["message"]["tool_calls"]] == ["time", "weather"]
+        body["parallel_tool_calls"] = False
+        answer = client.post("/v1/chat/completions", json=body).json()
+        (choice,) = answer["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
+        assert choice["message"]["content"] is None
+        assert choice["finish_reason"] == "tool_calls"
+        parts = [json.loads(data)["choices"][0] for data in stream(client, "/v1/chat/completions", body)[:-1]]
+        assert sum(len(part["delta"].get("tool_calls", ())) for part in parts) == 1
+        assert parts[-1]["finish_reason"] == "tool_calls"
+        assert not any(part["delta"].get("content") for part in parts)
+        (one, other) = client.post("/v1/chat/completions", json=body | {"n": 2}).json()["choices"]
+        assert len(one["message"]["tool_calls"]) == len(other["message"]["tool_calls"]) == 1
+
+    def test_responses(self, client):
+        tools = [{"type": "function", **WEATHER}, {"type": "function", **TIME}]
+        body = {"input": "hello", "tools": tools, "parallel_tool_calls": False} | written(TWO)
+        answer = client.post("/v1/responses", json=body).json()
+        assert [item["type"] for item in answer["output"]] == ["function_call"]
+        assert (answer["status"], answer["parallel_tool_calls"]) == ("completed", False)
+
+    def test_messages(self):
+        tools = [{"name": f["name"], "input_schema": f["parameters"]} for f in (WEATHER, TIME)]
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        body = messages.MessagesBody(**HELLO, max_tokens=5, tools=tools, tool_choice=choice)
+        assert not messages.question_of(body).tools.parallel
+        body.tool_choice = {"type": "auto"}
+        assert messages.question_of(body).tools.parallel
+
+    def test_a_failed_tool_is_told_to_the_model(self, client):
+        use = {"type": "tool_use", "id": "c1", "name": "time", "input": {}}
+        for failed in (True, False, None):
+            result = {"type": "tool_result", "tool_use_id": "c1", "content": "no clock", "is_error": failed}
+            turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+            client.shown.clear()
+            body = {"messages": [*HELLO["messages"], *turns], "max_tokens": 2}
+            assert client.post("/v1/messages", json=body).status_code == 200
+            assert ("tool\nError: no clock" in client.shown[-1]) == bool(failed)
+            assert "no clock" in client.shown[-1]
+
+
+class TestFields:
+    NULLS = dict.fromkeys((
+        "n", "stream", "model", "stop", "max_tokens", "temperature", "top_p", "logit_bias", "seed", "tools", "edgespec",
+        "tool_choice", "parallel_tool_calls", "response_format", "stream_options", "logprobs", "top_logprobs", "user",
+    ))  # fmt: skip
+
+    def test_null_stands_for_a_field_left_out(self, client):
+        for path, body in [
+            ("chat/completions", HELLO),
+            ("completions", {"prompt": "hello", "echo": None, "suffix": None, "best_of": None}),
+            ("responses", {"input": "hello", "instructions": None, "max_output_tokens": None, "text": None}),
+            ("messages", HELLO | {"system": None, "stop_sequences": None, "thinking": None, "max_tokens": 5}),
+        ]:
+            answer = client.post(f"/v1/{path}", json={**self.NULLS, **body})
+            assert answer.status_code == 200, answer.text
+        body = HELLO | {"stream": None, "edgespec": {"plain": None, "trace": None}, "max_tokens": 1}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        answer = client.post("/v1/chat/completions", json={"messages": None})
+        assert answer.status_code == 400
+
+    def test_values_at_the_bounds_are_llama_cpps(self, client):
+        def text(**more):
+            body = HELLO | {"max_tokens": 12, "seed": 3} | more
+            return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+        greedy, free = text(temperature=0), text()
+        assert greedy != free
+        assert text(top_p=0) == text(min_p=1) == text(top_p=0, top_k=40) == greedy
+        assert text(top_k=-1) == text(top_k=0) == free
+        assert SamplingFields(top_k=-1, top_p=0.5).sampling == {"top_k": 0, "top_p": 0.5}
+        answer = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": -1}).json()
+        assert answer["choices"][0]["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 1000
+
+
+@pytest.mark.parametrize("stays", ["\x85", "\u2028", "\u2029", "é\u2028\n"])
+def test_no_character_of_an_answer_ends_a_line_of_a_stream(client, stays):
+    assert len(sse("a", {"text": f"a{stays}b"}).decode().splitlines()) == 3
+    body = HELLO | {"max_tokens": 30} | written(f"a{stays}b")
+    chunks = [json.loads(data) for data in stream(client, "/v1/chat/completions", body)[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == f"a{stays}b"
+
+
+def test_equal_prompts_count_each_and_choices_of_one_once(client):
+    def counted(prompt, n):
+        body = {"prompt": prompt, "max_tokens": 2, "n": n}
+        return client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"]
+
+    one = counted("to be", 1)
+    assert counted("to be", 3) == one
+    assert counted(["to be", "to be"], 1) == counted(["to be", "to be"], 2) == 2 * one
+
+
+def test_log_probs_of_parts_of_characters(client):
+    body = {"prompt": "hello", "max_tokens": 20, "logprobs": 20} | written("aé€b")
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    told = choice["logprobs"]
+    assert told["tokens"][:7] == ["a", *(f"bytes:\\x{byte:02x}" for byte in "é€".encode()), "b"][:7]
+    assert told["text_offset"][:7] == [0, 1, 1, 2, 2, 2, 3]
+    assert all(len(best) == 20 for best in told["top_logprobs"])
+    parts = [json.loads(data)["choices"][0]["logprobs"] for data in stream(client, "/v1/completions", body)[:-1]]
+    for name, values in told.items():
+        assert [value for part in parts if part for value in part[name]] == values
+
+
+def test_a_regex_that_explodes_is_the_clients_mistake(client):
+    body = {"prompt": "a", "max_tokens": 400, "edgespec": {"regex": "([a-z]{1,500}[a-y]){300}"}}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "the grammar cannot go on" in answer.json()["error"]["message"]
+    *_, last = stream(client, "/v1/completions", body)
+    assert json.loads(last)["error"]["type"] == "invalid_request_error"
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
