@@ -1,4 +1,4 @@
-"""Model folders become transformers models on a device: what is refused, what stays there, and what is streamed."""
+"""Check and load model folders, and place their layers: on the device, in host memory or on disk."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -32,28 +32,29 @@ from .offload import (
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
 
-WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take
+WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
-FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls the kinds of layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transformers
 
 
 def find_gpus(device: str | None) -> list[Gpu]:
-    """GPUs that this PyTorch sees; only `device` is measured, or the first: looking takes memory of a GPU."""
+    """GPUs that this PyTorch sees; only `device`, or else the first, is measured, which takes some of its memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     wanted = (device if device != "cuda" else None) or next(iter(names), None)
     found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
-    # It takes the machine's memory, which is known.
     return [*found, *([Gpu("mps", True, 0)] if torch.backends.mps.is_available() else [])]
 
 
 def look_at(name: str) -> Gpu:
-    """A CUDA device, with what drafts hold that were loaded before."""
     free, total = torch.cuda.mem_get_info(name)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
 
 
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
-    """The device of that name, or the best there is.
+    """
+    Args:
+        name: of the device; None: the first GPU, or else the CPU.
+        gpus: that are there.
 
     Raises:
         UsageError: this PyTorch does not see it.
@@ -67,7 +68,9 @@ def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
 
 
 def load_model(folder: Path, dtype: str | None) -> Any:
-    """The model on the CPU, with the attention of this module. Weights whose type stays are mapped, not read.
+    """
+    Returns:
+        The model on the CPU, with `tree_attention`. Weights whose type stays are mapped, not read.
 
     Raises:
         ModelError: it cannot be loaded, or cannot hold a tree.
@@ -95,10 +98,9 @@ def load_model(folder: Path, dtype: str | None) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what is known not to work before anything large is read.
-
+    """
     Raises:
-        ModelError: says what it is.
+        ModelError: the weights are quantised, or a kind of layer is not known.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
@@ -110,10 +112,9 @@ def check_config(config: Any) -> None:
 
 
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
-    """Refuse what would have to be held in another type as a whole before it can be streamed.
-
+    """
     Raises:
-        NoRoom: says what would be right.
+        NoRoom: weights of another type than the file's do not fit; they are converted before they can be streamed.
     """
     found: Any = getattr(read_config(folder).get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -129,7 +130,10 @@ def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
 
 
 def check_rope(config: Any, context_length: int) -> None:
-    """Some rotary embeddings change for all tokens once one lies beyond the trained length: a tree is no text then."""
+    """
+    Raises:
+        UsageError: with a token beyond the trained length, the rotary embedding changes for all tokens, also in cells.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -140,7 +144,10 @@ def check_rope(config: Any, context_length: int) -> None:
 
 
 def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
-    """[layers, 2, key heads, cells, d] of one session's cache."""
+    """
+    Returns:
+        [layers, 2, key heads, cells, d] of one session.
+    """
     layers = len(with_cells(config))
     heads = config.num_attention_heads if layers else 1
     d = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -148,10 +155,9 @@ def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
 
 
 def decoder_layers(model: Any) -> Any:
-    """The layers that can be streamed.
-
+    """
     Raises:
-        ModelError: the model keeps them elsewhere.
+        ModelError: the model class has no list of them.
     """
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
@@ -160,7 +166,11 @@ def decoder_layers(model: Any) -> Any:
 
 
 def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
-    """Device memory for all but layers and caches: embeddings, and what the widest pass computes at one time."""
+    """
+    Returns:
+        Bytes of the device's memory for all but layers and caches: embeddings, and intermediate values of the widest
+        pass, whose logits have `wanted` rows.
+    """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
@@ -175,22 +185,28 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Transforms layers before they are placed."""
+    """A transformation of layers before they are placed.
+
+    Attributes:
+        name: part of the key of a `Pack`.
+        size: returns the bytes of a layer's block after `make`.
+        make: transforms a layer in place.
+    """
 
     name: str
-    size: Callable[[Any], int]  # bytes of a layer's block then
+    size: Callable[[Any], int]
     make: Callable[[Any], None]
 
 
 def leave_alone(layer: Any) -> None:
-    """The layer stays as it is in the folder."""
+    """`make` for layers as the folder has them."""
 
 
 PLAIN = Form("", block_bytes, leave_alone)
 
 
 def nf4_form(device: Any) -> Form:
-    """4 bits, quantised one layer at a time on the device, where it is fast."""
+    """Quantise layers one at a time on the device, where it is fast."""
     from .nf4 import quantise, quantised_bytes
 
     def make(layer: Any) -> None:
@@ -203,21 +219,27 @@ def nf4_form(device: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Layers wait here that the device cannot hold."""
+    """Memory for layers that the device cannot hold.
 
-    folder: Path  # of the model: what the memory cannot hold is read from there
-    memory: int  # bytes to use
-    needed: int  # of them by the program
-    apart: bool  # the device has memory of its own; else it computes in this one, and what does not fit is on disk
+    Attributes:
+        folder: of the model; layers that the memory cannot hold are read from there.
+        memory: bytes to use.
+        needed: bytes of them for other things than the layers.
+        apart: True if the device has its own memory; False if it computes in this one.
+    """
+
+    folder: Path
+    memory: int
+    needed: int
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Numbers of the layers that do not stay on the device.
-
+    """
     Attributes:
-        streamed: in every pass.
-        on_disk: of these, the ones that host memory cannot hold.
+        streamed: numbers of the layers that do not stay on the device.
+        on_disk: those of them that host memory cannot hold.
     """
 
     streamed: Sequence[int]
@@ -227,17 +249,17 @@ class Placement:
 def choose_placement(
     sizes: Sequence[int], memory: int, fixed: int, host: Host | None = None, gpu_layers: int | None = None
 ) -> Placement:
-    """Decide which layers stay.
+    """Decide which layers stay on the device.
 
     Args:
         sizes: bytes of each layer.
         memory: bytes to use on the device.
-        fixed: how many of them are not for layers.
-        host: where the other layers wait; None: in host memory, all of them.
-        gpu_layers: how many stay on a GPU, the output included; -1: all; None: as many as fit.
+        fixed: bytes of them for other things than layers.
+        host: limits the host memory for other layers; None: there is no limit.
+        gpu_layers: layers that stay on a GPU, the output included; -1: all; None: as many as fit.
 
     Raises:
-        NoRoom: the device's memory cannot hold two layers or those that are to stay, or the host's not three.
+        NoRoom: the device cannot hold `gpu_layers` or two buffers, or the host three.
     """
     if host and not host.apart:
         count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
@@ -264,7 +286,7 @@ def place_layers(
     host: Host | None = None,
     form: Form = PLAIN,
 ) -> Streamer | None:
-    """Bring layers to their form; empty those that do not stay on the device, and start streaming them.
+    """Transform layers, move resident ones to the device, and start to stream the others.
 
     Args:
         model: on the host, its weights mapped or in memory.
@@ -276,7 +298,7 @@ def place_layers(
         form: of the layers.
 
     Raises:
-        ModelError: a layer cannot be written to where it is to be streamed from.
+        ModelError: a layer cannot be written to the pack, or streamed.
     """
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
@@ -318,7 +340,7 @@ def place_layers(
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:
-    """Those of the streamed layers that host memory cannot hold, evenly spread: disk and copies then work at once."""
+    """Choose the streamed layers that stay on disk, evenly spread, so that reads and copies go on at the same time."""
     kept = count_resident(host.memory, sizes, host.needed, STAGING, "memory")
     return [streamed[k] for k in streamed_layers(len(streamed), kept)]
 
@@ -326,7 +348,10 @@ def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[i
 def _runs(
     model: Any, layers: Sequence[Any], numbers: Sequence[int], folder: Path
 ) -> dict[int, tuple[Source, list[int]]]:
-    """Layers that can be streamed from the folder itself; none, if it has other bytes than the model."""
+    """
+    Returns:
+        Runs of the layers that can be streamed from the folder's files; empty if a file's bytes differ from the model's.
+    """
     stored = read_folder(folder)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     found = {i: run for i in numbers if (run := find_run(layers[i], names[id(layers[i])], stored))}
@@ -337,7 +362,10 @@ def _runs(
 
 
 def run_probe(model: Any, device: Any) -> Probe:
-    """Run one token to see what the layers' attention does. Raises ModelError."""
+    """
+    Raises:
+        ModelError: the model cannot be run with `tree_attention`.
+    """
     probe = Probe()
     try:
         with torch.inference_mode():
@@ -350,11 +378,10 @@ def run_probe(model: Any, device: Any) -> Probe:
 
 
 def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: Sequence[int]) -> tuple[int | None, ...]:
-    """See that layers are attention as `tree_attention` knows it.
-
+    """
     Args:
         model: the model.
-        probe: of a pass over one token.
+        probe: after its pass.
         shape: of a session's cache.
         expected: the layers that should have keys and values; others are recurrent, or have no past.
 
@@ -362,7 +389,7 @@ def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: S
         Each layer's window.
 
     Raises:
-        ModelError: says what is different.
+        ModelError: the layers or shapes of attention are not as expected.
     """
     if sorted(probe.heads) != list(expected):
         if len(probe.heads) == len(expected):
