@@ -1,4 +1,4 @@
-"""Model folders become mlx-lm models, whose weights are not read yet: what is refused before that."""
+"""Check model folders, and make mlx-lm models of them, without a read of their weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,11 @@ from .tree import wrap_ropes
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A folder's model, whose weights MLX reads when the first pass needs them.
-
+    """
     Attributes:
-        folder: its own.
-        config: of config.json.
-        model: mlx-lm's.
+        folder: of the model.
+        config: the contents of config.json.
+        model: mlx-lm's; MLX reads its weights when the first pass needs them.
         windows: as `find_windows` returns them.
     """
 
@@ -38,7 +37,10 @@ class LazyModel:
 
 
 def open_model(path: str) -> LazyModel:
-    """Raises ModelError."""
+    """
+    Raises:
+        ModelError: files are missing or damaged, or the model cannot hold a tree.
+    """
     folder = check_folder(path)
     config, model = check_files(folder), load_weights(folder)
     windows = find_windows(model, path)
@@ -48,7 +50,7 @@ def open_model(path: str) -> LazyModel:
 
 
 def check_files(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, when nothing that it needs is missing."""
+    """Read config.json, and check that all weight files are there."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except ValueError as error:
@@ -69,7 +71,6 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path) -> Any:
-    """mlx-lm's model; MLX reads the weights when the first pass needs them."""
     try:
         return load_model(folder, lazy=True)[0]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
@@ -77,7 +78,7 @@ def load_weights(folder: Path) -> Any:
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:
-    """For every layer that has keys and values, how far back it sees; None: to the beginning."""
+    """The window, in tokens, of each layer that has keys and values; None: all tokens."""
     windows = list[int | None]()
     caches = list(leaves_of(make_prompt_cache(model)))
     recurrent = any(type(cache) is ArraysCache for cache in caches)

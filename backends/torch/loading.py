@@ -350,7 +350,7 @@ def _runs(
 ) -> dict[int, tuple[Source, list[int]]]:
     """
     Returns:
-        Runs of the layers that can be streamed from the folder's files; empty if a file's bytes differ from the model's.
+        Runs of the layers that can be streamed from the folder's files; empty if its bytes differ from the model's.
     """
     stored = read_folder(folder)
     names = {id(module): f"{name}." for name, module in model.named_modules()}

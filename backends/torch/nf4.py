@@ -1,6 +1,6 @@
 """Linear layers in NF4, a 4-bit format (QLoRA, arXiv 2305.14314).
 
-bitsandbytes has wheels, and stores NF4 in plain tensors, which can be views of a streaming buffer; torchao's int4 cannot.
+bitsandbytes needs no compiler, and its plain tensors can be views of a streaming buffer; torchao's int4 tensors cannot.
 """
 
 import logging
