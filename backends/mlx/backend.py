@@ -59,7 +59,7 @@ from .tree import TreeCache, cut_rows
 __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
 MOST_SESSIONS = 256
-DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
+DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
 CELLS_OF_SMALL = 8
 BLOCKS = 64  # for `device_top_ids`
 

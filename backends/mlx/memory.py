@@ -1,4 +1,4 @@
-"""MLX models larger than memory: where their weights lie, and which of them stay.
+"""MLX models larger than memory: the places of their weights, and the choice of those that stay.
 
 MLX maps no files, so a tensor stays or is streamed as a whole. Only tensors that MLX uses byte for byte as the file has
 them can be streamed; if mlx-lm rebuilds weights (stacked experts), it has to convert the folder first.
@@ -168,7 +168,7 @@ def plan_memory(
         size: of sessions and passes; `chunk` may be changed.
         memory: bytes for everything; None: what is free.
         used: bytes of this program.
-        drafts: bytes that the drafts will take.
+        drafts: bytes of the draft models.
         machine: to plan for.
 
     Returns:

@@ -333,7 +333,7 @@ def assemble(
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
     Args:
-        model: on the host; emptied layer by layer where it is streamed.
+        model: on the host; layers that are streamed become empty.
         vocab: its tokenizer.
         device: where it computes.
         context_length: of `LoadOptions`.
@@ -347,7 +347,7 @@ def assemble(
         form: of the placed layers.
 
     Raises:
-        ModelError: it cannot hold a tree.
+        ModelError: the model cannot hold a tree.
         UsageError: the memory is too small, or the context too long.
     """
     config = model.config.get_text_config()

@@ -57,7 +57,7 @@ def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
         gpus: that are there.
 
     Raises:
-        UsageError: this PyTorch does not see it.
+        UsageError: this PyTorch does not see the device.
     """
     there = [*(gpu.name for gpu in gpus), "cpu"]
     wanted = name or there[0]
@@ -73,7 +73,7 @@ def load_model(folder: Path, dtype: str | None) -> Any:
         The model on the CPU, with `tree_attention`. Weights whose type stays are mapped, not read.
 
     Raises:
-        ModelError: it cannot be loaded, or cannot hold a tree.
+        ModelError: the model cannot be loaded, or cannot hold a tree.
     """
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
