@@ -28,7 +28,7 @@ from .recurrent import is_recurrent, sizes_of
 from .tree import Pass, TreeCache
 
 CHUNKS = (128, 256, 512, 1024, 2048)  # prompt tokens per pass, where each pass reads weights again
-MIN_NODES = 512  # prompt tokens per pass, where none does
+MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8, "I32": mx.int32,

@@ -259,7 +259,7 @@ def choose_placement(
         gpu_layers: layers that stay on a GPU, the output included; -1: all; None: as many as fit.
 
     Raises:
-        NoRoom: the device cannot hold `gpu_layers` or two buffers, or the host three.
+        NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
     """
     if host and not host.apart:
         count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
