@@ -1,7 +1,4 @@
-"""A folder of saved sessions, found by their leading tokens.
-
-Files of other models, or of the same model loaded otherwise, are left alone.
-"""
+"""A folder of saved sessions, found by their leading tokens."""
 
 import hashlib
 import json
@@ -18,11 +15,11 @@ from edgespec.loop.session_files import beside, difference, load_beside, look
 
 WORTH_SAVING = 256  # new tokens that are worth a file
 ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
-PART = 8
+PART = 8  # one in PART tokens must be new
 
 
 class DiskCache:
-    """One model's saved sessions; a failure after `__init__` is reported, and the cache is not used."""
+    """Saved sessions of one model, loaded in one way; files of others stay, and failures of files are only reported."""
 
     def __init__(
         self,
@@ -35,7 +32,7 @@ class DiskCache:
     ) -> None:
         """
         Args:
-            folder: made if it is not there.
+            folder: is made if it does not exist.
             backend: whose sessions are saved.
             most_bytes: of all files; beyond it the least recently used ones are deleted.
             least: tokens that saving or loading must spare.

@@ -1,10 +1,7 @@
 """Algorithm 1 of "Distributed Speculative Inference" (arXiv 2405.14105), with one draft.
 
-After each `lookahead` draft tokens, a free copy of the target verifies all since the last accepted one, so the next
-answer contains every late or lost one. The first rejected token stops the tasks built on it. One copy always works on
-the next token, so this is no slower than plain decoding while a copy is free.
-
-All state belongs to the thread that drives the request; workers only queue events.
+After each `lookahead` draft tokens, a free copy of the target verifies all draft tokens since the last accepted one, so
+each answer contains all earlier ones. All state belongs to the thread of the request; other threads only queue events.
 """
 
 import math
@@ -34,9 +31,9 @@ from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
 
 MOST_GUESSES = 64
-LONG_PROMPT = 64  # tokens from which on all copies prefill at once
-REMEMBERED = 16
-PATIENCE = 3  # pass times after which another copy is asked
+LONG_PROMPT = 64  # tokens; longer prompts are prefilled by all copies at once
+REMEMBERED = 16  # last pass times of target and draft that count
+PATIENCE = 3  # pass times after which another copy gets the task, too
 LEAST_PATIENCE = 0.2  # seconds
 
 Answer = tuple[Task, list[int]] | None
@@ -47,7 +44,7 @@ class Running:
     place: Place
     task: Task
     started: float
-    measures: bool  # has no prompt, so that its time is a pass time
+    measures: bool  # no prefill is in its time
     wanted: bool = True
     told: bool = False
 
@@ -70,7 +67,7 @@ class Targets:
         """
         Args:
             vocab: the target's.
-            described: any of the copies.
+            described: of any copy.
             spec: how a place loads its copy.
             places: where the copies are; closed with this.
             guesser: the draft; closed with this.
@@ -101,10 +98,9 @@ class Targets:
         self.at_close: Callable[[], None] = lambda: None
 
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
-        """As `Scheduler.submit`. A thread decodes the request after those before it, until it is cancelled.
+        """As `Scheduler.submit`; requests are decoded one after the other.
 
-        It ends with an EdgespecError if no copy can do its tasks, and with ContextFull if the prompt does not fit into
-        the draft's context.
+        A request ends with EdgespecError if no copy can do its tasks, ContextFull if the draft has no room for it.
 
         Raises:
             UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
@@ -135,7 +131,7 @@ class Targets:
         handle.tell_end()
 
     def close(self) -> None:
-        """Free all copies and the draft. Safe to call twice."""
+        """Free all copies and the draft; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -210,7 +206,7 @@ class Targets:
         return len(later) <= len(task.guesses) and later == task.guesses[: len(later)].tolist()
 
     def _stop_unwanted(self) -> None:
-        """Draft tokens are only appended until one is rejected, so the older tasks are the unwanted ones."""
+        """Stop tasks older than all wanted ones: draft tokens are only appended until one is rejected."""
         oldest = min((number for number, running in self._running.items() if running.wanted), default=math.inf)
         unwanted = {number: running for number, running in self._running.items() if number < oldest}
         for running in unwanted.values():
@@ -221,7 +217,7 @@ class Targets:
     def _due(self) -> bool:
         wanted = [running for running in self._running.values() if running.wanted and not running.task.only_read]
         if not wanted:
-            return True  # no copy is working on the next token
+            return True  # no copy works on the next token, and without that plain decoding would be faster
         if self._passes and perf_counter() - max(running.started for running in wanted) > self._patience():
             return True
         ahead = len(self._text) + len(self._guesses) - max(running.task.end for running in wanted)

@@ -12,7 +12,11 @@ class Guesser(Protocol):
     """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Begin a request; raises ContextFull if it does not fit."""
+        """Begin a request.
+
+        Raises:
+            ContextFull: it does not fit into the draft's context.
+        """
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Likely next tokens, one by one, until it is stopped or the context is full."""
