@@ -1,6 +1,6 @@
-"""The draft's search goes on in a thread of its own while the target runs, and across steps.
+"""The draft's search goes on in a thread of its own while the target runs.
 
-If the draft has read the accepted nodes and the bonus, the next step goes on with the search below the bonus.
+If it has read the accepted nodes and the bonus token, the next step goes on with the part of the tree below them.
 """
 
 import sys
@@ -35,7 +35,7 @@ QUICK = 0.0005  # seconds after which Python switches threads: the target's call
 
 
 class Worker:
-    """Runs one task at a time in a thread; join before using what the task works on.
+    """Runs one task at a time in a thread; `join` before the draft or its search is used.
 
     Attributes:
         stopped: the task is to end.
@@ -138,7 +138,7 @@ class AheadSearch(Search):
             super().add_children(batch, places, ids, values)
 
     def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
-        """Unread nodes above `depth`, nearest first, whose probability is at least `least`."""
+        """Unread nodes above `depth` whose probability is at least `least`, most probable first."""
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
@@ -146,7 +146,7 @@ class AheadSearch(Search):
         """Unread nodes among the best children of the least sure node of the most probable path.
 
         Args:
-            most: most children; fewer, the surer the node is.
+            most: most children, if the node's best child has probability 0; fewer in proportion to 1 - probability.
             depth: most depth.
         """
         at, least_sure, surest = 0, 0, 1.0
@@ -211,8 +211,8 @@ class AheadPlanner(SpecExecPlanner):
         Args:
             draft: a loaded draft model with the target's vocabulary.
             sequences: number of sequences that are generated at once, with sessions of this draft.
-            top_up: draft further before the target's pass; False: it begins at once, if need be with the root only
-                (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            top_up: draft further before the target's pass; False: the pass begins at once, perhaps with the root only
+                (PEARL's pre-verify and post-verify, arXiv 2408.11850).
             forks: most of `AheadSearch.forks` that are read first while the target runs (the branches of SpecBranch,
                 arXiv 2506.01979).
             nice: the thread gives way to others, since target and draft share processors.

@@ -24,11 +24,11 @@ class Parts:
     """Parts of a planner.
 
     Attributes:
-        target: loaded.
-        draft: loaded.
+        target: a loaded model.
+        draft: a loaded model.
         datastore_file: path of a datastore.
         state: pass times and gains; None: the budget is fixed.
-        ahead: arguments of `AheadPlanner`; None: the draft does not go on while the target runs.
+        ahead: further arguments of `AheadPlanner`; None: the draft does not go on while the target runs.
         options: of the planner.
     """
 
@@ -174,7 +174,9 @@ def has_own_processor(target: Backend, draft: Backend) -> bool:
 
 
 def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
-    """True if the draft may go on while the target runs.
+    """
+    Returns:
+        True if the draft may go on while the target runs.
 
     Raises:
         UsageError: it was asked for, and it may not.

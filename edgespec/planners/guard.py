@@ -1,6 +1,6 @@
 """Decides by measured tokens per second whether the draft goes on while the target runs.
 
-The better way is taken for a rest of many steps, then the other one is tried for `BLOCK` steps.
+The better way is taken for many steps (a rest), then the other one for `BLOCK` steps (a trial).
 """
 
 from collections import deque
@@ -13,8 +13,8 @@ REST = 16  # steps of the first rest; each trial doubles it, and one that change
 LONGEST = 1024  # steps of the longest rest
 SAMPLES = 64  # last steps of each way that count
 AUDITED = 32  # trees over which `Way.wrote` and `Way.hoped` fade
-MARGIN = 1.01  # ratio of the rates above which going on is better,
-SURE = 1.5  # with this many standard errors of the difference in addition, if it was not better before
+MARGIN = 1.01  # ratio of the rates that going on must exceed
+SURE = 1.5  # standard errors of the difference that it must exceed in addition, if it was not better before
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class Way:
 
     Attributes:
         samples: (tokens expected of a pass's tree, seconds since the pass before).
-        wrote: tokens that the trees gained, a fading sum; wrote / hoped corrects expected tokens.
-        hoped: tokens that were expected of the trees, a fading sum.
+        wrote: tokens that its trees gained, a fading sum; wrote / hoped corrects expected tokens.
+        hoped: tokens that were expected of these trees, a fading sum.
     """
 
     samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -74,8 +74,7 @@ class Guard:
         return {"better": self.better, "rest": self._rest, **ways}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Begin with the values of `as_dict`.
-
+        """
         Raises:
             KeyError, TypeError, ValueError: `known` does not have them.
         """
@@ -89,11 +88,13 @@ class Guard:
         return [("alone", self.alone), ("beside", self.beside)]
 
     def next(self, expected: float, now: float) -> bool:
-        """Decide whether the draft goes on in the pass that begins.
-
+        """
         Args:
-            expected: tokens expected of the pass's tree.
+            expected: tokens expected of the tree of the pass that begins.
             now: seconds, by any clock.
+
+        Returns:
+            True if the draft goes on during this pass.
         """
         self._maker = None
         if self._since is not None:
