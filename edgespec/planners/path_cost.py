@@ -23,8 +23,8 @@ from edgespec.planners.cost import best_size
 
 MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session
-MOST_OWED = 16  # unread tokens that paths begin with; more get a pass of their own
-MOST_OWED_IN_MEMORY = 4  # the same, where passes do not read weights from a disk
+MOST_UNREAD = 16  # unread tokens that paths begin with; more get a pass of their own
+MOST_UNREAD_IN_MEMORY = 4  # the same, where passes do not read weights from a disk
 SHARE = 1 / 8  # part of the weights' bytes that states may take
 ALWAYS = 512 << 20  # bytes that states may take in any case
 MOST_MARKED = 1  # kept states at the ends of prompts
