@@ -16,7 +16,7 @@ from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
 from edgespec.loop.planner import Planner
-from edgespec.loop.session_files import beside, has, load_beside
+from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
@@ -315,8 +315,8 @@ class SessionPool:
         last = max(self.lanes, key=lambda lane: lane.used)
         if not has(path, last.session.token_ids, note):
             last.session.save(path, note)
-        if last.draft and not has(beside(path), last.draft.token_ids, None):
-            last.draft.save(beside(path))
+        if last.draft and not has(draft_file(path), last.draft.token_ids, None):
+            last.draft.save(draft_file(path))
 
     def load(self, path: str | Path) -> Any:
         """Load a file into an idle session; return its note.
@@ -330,7 +330,7 @@ class SessionPool:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
         self._pass_on(lane, 0)
         note = lane.session.load(path)
-        load_beside(path, lane.draft)
+        load_draft_session(path, lane.draft)
         return note
 
     def close(self) -> None:
