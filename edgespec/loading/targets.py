@@ -13,8 +13,8 @@ from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.scheduler.targets.coordinator import Targets
-from edgespec.scheduler.targets.guesser import DraftGuesser
 from edgespec.scheduler.targets.places import Cluster, Place, processes
+from edgespec.scheduler.targets.proposer import DraftProposer
 from edgespec.scheduler.targets.verifier import Described, describe
 from edgespec.weights.plan import SAFETY
 
@@ -93,7 +93,7 @@ def open_targets(
         cluster: the address of a Dask scheduler, instead.
         remember: as for `edgespec.load`.
         say: as for `edgespec.load`.
-        drafting: options of `DraftGuesser`.
+        drafting: options of `DraftProposer`.
 
     Returns:
         A stand-in for the target, for `Model`, and the targets.
@@ -124,8 +124,8 @@ def open_targets(
             described[0],
             spec,
             places,
-            DraftGuesser(backend, vocab.size, **drafting),
-            most_guesses=options.budget,
+            DraftProposer(backend, vocab.size, **drafting),
+            most_draft_tokens=options.budget,
         )
         targets.at_close = undo.pop_all().close
     notes = list(described[0].notes)

@@ -40,7 +40,7 @@ class Task:
         number: serial number of the owner's task.
         token_ids: the accepted sequence; the last token is the root.
         prompt_length: number of these that are the prompt.
-        guesses: draft tokens after it.
+        draft_tokens: draft tokens after it.
         only_read: prefill; nothing is verified.
     """
 
@@ -48,13 +48,13 @@ class Task:
     number: int
     token_ids: IntArray
     prompt_length: int
-    guesses: IntArray
+    draft_tokens: IntArray
     sampling: SamplingParams
     only_read: bool = False
 
     @property
     def end(self) -> int:
-        return len(self.token_ids) + len(self.guesses)
+        return len(self.token_ids) + len(self.draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class Verifier:
         self._session = target.open()
         self._prompt: list[int] = []
 
-    def judge(self, task: Task) -> list[int]:
+    def verify(self, task: Task) -> list[int]:
         """The accepted draft tokens, then the target's own next one; `read` comes first.
 
         Raises:
             Interrupted: a pass was interrupted, or the task is no longer wanted.
         """
         tokens = task.token_ids.tolist()
-        chain, root, output = tokens + task.guesses.tolist(), len(tokens) - 1, list[int]()
+        chain, root, output = tokens + task.draft_tokens.tolist(), len(tokens) - 1, list[int]()
         noise = Noise(task.sampling.seed, self.target.vocab.size)
 
         def token_after(logits: Logits, first: int, node: int, accepted: list[int]) -> int:
@@ -165,15 +165,15 @@ def verify(spec: Spec, task: Task) -> list[int] | None:
             verifier.read(task)  # not interrupted: later tasks need it, too
             if task.only_read or not is_wanted(task):
                 return None
-            with _judging(verifier.target, task):
-                return verifier.judge(task)
+            with _interruptible(verifier.target, task):
+                return verifier.verify(task)
         except Interrupted:  # or it was meant for a task that had just ended
             if not task.only_read and not is_wanted(task):
                 return None
 
 
 @contextmanager
-def _judging(target: Backend, task: Task) -> Iterator[None]:
+def _interruptible(target: Backend, task: Task) -> Iterator[None]:
     with _work.lock:
         _work.running[task.owner, task.number] = target
     try:
