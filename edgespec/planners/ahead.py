@@ -34,7 +34,7 @@ UNLIKELY = 0.001  # less probable nodes are not read ahead
 QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft
 
 
-class Worker:
+class DraftThread:
     """Runs one task at a time in a thread; `join` before the draft or its search is used.
 
     Attributes:
@@ -222,7 +222,7 @@ class AheadPlanner(SpecExecPlanner):
         self._went_on = 0
         self._hidden_seconds = 0.0
         self._sequences, self._top_up, self._forks = sequences, top_up, forks
-        self._worker = Worker(draft.interrupt, nice=nice)
+        self._thread = DraftThread(draft.interrupt, nice=nice)
         self._context: Context | None = None  # of the last proposal
         self._went_ahead = False
         self._reading = list[int]()
@@ -258,7 +258,7 @@ class AheadPlanner(SpecExecPlanner):
         self._went_ahead = True
         due = perf_counter() + float(context.pass_times.seconds(nodes)) if context.pass_times else np.inf
         try:
-            with self._worker.doing(partial(self._go_on, search, context, due)):
+            with self._thread.doing(partial(self._go_on, search, context, due)):
                 yield
         except BaseException:
             self.observe([], 0.0)
@@ -273,7 +273,7 @@ class AheadPlanner(SpecExecPlanner):
         try:
             self._pass(self._read_root(search, scores, context))
             forks = search.forks(self._forks, depth) if self._forks else None
-            while not self._worker.stopped.is_set() and perf_counter() + drafter.last < due:
+            while not self._thread.stopped.is_set() and perf_counter() + drafter.last < due:
                 nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
                 batch = search.take(nodes, self._beam, leaves, self._limits.max_nodes)
                 if len(batch):
@@ -287,7 +287,7 @@ class AheadPlanner(SpecExecPlanner):
             drafter.seconds, drafter.pass_cost = before, cost
 
     def _pass(self, steps: DraftSteps[None]) -> None:
-        with self._worker.passing():
+        with self._thread.passing():
             run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
@@ -301,10 +301,10 @@ class AheadPlanner(SpecExecPlanner):
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
-        if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
+        if self._thread.join(lost=search is None or self._is_lost(search, tokens)):
             self._drafter.evaluated = 0
             return
-        late = self._worker.late
+        late = self._thread.late
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):
@@ -336,8 +336,8 @@ class AheadPlanner(SpecExecPlanner):
         self._drafter.commit([])
 
     def close(self) -> None:
-        self._worker.close()
-        if self._worker.late:
+        self._thread.close()
+        if self._thread.late:
             self._settle()
         super().close()
 

@@ -147,7 +147,7 @@ def make_planner(
         if goes_ahead(ahead, own and state is not None, drafts[0]):
             goes = {"sequences": sequences, "top_up": top_up, "forks": forks, "nice": not own}
     parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
-    made = {one: _made(one, replace(parts, options=taken(one, options))) for one in names}
+    made = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
     if state is None or name == "none":
         return made[name]
     patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
@@ -188,5 +188,5 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
     return (usual if asked is None else asked) and not draft.capabilities.one_thread
 
 
-def taken(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in options.items() if name in PLANNERS and option in PLANNERS[name].options}

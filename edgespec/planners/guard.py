@@ -125,5 +125,5 @@ class Guard:
         self.better = better
         self._turn(better, self._rest)
 
-    def _turn(self, goes_on: bool, rounds: int) -> None:
-        self.goes_on, self._left = goes_on, rounds
+    def _turn(self, goes_on: bool, steps: int) -> None:
+        self.goes_on, self._left = goes_on, steps

@@ -112,7 +112,7 @@ class Lane:
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        chunks = self.handle.write(self.generation.accept(pass_, logits, alone=single))
+        chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
         self.phase = Phase.PASSING
         return chunks
 
@@ -176,12 +176,12 @@ class SessionPool:
         return max(self._in_memory(prompt), on_disk)
 
     def has_room(self, request: Request) -> bool:
-        active = [self._reserved(lane) for lane in self.busy]
-        if self.limits.cells is None or not active:
+        reserved = [self._reserved(lane) for lane in self.busy]
+        if self.limits.cells is None or not reserved:
             return True
         source, shared = self._best(request.prompt_ids[:-1])
         common = whole_tiles(shared) if source.handle and shared >= WORTH_SHARING else 0
-        return sum(active) + self._needed(request) - common <= self.limits.cells
+        return sum(reserved) + self._needed(request) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
         """Give a request the idle session that loses least; `begin` comes next."""
@@ -222,14 +222,14 @@ class SessionPool:
         held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt[:-1])
         if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
             cache.put(lane.session, lane.draft)
-        self._pass_on(lane, 0 if forks else start)
+        self._hand_over_shared(lane, 0 if forks else start)
         if forks:
             lane.session.close()
             lane.session = source.session.fork()
             lane.source, lane.forked = source, start
         path, on_disk = cache.best(prompt) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
-            self._pass_on(lane, 0)
+            self._hand_over_shared(lane, 0)
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
 
@@ -267,7 +267,7 @@ class SessionPool:
     def renew(self, lane: Lane) -> None:
         lane.phase = Phase.CHANGING
         lane.handle = lane.generation = None
-        self._pass_on(lane, 0)
+        self._hand_over_shared(lane, 0)
         with suppress(Exception):  # `recover` tries again, or the next request in this session fails
             lane.session.close()
             lane.session = self._target.open()
@@ -280,7 +280,7 @@ class SessionPool:
 
     def empty(self, lane: Lane) -> None:
         phase, lane.phase = lane.phase, Phase.CHANGING
-        self._pass_on(lane, 0)
+        self._hand_over_shared(lane, 0)
         lane.session.rewind(0)
         lane.phase = phase
 
@@ -328,7 +328,7 @@ class SessionPool:
         lane = min(self.idle, key=lambda lane: lane.used, default=None)
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
-        self._pass_on(lane, 0)
+        self._hand_over_shared(lane, 0)
         note = lane.session.load(path)
         load_draft_session(path, lane.draft)
         return note
@@ -370,7 +370,7 @@ class SessionPool:
         best = max(self.lanes, key=worth)
         return best, starts[best]
 
-    def _pass_on(self, lane: Lane, kept: int) -> None:
+    def _hand_over_shared(self, lane: Lane, kept: int) -> None:
         """Call before truncating to `kept` tokens: the shared cells are counted in the longest fork from now on."""
         forks = [other for other in self.lanes if other.source is lane and other.forked]
         heir = max(forks, key=lambda other: other.forked, default=None)
