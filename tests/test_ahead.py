@@ -341,7 +341,7 @@ def test_a_pause_is_not_counted():
     guard.pause()
     guard.next(3.0, 1000.0)
     guard.next(3.0, 1001.0)
-    assert list(guard.alone.samples) == [(3.0, 1.0)]
+    assert list(guard.waiting.samples) == [(3.0, 1.0)]
 
 
 def test_the_default_needs_a_processor_for_the_draft_alone():

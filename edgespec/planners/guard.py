@@ -53,14 +53,14 @@ class Guard:
     """Chooses between two ways of drafting.
 
     Attributes:
-        alone: the draft works only between the target's passes.
-        beside: the draft also works while the target runs.
+        waiting: the draft works only between the target's passes.
+        ahead: the draft also works while the target runs.
         goes_on: it does so in the pass that was begun last.
         better: going on was better when the ways were last compared.
     """
 
-    alone: Way = field(default_factory=Way)
-    beside: Way = field(default_factory=Way)
+    waiting: Way = field(default_factory=Way)
+    ahead: Way = field(default_factory=Way)
     goes_on: bool = False
     better: bool = False
     _left: int = REST  # steps left of this rest or trial
@@ -85,7 +85,7 @@ class Guard:
         self._turn(self.better, self._rest)
 
     def _ways(self) -> list[tuple[str, Way]]:
-        return [("alone", self.alone), ("beside", self.beside)]
+        return [("alone", self.waiting), ("beside", self.ahead)]
 
     def next(self, expected: float, now: float) -> bool:
         """
@@ -98,7 +98,7 @@ class Guard:
         """
         self._maker = None
         if self._since is not None:
-            self._maker = self.beside if self.goes_on else self.alone
+            self._maker = self.ahead if self.goes_on else self.waiting
             self._maker.samples.append((expected, now - self._since))
             self._left -= 1
             if self._left == 0:
@@ -118,9 +118,9 @@ class Guard:
         if self.goes_on == self.better:
             self._turn(not self.goes_on, BLOCK)
             return
-        alone, beside = self.alone, self.beside
-        doubt = 0.0 if self.better else SURE * sqrt(alone.error**2 + beside.error**2)
-        better = beside.rate > MARGIN * alone.rate + doubt
+        waiting, ahead = self.waiting, self.ahead
+        doubt = 0.0 if self.better else SURE * sqrt(waiting.error**2 + ahead.error**2)
+        better = ahead.rate > MARGIN * waiting.rate + doubt
         self._rest = min(LONGEST, 2 * (self._rest if better == self.better else REST))
         self.better = better
         self._turn(better, self._rest)
