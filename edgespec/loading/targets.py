@@ -57,7 +57,7 @@ def check_targets(
         raise UsageError(f"targets is {count}, but must be from 1 to {MOST_TARGETS}")
     if not draft:
         raise UsageError(
-            "several targets need a draft model that guesses ahead of them: give one with --draft (draft=…)"
+            "several targets need a draft model, which proposes for all of them: give one with --draft (draft=…)"
         )
     if planner not in PLANNERS:
         raise UsageError(f"several targets go with the planners {' and '.join(PLANNERS)}, not {planner}")
@@ -131,7 +131,7 @@ def open_targets(
     notes = list(described[0].notes)
     if len({_computing(one) for one in described}) > 1:
         notes.append(
-            "the copies do not compute alike: where two tokens score within rounding, a text depends on which judges"
+            "the copies do not compute alike: where two tokens score within rounding, the output depends on the copy"
         )
     return cast(Backend, Remote(vocab, described[0], notes)), targets
 
