@@ -120,8 +120,7 @@ def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> Aut
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A candidate's proposal.
-
+    """
     Attributes:
         proposal: its `nodes` are those that pay.
         rate: predicted tokens per second of a step with it.

@@ -21,8 +21,7 @@ from edgespec.planners.sssd import SssdPlanner
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a planner.
-
+    """
     Attributes:
         target: a loaded model.
         draft: a loaded model.
@@ -84,8 +83,7 @@ USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datast
 
 
 def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapping[str, Any]) -> None:
-    """Check a planner's name and options before it is made.
-
+    """
     Raises:
         UsageError: no such planner or option, a missing draft, a datastore that is not used, or a value out of range.
     """

@@ -357,10 +357,9 @@ def _parse(text: str, where: str) -> Any:
 
 
 def documents_of(value: Any) -> Iterator[str]:
-    """The documents in a JSON value: each object's strings, and each string of a list that is in no object.
+    """The documents in a JSON value: each object, and each string of a list that is in no object.
 
-    An object's strings that hold a word, also those in its lists, are joined by empty lines. Objects in it are
-    documents of their own.
+    An object's text is its own strings that hold a word, also those in its lists, joined by empty lines.
     """
     if isinstance(value, dict):
         inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]

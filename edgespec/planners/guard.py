@@ -19,8 +19,7 @@ SURE = 1.5  # standard errors of the difference that it must exceed in addition,
 
 @dataclass(slots=True)
 class Way:
-    """Measurements of one way of drafting.
-
+    """
     Attributes:
         samples: (tokens expected of a pass's tree, seconds since the pass before).
         wrote: tokens that its trees gained, a fading sum; wrote / hoped corrects expected tokens.
@@ -50,8 +49,7 @@ class Way:
 
 @dataclass(slots=True)
 class Guard:
-    """Chooses between two ways of drafting.
-
+    """
     Attributes:
         waiting: the draft works only between the target's passes.
         ahead: the draft also works while the target runs.

@@ -36,8 +36,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One sequence of a pass.
-
+    """
     Attributes:
         start: the node from whose state it begins; -1: the last state of committed tokens, so unread tokens come first.
         nodes: nodes to evaluate, from the top down.

@@ -20,8 +20,7 @@ from edgespec.loop.tree import Source
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how to continue it.
-
+    """
     Attributes:
         stop: strings that end the output.
         log_probs: report log-probabilities, also of this number of most probable tokens; None: report none.
