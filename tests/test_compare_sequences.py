@@ -53,6 +53,6 @@ def test_sequences_of_different_row_classes_are_not_compared() -> None:
 def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text(content)
-    with pytest.raises(UsageError, match="not a file of generated sequences"):
+    with pytest.raises(UsageError, match="holds something else"):
         generate_sequences("model.gguf", PROMPTS, SAMPLINGS, path, ["sssd"])
     assert path.read_text() == content

@@ -595,7 +595,7 @@ def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
 
         def blocked(*given):
             begun.release()
-            assert go_on.wait(60)
+            assert go_on.wait(20)
             return inner(*given)
 
         monkeypatch.setattr(owner, name, blocked)

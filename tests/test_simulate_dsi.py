@@ -88,7 +88,7 @@ def test_table_2() -> None:
 
 def test_recorded_guesses_know_their_rounds() -> None:
     text = [*PROMPT, *range(2, 42)]
-    guesser, rights = Recorded(text, 0.6, seed=3), list[int]()
+    guesser, rights = Recorded(text, 0.6), list[int]()
     right = 0
     for position, token in enumerate(guesser.after(text[: len(PROMPT)]), len(PROMPT)):
         if token == text[position]:

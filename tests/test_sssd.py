@@ -3,12 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.errors import UsageError
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import Source, make_tree
-from edgespec.measure.replay import Recording, read_recordings, replay
+from edgespec.measure.replay import replay
 from edgespec.planners.datastore import build, open_datastore
 from edgespec.planners.sssd import (
     CONTINUATIONS,
@@ -283,21 +282,3 @@ def test_replay_counts_what_a_target_would_gain():
     result = replay(SssdPlanner(), [5, 6, 7, 8, 9, 5], [6, 7, 8, 1, 2, 3], 3)
     assert result.acceptance_lengths == [4, 1, 1]
     assert len(result.plan_seconds) == 3
-
-
-class ChatVocab(NumberVocab):
-    chat_template = "{{ messages[0].content }} 999"
-
-
-def test_recordings_are_read_and_cut(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"prompt": "1 2", "output": "3 4 5"}\n\n{"prompt": "1", "output": ""}\n')
-    recordings = read_recordings(path, ChatVocab(), 2)
-    assert recordings == [Recording([1, 2, 999], [3, 4])]
-
-
-@pytest.mark.parametrize("content", ['{"question": "1 2"}', "[1]", "{", '{"prompt": 1, "output": 2}'])
-def test_other_files_are_no_recordings(tmp_path, content):
-    (tmp_path / "x.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=r"x\.jsonl"):
-        read_recordings(tmp_path / "x.jsonl", ChatVocab(), 2)

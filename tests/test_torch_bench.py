@@ -15,7 +15,7 @@ from edgespec.backends.torch.offload import HostCopies, block_bytes
 from hf_models import torch
 from test_torch import Recorder, needs_bitsandbytes
 
-from benchmarks.gpu import HOST_SHARE, REPEATS, Row, fitting_layers, measure, memory_for, random_model
+from benchmarks.gpu import HOST_SHARE, Row, fitting_layers, measure, memory_for, random_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-gpu"
 TINY = {
@@ -62,7 +62,7 @@ def test_a_report(dtype):
         assert row.seconds > 0
     assert len(engines) == 1  # the two small models for the computation's cost copy nothing
     fills = sum(kind == "fill" for kind, _ in engines[0].events)
-    passes = 1 + 1 + len(SIZES) * (1 + REPEATS)  # the probe, the text, and every size with a pass to warm up
+    passes = 1 + len(SIZES) * 3  # the probe, and every size with a pass to warm up
     assert fills == 2 + 5 * passes  # the first two are filled before there is a pass
     assert json.loads(json.dumps(report.as_dict()))["rows"][1]["ratio"] == report.rows[1].ratio
 
@@ -123,10 +123,12 @@ def script(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench-gpu"])
-    assert script.main() == 2
+    with pytest.raises(SystemExit) as ended:
+        script.main(script.command)
+    assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("bench-gpu needs a CUDA GPU")
+    assert "bench-gpu needs a CUDA GPU" in err
     assert err.count("\n") == 1
 
 
@@ -145,7 +147,7 @@ def test_what_is_left_out_when_time_is_up(script, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(script, "SECONDS", -1)
     options = ["--device", "cpu", "--dtypes", "bfloat16", "--json", f"{tmp_path}/out"]
     monkeypatch.setattr(sys, "argv", ["bench-gpu", *options])
-    assert script.main() == 0
+    script.main(script.command)
     assert capsys.readouterr().out.splitlines()[:2] == [
         "bfloat16: not measured, time is up",
         "bfloat16, from disk: not measured, time is up",

@@ -8,10 +8,8 @@ from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import MOST_OWED
 
 from .cells import EXTRA_IDS, IN_WINDOWS
-from .ggml.files import FILE_TYPE_F32, last_log, llama_cpp, load_header, metadata
+from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, metadata
 from .recurrent import ids_of_session, is_recurrent, most_paths
-
-LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 # Types of keys and values in the cache: `kv_cache_types` in llama.cpp's common/arg.cpp, `ggml_type` in ggml.h.
 KV_TYPES = {

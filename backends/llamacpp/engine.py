@@ -11,8 +11,8 @@ from edgespec.weights.plan import Plan
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import LLAMA_MAX_SEQ, ContextSize, kept_of, make_context
-from .ggml.files import engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .context import ContextSize, kept_of, make_context
+from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
@@ -46,7 +46,7 @@ class LlamaPlan(LoadPlan):
         experts_here: all experts stay on the CPU.
         weights: the part of the weights that stays in memory; None: all.
         machine: that was planned for.
-        borrowed: devices that `lending.rpc.borrow` returns, or None.
+        borrowed: as from `lending.rpc.borrow`, or None.
     """
 
     size: ContextSize
@@ -65,7 +65,7 @@ class LlamaEngine(Engine):
     - threads: default one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
       changes no bit.
     - gpu_layers: default as many as `gpu_memory` takes (`memory/gpu.py`).
-    - in_order: rounding in llama.cpp depends on the order of cells. Committed nodes behind a gap lose their cells, and
+    - in_order: for rounding, which depends on the order of cells. Committed nodes behind a gap lose their cells, and
       the next pass computes these tokens again.
     - kv_type: one of `KV_TYPES`, or two; default f16, for float32 weights f32.
     - wide: do not repack weights at load. Repacked weights need memory for a second copy, and can be faster for passes

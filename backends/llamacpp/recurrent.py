@@ -40,10 +40,9 @@ from ..common import nodes
 from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
 from .cells import Rows
-from .ggml.files import llama_cpp, metadata
+from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata
 from .ggml.state_files import load_sequence, save_sequence
 
-MOST_IDS = 256  # LLAMA_MAX_SEQ of llama-cparams.h, fixed at compile time
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # general.architecture of models with another memory
 
 
@@ -75,9 +74,9 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
     name = metadata(model, "general.architecture").decode()
     inner, size = (metadata(model, f"{name}.ssm.{key}") for key in ("inner_size", "state_size"))
     state = 4 * int(inner or 0) * int(size or 0) * llama_cpp.llama_model_n_layer(model)
-    states = states_within(state, llama_cpp.llama_model_size(model), MOST_IDS)
-    if MOST_IDS // sessions < ids_of_session(1):
-        most = MOST_IDS // ids_of_session(1)
+    states = states_within(state, llama_cpp.llama_model_size(model), LLAMA_MAX_SEQ)
+    if LLAMA_MAX_SEQ // sessions < ids_of_session(1):
+        most = LLAMA_MAX_SEQ // ids_of_session(1)
         raise UsageError(f"{sessions} texts at once are too many: some layers are recurrent, so llama.cpp takes {most}")
     return max(1, min(MOST_PATHS, budget, states // sessions - ids_of_session(0)))
 

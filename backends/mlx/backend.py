@@ -61,7 +61,7 @@ from .tree import TreeCache, cut_rows
 __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
 MOST_SESSIONS = 256
-DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
+DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
 CELLS_OF_SMALL = 8
 BLOCKS = 64  # rows of the block-maximum trick in device_top
 
@@ -297,7 +297,7 @@ class MlxPlan(LoadPlan):
         size: of sessions and passes.
         layout: where weights lie; None: all stay in memory.
         weights: the part of the weights that stays in memory; None: all.
-        told: notes on memory, for a person.
+        told: messages on memory for the user.
         machine: that was planned for.
     """
 
@@ -311,9 +311,11 @@ class MlxPlan(LoadPlan):
 
 
 class MlxEngine(Engine):
-    """See `Engine`. Loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
+    """See `Engine`; loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
 
-    `memory`: default what is free, on a Mac what its GPU can hold. If it is short, weights are streamed.
+    Options:
+
+    - memory: default the free memory, on a Mac what its GPU can hold; weights that do not fit are streamed.
     """
 
     supported = frozenset({"memory", "draft_files"})
@@ -322,7 +324,11 @@ class MlxEngine(Engine):
         return find_gpus()
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> MlxPlan:
-        """See `Engine.plan`. Raises ModelError also for a folder that must be written again to be streamed."""
+        """See `Engine.plan`.
+
+        Raises:
+            ModelError: as for `Engine.plan`, and if the folder must be written again to be streamed.
+        """
         check_sizes(options, MOST_SESSIONS)
         memory, before = in_bytes(options.memory), process.private_memory()
         lazy, vocab = open_model(path), load_vocab(path)
@@ -350,7 +356,10 @@ load = loader(engine)
 
 
 def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
-    """Raises ModelError: the model cannot read a tree, or cannot be streamed."""
+    """
+    Raises:
+        ModelError: the model cannot read a tree, or cannot be streamed.
+    """
     model, size, path, text_config = plan.lazy.model, plan.size, plan.path, plan.lazy.text_config
     recurrent, tolerance, leaves = is_recurrent(model), _tolerance(model), size.paths(model)
     notes, sweep = list(plan.told), None
@@ -385,7 +394,14 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
 def _stream(
     model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, path: str
 ) -> tuple[LayerSweep, Sequence[str]]:
-    """Read what stays, and start to stream the rest; and notes for a person. Raises ModelError."""
+    """Read the weights that stay, and start to stream the others.
+
+    Returns:
+        The streaming, and messages for the user.
+
+    Raises:
+        ModelError: the files cannot be read.
+    """
     store = open_slots(layout, plan)
     try:
         sweep = LayerSweep(model, layout, plan, disk, progress, store)

@@ -1,4 +1,4 @@
-"""Model folders become mlx-lm models, whose weights are not read yet: what is refused before that."""
+"""Check model folders, and open them as mlx-lm models without reading the weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from .tree import wrap_ropes
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A folder's model, whose weights MLX reads when the first pass needs them.
+    """A folder's model; MLX reads its weights when the first pass needs them.
 
     Attributes:
         folder: its own.
@@ -38,7 +38,10 @@ class LazyModel:
 
 
 def open_model(path: str) -> LazyModel:
-    """Raises ModelError."""
+    """
+    Raises:
+        ModelError: as for the functions below.
+    """
     folder = check_folder(path)
     config, model = check_files(folder), load_weights(folder)
     windows = find_windows(model, path)
@@ -48,7 +51,13 @@ def open_model(path: str) -> LazyModel:
 
 
 def check_files(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, when nothing that it needs is missing."""
+    """
+    Returns:
+        The contents of config.json.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except ValueError as error:
@@ -69,7 +78,6 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path) -> Any:
-    """mlx-lm's model; MLX reads the weights when the first pass needs them."""
     try:
         return load_model(folder, lazy=True)[0]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
@@ -77,7 +85,13 @@ def load_weights(folder: Path) -> Any:
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:
-    """For every layer that has keys and values, how far back it sees; None: to the beginning."""
+    """
+    Returns:
+        The sliding window of each layer with keys and values, in tokens; None: all tokens.
+
+    Raises:
+        ModelError: a layer's cache is of another kind.
+    """
     windows = list[int | None]()
     caches = list(leaves_of(make_prompt_cache(model)))
     recurrent = any(type(cache) is ArraysCache for cache in caches)

@@ -1,7 +1,7 @@
-"""MLX models larger than memory: where their weights lie, and which of them stay.
+"""MLX models larger than memory: the places of their weights, and the choice of those that stay.
 
-MLX maps no files, so a plan keeps tensors whole, and streams only those whose bytes in the file MLX computes with.
-Where mlx-lm rebuilds weights as it loads them (stacked experts), mlx-lm has to write the folder again first.
+MLX maps no files, so a plan keeps whole tensors, and streams only those that MLX uses with the bytes of the file.
+If mlx-lm rebuilds weights at load (stacked experts), it must write the folder again before.
 """
 
 import glob
@@ -27,9 +27,9 @@ from .loading import LazyModel
 from .recurrent import is_recurrent, sizes_of
 from .tree import Pass, TreeCache
 
-CHUNKS = (128, 256, 512, 1024, 2048)  # nodes of a pass over a prompt, where every one reads weights again
-MIN_NODES = 512  # … and where none does
-CHUNK_SHARE = 1 / 32  # the buffers of larger chunks may add this part to what is streamed
+CHUNKS = (128, 256, 512, 1024, 2048)  # prompt tokens per pass, if each pass reads weights again
+MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory
+CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8, "I32": mx.int32,
 }  # fmt: skip
@@ -37,10 +37,18 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A weight whose bytes in a file are what MLX computes with."""
+    """A weight that MLX uses with the bytes of the file.
 
-    name: str  # within its layer, or else within the model
-    layer: int  # -1: it is of none, or cannot be streamed
+    Attributes:
+        name: in its layer, or in the model if `layer` is -1.
+        layer: its number; -1: the weight belongs to no layer, or cannot be streamed.
+        tensor: its place, with a name for `make_plan`.
+        dtype: MLX's.
+        shape: of the array.
+    """
+
+    name: str
+    layer: int
     tensor: Tensor
     dtype: Any
     shape: tuple[int, ...]
@@ -48,15 +56,23 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """
+    Attributes:
+        paths: of the files.
+        bases: offsets of the files' first tensors, which MLX's writer does not align.
+        placed: weights with the bytes of a file.
+        others: weights that mlx-lm changes, as if in file -1.
+        rebuilt: names of those among them that belong to layers.
+    """
+
     paths: tuple[str, ...]
-    bases: tuple[int, ...]  # where their tensors begin: MLX's own writer aligns that to nothing
+    bases: tuple[int, ...]
     placed: tuple[Placed, ...]
-    others: tuple[Tensor, ...]  # weights that mlx-lm does not take as the files have them; as if in file -1
+    others: tuple[Tensor, ...]
     rebuilt: tuple[str, ...]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All, with the names by which `make_plan` knows layers."""
         return [*(one.tensor for one in self.placed), *self.others]
 
     @property
@@ -81,7 +97,7 @@ def find_layout(model: Any, folder: Path) -> Layout:
         file, found = stored.get(name, (-1, None))
         if found is None or not _is(found, array):
             others.append(Tensor(name, -1, elsewhere, array.nbytes))
-            elsewhere += array.nbytes + 1  # no neighbours
+            elsewhere += array.nbytes + 1  # not adjacent
             rebuilt += [name] if layer >= 0 else []
             continue
         if layer >= 0 and (found.start - bases[file]) % array.itemsize == 0:
@@ -102,7 +118,10 @@ def _layer_numbers(model: Any) -> dict[str, int]:
 
 
 def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
-    """Number of the layer that a weight belongs to, and its name there; -1: to none."""
+    """
+    Returns:
+        Number of a weight's layer, and its name there; -1 and `name` if it belongs to no layer.
+    """
     return next(
         ((number, name.removeprefix(prefix)) for prefix, number in numbers.items() if name.startswith(prefix)),
         (-1, name),
@@ -111,10 +130,12 @@ def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
+    """Sizes of `LoadOptions`, and prompt tokens per pass (`chunk`)."""
+
     context_length: int
     budget: int
     sessions: int
-    chunk: int  # prompt tokens per pass
+    chunk: int
 
     @property
     def max_nodes(self) -> int:
@@ -126,7 +147,7 @@ class PassSize:
         return self.context_length + self.max_nodes
 
     def paths(self, model: Any) -> int:
-        """Of a tree; 0: no layer is recurrent."""
+        """Most paths of a tree; 0 if no layer is recurrent."""
         if not is_recurrent(model):
             return 0
         return most_paths(sizes_of(model)[2], parameter_bytes(model), self.budget, self.sessions)
@@ -140,19 +161,22 @@ class PassSize:
 def plan_memory(
     lazy: LazyModel, size: PassSize, memory: int | None, used: int, drafts: int, machine: Machine
 ) -> tuple[Plan | None, PassSize, Layout, list[str]]:
-    """What of a model stays in memory: the plan (None: everything), the passes it is made for, and notes for a person.
-
+    """
     Args:
         lazy: the model.
-        size: of sessions and passes, as asked for.
-        memory: bytes for everything; None: what is free.
+        size: of sessions and passes, as requested.
+        memory: bytes for everything; None: the free memory.
         used: bytes of this program.
-        drafts: bytes that the drafts will take.
+        drafts: bytes of the draft models.
         machine: to plan for.
 
+    Returns:
+        A plan (None: all weights stay in memory), the size that it is made for, the places of weights, and messages for
+        the user.
+
     Raises:
-        NoRoom: the memory is too little.
-        ModelError: it would be enough if the folder held the weights as MLX computes with them.
+        NoRoom: the memory is too small.
+        ModelError: the memory is large enough only if the folder is written again as MLX uses the weights.
     """
     model, folder = lazy.model, lazy.folder
     found = free_memory(machine)
@@ -192,19 +216,19 @@ def plan_memory(
 
 
 def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
-    """Whole tensors; what is read is whole pages, for which slots have room."""
+    """A plan of whole tensors, with slots for whole pages."""
     most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)  # extents of a layer
     return make_plan(layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True)
 
 
 def free_memory(machine: Machine) -> int:
-    """Bytes that may be taken; on a Mac at most what its GPU can hold."""
+    """Free bytes; on a Mac at most what its GPU can hold."""
     return min(machine.free, int(WIRED_SHARE * gpu_limit(machine.gpus)) or machine.free)
 
 
-WIRED_SHARE = 0.9  # of what a Mac's GPU can hold may be weights; where mlx-lm warns, too
-CACHE_SHARE = 16  # … and 1 / CACHE_SHARE of it freed buffers that are kept for reuse
-KEPT = 32 << 20  # bytes of freed buffers that are kept where MLX computes on the CPU
+WIRED_SHARE = 0.9  # maximum share of weights in a Mac GPU's memory, as in mlx-lm's warning
+CACHE_SHARE = 16  # a Mac's GPU keeps 1 / CACHE_SHARE of its memory as freed buffers for reuse
+KEPT = 32 << 20  # bytes of freed buffers that a CPU keeps
 
 
 def on_gpu() -> bool:
@@ -223,7 +247,7 @@ def gpu_limit(gpus: Sequence[Gpu]) -> int:
 
 
 def freed_buffers(gpus: Sequence[Gpu]) -> int:
-    """Bytes of freed buffers that MLX may keep; 0: MLX's own limit holds. On the CPU it sets itself none."""
+    """Bytes of freed buffers that MLX may keep; 0: as MLX limits them, which it does not do on a CPU."""
     return gpu_limit(gpus) // CACHE_SHARE or (0 if gpus else KEPT)
 
 
@@ -235,7 +259,7 @@ def set_memory_limits(weights: int, gpus: Sequence[Gpu]) -> list[str]:
         gpus: as of a `Machine`.
 
     Returns:
-        What the user should know.
+        Messages for the user.
     """
     size, freed = gpu_limit(gpus), freed_buffers(gpus)
     if size:
@@ -248,10 +272,10 @@ def set_memory_limits(weights: int, gpus: Sequence[Gpu]) -> list[str]:
 
 
 def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
-    """Bytes of one token's keys and values, and of one number among them.
-
-    The model is asked to read a token, and tells the shapes; nothing is computed. 0 if it cannot hold a tree, which
-    is noticed later.
+    """
+    Returns:
+        Bytes of one token's keys and values, from a pass that is not computed, and of one number among them. The first
+        is 0 if the model cannot hold a tree, which raises later.
     """
     if is_recurrent(model):
         return sizes_of(model)[:2]
@@ -267,7 +291,7 @@ def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
 
 
 def work_bytes(config: Mapping[str, Any], size: PassSize, item: int) -> int:
-    """Memory of what the largest pass computes at one time, beyond weights and caches: as measured, see the tests.
+    """Bytes of the largest pass without weights and caches, as measured in the tests.
 
     Args:
         config: of the text model.
@@ -277,7 +301,7 @@ def work_bytes(config: Mapping[str, Any], size: PassSize, item: int) -> int:
     width, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
     inner = max(value for name, value in {"": 4 * width, **config}.items() if _is_width(name, value))
     states = size.max_nodes * (12 * width + 4 * inner) * item
-    # Where MLX has no fused kernel for a pass, it makes all scores.
+    # MLX stores all scores of a pass for which it has no fused kernel.
     scores = size.max_nodes * size.cells * (1 + 2 * heads * max(4, item))
     logits = (size.budget + 1) * (config.get("vocab_size") or 0) * (item + 4)
     return int(states + scores + logits)
@@ -292,7 +316,7 @@ def parameter_bytes(model: Any) -> int:
 
 
 def draft_bytes(lazy: LazyModel, size: PassSize) -> int:
-    """What another model will take that is loaded with the same options, and stays in memory."""
+    """Bytes of a draft model, all in memory, that is loaded with the same options."""
     cell, item = cell_bytes(lazy.model, lazy.windows)
     caches = size.sessions * size.cells * cell + size.states(lazy.model)
     return parameter_bytes(lazy.model) + caches + work_bytes(lazy.text_config, size, item)

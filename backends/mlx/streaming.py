@@ -31,7 +31,7 @@ from .recurrent import leaves_of
 from .session import as_bytes
 from .tree import TreeCache
 
-NUMBER = 16  # bytes; more than any number or vector of numbers that kernels load
+NUMBER = 16  # bytes; alignment that is enough for all kernels
 Result = TypeVar("Result")
 
 
@@ -164,7 +164,11 @@ class Step:
 
 
 class LayerSweep:
-    """A model whose layers are streamed; `run` makes a pass. Made before the model is first used, closed after it."""
+    """A model with streamed layers, made before the model's first pass.
+
+    Attributes:
+        interrupted: once it is set, no further layer is computed.
+    """
 
     def __init__(
         self, model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, store: SlotStore
@@ -182,7 +186,7 @@ class LayerSweep:
             ModelError: the files hold other values than mlx-lm takes from them.
             OSError: a file cannot be read.
         """
-        self.interrupted = Event()  # when it is set, no further layer is computed
+        self.interrupted = Event()
         self._steps = list[Step]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store

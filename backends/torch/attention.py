@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from edgespec.errors import Interrupted, ModelError
 
 ATTENTION = "edgespec_tree"
-MASK_ALIGNMENT = 16  # elements between rows; CUDA's memory-efficient kernel copies other masks
+MASK_ALIGNMENT = 16  # elements; rows start at multiples, else CUDA's memory-efficient kernel copies the mask
 
 
 @dataclass(frozen=True, slots=True)

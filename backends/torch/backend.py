@@ -78,7 +78,7 @@ from .session import Placement, TorchSession
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
 MOST_SESSIONS = 1024
-DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
+DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
 MIN_NODES = 512  # tokens of a prompt's chunk
 MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
 
@@ -221,13 +221,16 @@ class TorchPlan(LoadPlan):
 
 
 class TorchEngine(Engine):
-    """See `Engine`. Loads model folders: config.json, safetensors files and a tokenizer.
+    """See `Engine`; loads folders with config.json, safetensors files and a tokenizer.
 
-    `threads`: for all models of the process; default PyTorch's choice. `device`: "cuda", "cuda:1", "mps" or "cpu";
-    default the first of these that is there. `dtype`: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear
-    layers; default as in the folder. `gpu_layers`: the others are streamed from host memory; default as many as
-    `gpu_memory` takes. `gpu_memory`: models that were loaded before count. `memory`: layers that neither the GPU nor
-    this can hold are streamed from disk.
+    Options:
+
+    - threads: for all models of the process; default PyTorch's choice.
+    - device: "cuda", "cuda:1", "mps" or "cpu"; default the first of these that the machine has.
+    - dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default as in the folder.
+    - gpu_layers: others are streamed from host memory; default as many as `gpu_memory` can hold.
+    - gpu_memory: with the models that were loaded before.
+    - memory: layers that fit neither there nor on the GPU are streamed from disk.
     """
 
     supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
@@ -236,7 +239,7 @@ class TorchEngine(Engine):
         return find_gpus(device)
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> TorchPlan:
-        """See `Engine.plan`. Which layers stay is decided by `choose_placement`, once their sizes are known."""
+        """See `Engine.plan`; `choose_placement` decides later which layers stay, when their sizes are known."""
         check_sizes(options, MOST_SESSIONS)
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
@@ -263,7 +266,7 @@ engine = TorchEngine()
 
 
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
-    """As `common.loader`; with `copies` the processor stands for a GPU."""
+    """As `common.loader`; with `copies` the CPU is treated as a GPU with `gpu_memory` bytes."""
     if copies is None:
         backend: TorchBackend = loader(engine)(path, **options)
         return backend
@@ -272,11 +275,14 @@ def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, *
 
 
 def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
-    """Load a model folder; errors as for `Engine.load`, and MissingPackage: nf4 was asked for without bitsandbytes.
-
+    """
     Args:
         plan: of the folder.
         copies: makes the copy engine for a device and a number of buffers, instead of CUDA's.
+
+    Raises:
+        MissingPackage: dtype is nf4, and bitsandbytes is not installed.
+        EdgespecError: as for `Engine.load`.
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
     there, dtype, before = in_bytes(options.gpu_memory), options.dtype, process.private_memory()
@@ -329,7 +335,7 @@ def assemble(
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
     Args:
-        model: on the host; emptied layer by layer where it is streamed.
+        model: on the host; layers that are streamed become empty.
         vocab: its tokenizer.
         device: where it computes.
         context_length: of `LoadOptions`.
@@ -339,11 +345,11 @@ def assemble(
         gpu: the device, if it has memory of its own.
         gpu_layers: of `LoadOptions`.
         copies: makes the copy engine.
-        host: where layers wait that do not fit; None: in host memory.
-        form: what layers are brought to.
+        host: for layers that do not fit; None: host memory can hold them all.
+        form: of the layers.
 
     Raises:
-        ModelError: it cannot hold a tree.
+        ModelError: the model cannot hold a tree.
         UsageError: the memory is too small, or the context too long.
     """
     config = model.config.get_text_config()
@@ -366,7 +372,7 @@ def assemble(
     shape = cache_shape(config, context_length + max_nodes)
     held = 0
     if gpu:
-        held = gpu.used  # by a draft that was loaded before
+        held = gpu.used  # by a draft model, which is loaded first
         free = gpu.free + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
@@ -377,7 +383,7 @@ def assemble(
         caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         if host and not host.apart:
-            fixed -= WORKSPACE  # a processor has none
+            fixed -= WORKSPACE  # a CPU needs none
         sizes = [form.size(layer) for layer in decoder_layers(model)]
         placement = choose_placement(sizes, memory or sys.maxsize, fixed, host, gpu_layers)
         streamer = place_layers(model, device, sizes, placement, copies, host, form)

@@ -1,4 +1,4 @@
-"""Model folders become transformers models on a device: what is refused, what stays there, and what is streamed."""
+"""Load model folders as transformers models: checks, devices, and layers that stay or are streamed."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -32,31 +32,34 @@ from .offload import (
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
 
-WORKSPACE = 2**29  # bytes a CUDA context, its libraries and the allocator's gaps take
+WORKSPACE = 2**29  # bytes for a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
-FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls the kinds of layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transformers
 
 
 def find_gpus(device: str | None) -> list[Gpu]:
-    """GPUs that this PyTorch sees; only `device` is measured, or the first: looking takes memory of a GPU."""
+    """GPUs that this PyTorch sees. Only `device`, or the first, is measured, because that takes memory of the GPU."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     wanted = (device if device != "cuda" else None) or next(iter(names), None)
     found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
-    # It takes the machine's memory, which is known.
+    # A Mac's GPU uses the machine's memory.
     return [*found, *([Gpu("mps", True, 0)] if torch.backends.mps.is_available() else [])]
 
 
 def look_at(name: str) -> Gpu:
-    """A CUDA device, with what drafts hold that were loaded before."""
+    """A CUDA device, with the memory that drafts have taken."""
     free, total = torch.cuda.mem_get_info(name)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
 
 
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
-    """The device of that name, or the best there is.
+    """
+    Args:
+        name: "cuda", "cuda:1", "mps" or "cpu"; None: the best one.
+        gpus: as from `find_gpus`.
 
     Raises:
-        UsageError: this PyTorch does not see it.
+        UsageError: this PyTorch does not see the device.
     """
     there = [*(gpu.name for gpu in gpus), "cpu"]
     wanted = name or there[0]
@@ -67,10 +70,10 @@ def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
 
 
 def load_model(folder: Path, dtype: str | None) -> Any:
-    """The model on the CPU, with the attention of this module. Weights whose type stays are mapped, not read.
+    """Load a model on the CPU, with `tree_attention`. Weights whose type stays are mapped.
 
     Raises:
-        ModelError: it cannot be loaded, or cannot hold a tree.
+        ModelError: the model cannot be loaded, or cannot hold a tree.
     """
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -95,10 +98,9 @@ def load_model(folder: Path, dtype: str | None) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what is known not to work before anything large is read.
-
+    """
     Raises:
-        ModelError: says what it is.
+        ModelError: the model is of a kind that does not work.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
@@ -110,10 +112,9 @@ def check_config(config: Any) -> None:
 
 
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
-    """Refuse what would have to be held in another type as a whole before it can be streamed.
-
+    """
     Raises:
-        NoRoom: says what would be right.
+        NoRoom: `memory` cannot hold the whole model in another type, which is needed to stream it.
     """
     found: Any = getattr(read_config(folder).get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -129,7 +130,11 @@ def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
 
 
 def check_rope(config: Any, context_length: int) -> None:
-    """Some rotary embeddings change for all tokens once one lies beyond the trained length: a tree is no text then."""
+    """
+    Raises:
+        UsageError: positions beyond the trained length change the rotary embedding of all tokens, so a tree would not
+            be as its paths.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -148,10 +153,9 @@ def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
 
 
 def decoder_layers(model: Any) -> Any:
-    """The layers that can be streamed.
-
+    """
     Raises:
-        ModelError: the model keeps them elsewhere.
+        ModelError: the model has no list of layers.
     """
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
@@ -160,7 +164,7 @@ def decoder_layers(model: Any) -> Any:
 
 
 def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
-    """Device memory for all but layers and caches: embeddings, and what the widest pass computes at one time."""
+    """Bytes of a device for embeddings and for the results of the widest pass."""
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
@@ -175,22 +179,28 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Transforms layers before they are placed."""
+    """A change of layers before they are placed.
+
+    Attributes:
+        name: for the pack.
+        size: returns the bytes of a changed layer's block.
+        make: changes a layer in place.
+    """
 
     name: str
-    size: Callable[[Any], int]  # bytes of a layer's block then
+    size: Callable[[Any], int]
     make: Callable[[Any], None]
 
 
 def leave_alone(layer: Any) -> None:
-    """The layer stays as it is in the folder."""
+    """Change nothing."""
 
 
 PLAIN = Form("", block_bytes, leave_alone)
 
 
 def nf4_form(device: Any) -> Form:
-    """4 bits, quantised one layer at a time on the device, where it is fast."""
+    """4 bits, quantised layer by layer on the device."""
     from .nf4 import quantise, quantised_bytes
 
     def make(layer: Any) -> None:
@@ -203,12 +213,19 @@ def nf4_form(device: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Layers wait here that the device cannot hold."""
+    """The host's memory, for layers that the device cannot hold.
 
-    folder: Path  # of the model: what the memory cannot hold is read from there
-    memory: int  # bytes to use
-    needed: int  # of them by the program
-    apart: bool  # the device has memory of its own; else it computes in this one, and what does not fit is on disk
+    Attributes:
+        folder: of the model; layers that fit in no memory are read from there.
+        memory: bytes to use.
+        needed: bytes of these for the program.
+        apart: the device has its own memory.
+    """
+
+    folder: Path
+    memory: int
+    needed: int
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +249,12 @@ def choose_placement(
     Args:
         sizes: bytes of each layer.
         memory: bytes to use on the device.
-        fixed: how many of them are not for layers.
-        host: where the other layers wait; None: in host memory, all of them.
-        gpu_layers: how many stay on a GPU, the output included; -1: all; None: as many as fit.
+        fixed: bytes of them that are not for layers.
+        host: for the other layers; None: host memory can hold them all.
+        gpu_layers: number that stays on a GPU, the output included; -1: all; None: as many as fit.
 
     Raises:
-        NoRoom: the device's memory cannot hold two layers or those that are to stay, or the host's not three.
+        NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
     """
     if host and not host.apart:
         count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
@@ -264,7 +281,7 @@ def place_layers(
     host: Host | None = None,
     form: Form = PLAIN,
 ) -> Streamer | None:
-    """Bring layers to their form; empty those that do not stay on the device, and start streaming them.
+    """Change layers to their form, empty those that do not stay on the device, and start to stream these.
 
     Args:
         model: on the host, its weights mapped or in memory.
@@ -276,7 +293,7 @@ def place_layers(
         form: of the layers.
 
     Raises:
-        ModelError: a layer cannot be written to where it is to be streamed from.
+        ModelError: a layer cannot be written to the pack.
     """
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
@@ -318,7 +335,7 @@ def place_layers(
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:
-    """Those of the streamed layers that host memory cannot hold, evenly spread: disk and copies then work at once."""
+    """Choose streamed layers to leave on disk, evenly spread, so that reads and copies go on at the same time."""
     kept = count_resident(host.memory, sizes, host.needed, STAGING, "memory")
     return [streamed[k] for k in streamed_layers(len(streamed), kept)]
 
@@ -326,7 +343,7 @@ def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[i
 def _runs(
     model: Any, layers: Sequence[Any], numbers: Sequence[int], folder: Path
 ) -> dict[int, tuple[Source, list[int]]]:
-    """Layers that can be streamed from the folder itself; none, if it has other bytes than the model."""
+    """Layers that can be streamed from the folder's files; none if the first differs from its bytes there."""
     stored = read_folder(folder)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     found = {i: run for i in numbers if (run := find_run(layers[i], names[id(layers[i])], stored))}
@@ -337,7 +354,11 @@ def _runs(
 
 
 def run_probe(model: Any, device: Any) -> Probe:
-    """Run one token to see what the layers' attention does. Raises ModelError."""
+    """Run one token to inspect the layers' attention.
+
+    Raises:
+        ModelError: the model cannot be run on a tree.
+    """
     probe = Probe()
     try:
         with torch.inference_mode():
@@ -350,7 +371,7 @@ def run_probe(model: Any, device: Any) -> Probe:
 
 
 def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: Sequence[int]) -> tuple[int | None, ...]:
-    """See that layers are attention as `tree_attention` knows it.
+    """Check that `tree_attention` can compute the layers' attention.
 
     Args:
         model: the model.
@@ -362,7 +383,7 @@ def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: S
         Each layer's window.
 
     Raises:
-        ModelError: says what is different.
+        ModelError: it cannot.
     """
     if sorted(probe.heads) != list(expected):
         if len(probe.heads) == len(expected):

@@ -14,7 +14,7 @@ import torch
 from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.machine.memory import format_size
 
-BUFFERS = 2  # enough for copies during computation
+BUFFERS = 2  # enough to keep the copies or the computation busy all the time
 ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 

@@ -6,7 +6,7 @@ the tokens per pass are taken from experience.
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from math import log2
 from pathlib import Path
@@ -41,7 +41,7 @@ SIZES_OF_MIXTURES = (2, 4, 8, 16)  # nodes of passes, besides one and a full tre
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Diagnosis:
     """All that is known; sizes in bytes."""
 
@@ -50,27 +50,17 @@ class Diagnosis:
     file_system: str
     memory: int
     draft_size: int
-    plan: Plan | None  # None: everything fits
-    cannot_run: str
     disk: float  # bytes per second
-    passes: tuple[Pass, ...]  # over one node, up to a full tree; none if it cannot run
-    draft_seconds: float  # for drafting one tree
-    notes: tuple[str, ...]
-    remembered: tuple[dict[str, Any], ...]  # what runs of this model have learned of the costs of passes
-    exact: str = ""  # which passes agree to the bit
-    engine: str = "llamacpp"
-    streams: bool = False  # every pass reads weights from a disk or over a bus
     reading: str = ""
-
-
-@dataclass(slots=True)
-class Tried:
-    plan: Plan | None = None
-    streams: bool = False
-    notes: list[str] = field(default_factory=list)
-    passes: tuple[Pass, ...] = ()
-    draft_seconds: float = 0.0
-    agree: str = ""
+    engine: str = "llamacpp"
+    remembered: Sequence[dict[str, Any]] = ()  # what runs of this model have learned of the costs of passes
+    cannot_run: str = ""
+    plan: Plan | None = None  # None: everything fits
+    streams: bool = False  # every pass reads weights from a disk or over a bus
+    exact: str = ""  # which passes agree to the bit
+    passes: Sequence[Pass] = ()  # over one node, up to a full tree; none if it cannot run
+    draft_seconds: float = 0.0  # for drafting one tree
+    notes: Sequence[str] = ()
 
 
 def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:
@@ -144,33 +134,23 @@ def diagnose(
     sizes = [_weight_files(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
-    tried, cannot_run = Tried(), ""
-    try:
-        tried = _try(engine, paths, options, disk, say)
-    except NoRoom as error:
-        cannot_run = str(error)
-    return Diagnosis(
+    about = {"kind": "pace", "target": identity(paths[0])}
+    found = Diagnosis(
         target=paths[0],
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
         memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
         draft_size=sum(sum(files.values()) for files in sizes[1:]),
-        plan=tried.plan,
-        cannot_run=cannot_run,
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once",
-        passes=tried.passes,
-        draft_seconds=tried.draft_seconds,
-        exact=tried.agree,
         engine=engine,
-        streams=tried.streams,
-        notes=tuple(tried.notes),
-        remembered=tuple(
-            one
-            for one in everything()
-            if (one["about"].get("kind"), one["about"].get("target")) == ("pace", identity(paths[0]))
-        ),
+        remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
+    try:
+        _try(found, paths, options, disk, say)
+    except NoRoom as error:
+        found.cannot_run = str(error)
+    return found
 
 
 def _read_disk(file: str) -> Reading:
@@ -200,35 +180,34 @@ def _weight_files(path: str) -> dict[str, int]:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _try(name: str, paths: Sequence[str], options: LoadOptions, disk: Reading, say: Callable[[str], None]) -> Tried:
-    """Raises NoRoom."""
+def _try(
+    found: Diagnosis, paths: Sequence[str], options: LoadOptions, disk: Reading, say: Callable[[str], None]
+) -> None:
+    """Load the models and time passes, into `found`. Raises NoRoom."""
     path, *drafts = paths
-    tried, engine, exact = Tried(), find_engine(name), options.exact
+    engine, exact = find_engine(found.engine), options.exact
     say("memory")
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
     plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), machine)
     say("passes")
-    way = choose_way(name, plan, say=say)
+    way = choose_way(found.engine, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
-        found = apply_row_class(backend, path, exact, say=say)
-        tried.agree = "off" if exact == "off" else line(found, backend.capabilities.exact, backend.capabilities.paths)
+        groups, limits = apply_row_class(backend, path, exact, say=say), backend.capabilities
+        found.exact = "off" if exact == "off" else line(groups, limits.exact, limits.paths)
         if kept := backend.computing.get("kv_type"):
-            tried.agree += f"; keys and values: {kept}"
-        tried.plan = backend.plan if isinstance(backend, TellsPlan) else None
-        if plan.notes is None:
-            tried.notes = list(backend.notes)
-        else:  # experts may have been left to the page cache after all
-            tried.notes = [*plan.notes, *(note for note in backend.notes if note.startswith("experts are left"))]
-        tried.streams = backend.capabilities.streams
-        if backend.capabilities.paths:
-            tried.notes = [*tried.notes, note(backend.capabilities.max_leaves)]
-        nodes = min(options.budget + 1, most_nodes(backend.capabilities, 0))
-        between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if backend.capabilities.experts else []
-        tried.passes = tuple(time_pass(backend, n) for n in (1, *between, nodes))
+            found.exact += f"; keys and values: {kept}"
+        found.plan = backend.plan if isinstance(backend, TellsPlan) else None
+        # The plan does not know yet that experts are left to the page cache after all.
+        later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
+        found.notes = [*(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
+        found.streams = limits.streams
+        nodes = min(options.budget + 1, most_nodes(limits, 0))
+        between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if limits.experts else []
+        passes = [time_pass(backend, n) for n in (1, *between, nodes)]
     for draft in drafts:
         with closing(load_draft(engine, draft, options.for_draft())) as backend:
-            tried.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
-    return tried
+            found.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
+    found.passes = passes
 
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:

@@ -88,12 +88,8 @@ def _tokenizer(target: dict[str, Any], draft: dict[str, Any]) -> list[str]:
     for key in (f"{TOKENIZER}model", f"{TOKENIZER}pre", *IDS, *ADDED):
         left, right = target.get(key), draft.get(key)
         if left != right:
-            harmless = key in (f"{TOKENIZER}model", f"{TOKENIZER}pre", *ADDED)
-            tail = (
-                "; harmless: the tokenizer of the target is used"
-                if harmless
-                else ", so they may end sequences differently"
-            )
+            harmless = "; harmless: the tokenizer of the target is used"
+            tail = ", so they may end sequences differently" if key in IDS else harmless
             name = key.removeprefix(TOKENIZER)
             found.append(f"{name} is {_said(left)} in the target and {_said(right)} in the draft{tail}")
     return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from secrets import token_hex
 from typing import Any
 
 import yaml
@@ -138,6 +138,7 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
         RegistryError: the list of models is not what the file ends with, so nothing can be added to it.
         EdgespecError: it cannot be written.
     """
+    new = path.with_name(f"{path.name}.{token_hex(4)}.new")
     try:
         text = path.read_text("utf-8") if path.exists() else "models:\n"
         before = [one.name for one in read_models(path)] if path.exists() else []
@@ -145,11 +146,6 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
         indent = _indent(text)
         added = "".join(f"{indent}{line}\n" for line in block.splitlines())
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-            new = Path(file.name)
-    except OSError as error:
-        raise EdgespecError(f"{path}: cannot be written: {error.strerror or error}") from error
-    try:
         new.write_text(text + ("" if text.endswith("\n") else "\n") + added, "utf-8")
         try:
             names = [one.name for one in read_models(new)]

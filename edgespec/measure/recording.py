@@ -4,10 +4,10 @@ Answers are appended as JSON lines, so an interrupted recording can be resumed.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
@@ -16,6 +16,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import render_chat, user_messages
 from edgespec.machine.measurements import cache_folder, identity
+from edgespec.measure.json_lines import append, resume
 from edgespec.measure.replay import Recording
 from edgespec.planners.choice import make_planner
 
@@ -76,15 +77,18 @@ def record(
     Args:
         target: no session of it is open.
         asked: (task, question).
-        kept: of `recording_file`.
+        kept: a file of its own, such as `recording_file`; it need not exist.
         max_tokens: of an answer.
         progress: called with answers that are there, and all.
+
+    Raises:
+        UsageError: `kept` holds something else.
     """
-    known = {row["question"]: row for row in _read(kept)}
+    known = {one.question: one for one in resume(kept, Recording)}
     planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # with equal answers
     session = target.open()
     try:
-        for number, (_, question) in enumerate(asked):
+        for number, (task, question) in enumerate(asked):
             progress(number, len(asked))
             if question in known:
                 continue
@@ -94,36 +98,12 @@ def record(
                 max_tokens=max_tokens, budget=16, stats=GenerationStats(),
             ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]
-            known[question] = {"question": question, "prompt_ids": prompt_ids, "output_ids": output_ids}
-            _append(kept, known[question])
+            known[question] = Recording(prompt_ids, output_ids, task, question)
+            with suppress(OSError):  # a full or read-only disk: it is recorded again next time
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                append(kept, known[question])
     finally:
         session.close()
         planner.close()
     progress(len(asked), len(asked))
-    return [Recording(known[text]["prompt_ids"], known[text]["output_ids"], task) for task, text in asked]
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and {"question", "prompt_ids", "output_ids"} <= row.keys():
-            rows.append(row)
-    return rows
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut = path.exists() and not path.read_bytes().endswith(b"\n")  # the line before was interrupted
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut + json.dumps(row) + "\n")
-    except OSError:  # a full or read-only disk: it is recorded again next time
-        return
+    return [replace(known[question], category=task) for task, question in asked]

@@ -3,19 +3,14 @@
 At temperature 0 a target's tokens do not depend on the planner.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 
-from edgespec.errors import UsageError
-from edgespec.loop.backend import Vocab
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.loop.text import render_chat, user_messages
 from edgespec.loop.tree import only
 from edgespec.loop.verify import walk
 
@@ -27,41 +22,13 @@ class Recording:
     prompt_ids: list[int]
     output_ids: list[int]
     category: str = ""
+    question: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
     acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
     plan_seconds: list[float]
-
-
-def read_recordings(path: str | Path, vocab: Vocab, max_tokens: int) -> list[Recording]:
-    """Read a JSONL file of objects with `prompt` and `output`, perhaps a `category`.
-
-    Args:
-        path: the file.
-        vocab: any tokenizer with a chat template.
-        max_tokens: longer outputs are cut here, so that a few of them do not outweigh the others.
-
-    Raises:
-        UsageError: the file cannot be read, or a line is not such an object.
-    """
-    recordings = list[Recording]()
-    try:
-        lines = Path(path).read_text("utf-8").split("\n")
-        for line in filter(str.strip, lines):
-            record = json.loads(line)
-            prompt, output = record["prompt"], record["output"]
-            if not (isinstance(prompt, str) and isinstance(output, str)):
-                raise TypeError("prompt or output is no text")
-            prompt_ids = render_chat(vocab, user_messages(prompt))
-            output_ids = vocab.encode(output, add_bos=False, parse_special=False)
-            if output_ids:
-                category = str(record.get("category", ""))
-                recordings.append(Recording(prompt_ids, output_ids[:max_tokens], category))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path}: is not a JSONL file with a prompt and an output on each line: {error}") from error
-    return recordings
 
 
 def replay(

@@ -1,10 +1,10 @@
 """Compare planners on real prompts; every answer is checked against plain decoding."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +24,7 @@ from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, taken
 
+SHARES = ("draft", "target", "wait", "plan")  # of the seconds of an answer
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
 
 
@@ -36,16 +37,8 @@ class BenchPrompt:
 @dataclass(slots=True)
 class Tally:
     runs: list[GenerationStats] = field(default_factory=list)
-    by_category: dict[str, list[GenerationStats]] = field(default_factory=lambda: defaultdict(list))
     ties: int = 0
     unexplained: int = 0
-
-    def add(self, stats: GenerationStats, category: str) -> None:
-        self.runs.append(stats)
-        self.by_category[category].append(stats)
-
-    def total(self, name: str) -> float:
-        return float(sum(getattr(stats, name) for stats in self.runs))
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
@@ -141,47 +134,42 @@ def run_bench(
                         prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)
                     plain = plain or result.token_ids  # `none` comes first
-                    tallies[name].add(result.stats, prompt.category)
+                    tallies[name].runs.append(result.stats)
                     if divergence := explain(backends[0], prompt_ids, plain, result.token_ids, params):
                         tallies[name].ties += divergence.tie
                         tallies[name].unexplained += not divergence.tie
-        return _report(tallies, backends, len(prompts), sampling, max_tokens)
+        return _report(tallies, backends, prompts, sampling, max_tokens)
     finally:
         close_all(backends)
 
 
 def _report(
-    tallies: dict[str, Tally], backends: Sequence[Backend], prompts: int, sampling: dict[str, Any], max_tokens: int
-) -> dict[str, Any]:
-    target = backends[0]
-    plain_speed = tallies["none"].total("tokens") / tallies["none"].total("seconds")
-    rows = {}
+    tallies: dict[str, Tally], backends: Sequence[Backend], prompts: Sequence[BenchPrompt], sampling: dict[str, Any],
+    max_tokens: int,
+) -> dict[str, Any]:  # fmt: skip
+    target, rows = backends[0], dict[str, dict[str, Any]]()
+    categories = sorted({prompt.category for prompt in prompts} - {""})
     for name, tally in tallies.items():
-        seconds = tally.total("seconds")
-        speed = tally.total("tokens") / seconds
-        lengths = [stats.acceptance_length for stats in tally.runs]
+        runs = tally.runs
+        seconds, tokens, passes = (_total(runs, one) for one in ("seconds", "tokens", "passes"))
         rows[name] = {
-            "tokens": int(tally.total("tokens")),
-            "passes": int(tally.total("passes")),
-            "acceptance_length": tally.total("tokens") / tally.total("passes"),
-            "mean_of_prompts": sum(lengths) / len(lengths),
-            "tokens_per_second": speed,
-            "ratio_to_plain": speed / plain_speed,
-            **{
-                f"{part}_share": tally.total(f"{part}_seconds") / seconds
-                for part in ("draft", "target", "wait", "plan")
-            },
-            "by_prompt": [{"tokens": stats.tokens, "passes": stats.passes} for stats in tally.runs],
+            "tokens": tokens,
+            "passes": passes,
+            "acceptance_length": tokens / passes,
+            "mean_of_prompts": fmean(stats.acceptance_length for stats in runs),
+            "tokens_per_second": tokens / seconds,
+            **{f"{part}_share": _total(runs, f"{part}_seconds") / seconds for part in SHARES},
+            "by_prompt": [{"tokens": stats.tokens, "passes": stats.passes} for stats in runs],
             "ties": tally.ties,
             "unexplained": tally.unexplained,
-            "by_category": {
-                category: sum(s.tokens for s in runs) / sum(s.passes for s in runs)
-                for category, runs in sorted(tally.by_category.items())
-                if category
-            },
+            "by_category": {},
         }
+        for category in categories:
+            of_it = [stats for stats, prompt in zip(runs, prompts, strict=True) if prompt.category == category]
+            rows[name]["by_category"][category] = _total(of_it, "tokens") / _total(of_it, "passes")
+        rows[name]["ratio_to_plain"] = rows[name]["tokens_per_second"] / rows["none"]["tokens_per_second"]
     return {
-        "prompts": prompts,
+        "prompts": len(prompts),
         "max_tokens": max_tokens,
         "sampling": sampling,
         "backend": target.name,
@@ -192,6 +180,10 @@ def _report(
         "unexplained": sum(tally.unexplained for tally in tallies.values()),
         "planners": rows,
     }
+
+
+def _total(runs: Sequence[GenerationStats], name: str) -> Any:
+    return sum(getattr(stats, name) for stats in runs)
 
 
 def bench_table(report: dict[str, Any]) -> str:

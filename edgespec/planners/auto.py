@@ -182,6 +182,7 @@ class AutoPlanner(Planner):
         self.name = name
         self._state = state
         self._candidates = candidates
+        self._with_draft = [one for one in candidates if one.planner.draft_session]
         self._offer: Offer | None = None
         self._asked: Candidate | None = None
         self._length = 0  # of the sequence when `_offer` was made
@@ -190,7 +191,7 @@ class AutoPlanner(Planner):
 
     @property
     def stats(self) -> PlannerStats:
-        known = [candidate.planner.stats for candidate in self._candidates]
+        known = [candidate.planner.stats for candidate in self._with_draft]
         times = self._state.target.at(self._length) if self._offer else None
         return PlannerStats(
             sum(one.draft_passes for one in known), sum(one.draft_seconds for one in known),
@@ -200,8 +201,7 @@ class AutoPlanner(Planner):
 
     @property
     def draft_session(self) -> Session | None:
-        sessions = (candidate.planner.draft_session for candidate in self._candidates)
-        return next((session for session in sessions if session), None)
+        return self._with_draft[0].planner.draft_session if self._with_draft else None
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._offer, self._went_ahead = None, False
@@ -210,7 +210,7 @@ class AutoPlanner(Planner):
             candidate.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        readings = (candidate.unread(token_ids) for candidate in self._candidates)
+        readings = (candidate.unread(token_ids) for candidate in self._with_draft)
         return next((reading for reading in readings if reading), None)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:

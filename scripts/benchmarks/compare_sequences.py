@@ -1,18 +1,18 @@
 """Drafted sequences in shared batches against plain decoding of single sequences: are the tokens equal?"""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any, Self
+from typing import Any
 from zlib import crc32
 
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.machine.measurements import identity
+from edgespec.measure.json_lines import append, resume
 from edgespec.model import Model, load
 from edgespec.models.registry import find_model, local_path
 
@@ -33,15 +33,6 @@ class Written:
     @property
     def key(self) -> tuple[str, str, float, float]:
         return self.about, self.prompt, self.temperature, self.top_p
-
-    @classmethod
-    def read(cls, path: Path) -> list[Self]:
-        """The sequences of a file, without a last line that was cut short. Raises UsageError: another kind of file."""
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        try:
-            return [cls(**json.loads(line)) for line in lines if line.endswith("\n")]
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{path} is not a file of generated sequences: name another, or a new one") from error
 
 
 def generate_sequences(
@@ -70,9 +61,8 @@ def generate_sequences(
         EdgespecError: from loading.
         UsageError: the file is of another kind.
     """
-    kept = Written.read(path)
+    kept = resume(path, Written)
     about = f"{identity(local_path(find_model(target).target))}, {max_tokens} tokens"
-    path.write_text("".join(json.dumps(asdict(text)) + "\n" for text in kept))
     for planner in dict.fromkeys([PLAIN, *planners]):
         there = {text.key for text in kept if text.planner == planner}
         wanted = [
@@ -86,10 +76,9 @@ def generate_sequences(
         if not wanted:
             continue
         at_once = 1 if planner == PLAIN and not plain_batched else parallel
-        with load(target, planner=planner, parallel=at_once, say=say, **options) as model, path.open("a") as file:
+        with load(target, planner=planner, parallel=at_once, say=say, **options) as model:
             for text in _generate(model, planner, about, wanted, max_tokens, at_once):
-                file.write(json.dumps(asdict(text)) + "\n")
-                file.flush()
+                append(path, text)
                 kept.append(text)
                 done()
     return kept

@@ -3,7 +3,6 @@
 One runs at a time, under a memory limit if one is given, and starts with the model's files evicted from the page cache.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,7 @@ from statistics import fmean
 from time import perf_counter
 
 from benchmarks import llama_server
-from benchmarks.offload import Group, memory_group
-from benchmarks.offload_worker import evict_model
+from benchmarks.memory_group import Group, evict, memory_group
 from benchmarks.serving import Streamed, stream_chat
 from edgespec.errors import EdgespecError
 
@@ -106,15 +104,11 @@ def compare(
 
 @contextmanager
 def _started(servers: Servers, command: Sequence[str], group: Group | None) -> Iterator[int]:
-    def enter() -> None:
-        assert group
-        (group.folder / "cgroup.procs").write_text(str(os.getpid()))
-
     if group and servers.limit:
         for path in filter(None, (servers.model, servers.draft)):
-            evict_model(path)
+            evict(path)
         group.limit(servers.limit)
-    with llama_server.started(command, enter if group else None) as port:
+    with llama_server.started(command, group.enter if group else None) as port:
         yield port
 
 

@@ -7,27 +7,24 @@ and extrapolated to all of them.
 import copy
 import gc
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
 import torch
 import transformers
 from edgespec.backends.torch.attention import ATTENTION
-from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, TorchBackend, assemble
+from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble
 from edgespec.backends.torch.disk import STAGING
 from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopies, block_bytes
 
 from edgespec.errors import UsageError
-from edgespec.loop.backend import Capabilities, Vocab, Work
-from edgespec.loop.passes import prefill
+from edgespec.loading.timed_pass import time_pass
+from edgespec.loop.backend import Capabilities, Vocab
 from edgespec.machine.memory import disk_bandwidth
 from edgespec.machine.this_machine import Gpu
 
@@ -42,13 +39,11 @@ LLAMA_70B = {
     "head_dim": 128,
     "max_position_embeddings": 8192,
 }
-CONTEXT = 512  # tokens before the tree
+CONTEXT = 512  # tokens that the cache holds besides the nodes
 HOST_SHARE = 0.75
 DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
 ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
-REPEATS = 3
-
 
 Copies = Callable[[Any, int], CopyEngine]
 
@@ -56,7 +51,7 @@ Copies = Callable[[Any, int], CopyEngine]
 @dataclass(frozen=True, slots=True)
 class Row:
     nodes: int
-    seconds: float  # a pass, median
+    seconds: float  # a pass
     compute_seconds: float  # the same without copies
     copy_seconds: float  # bytes / bandwidth
     disk_seconds: float = 0.0  # bytes from disk / the disk's speed
@@ -133,28 +128,6 @@ def bandwidth(device: Any, size: int, repeats: int = 5) -> float:
     return size / min(seconds)
 
 
-def random_tree(nodes: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    generator = np.random.default_rng(nodes)
-    parents = [int(generator.integers(max(-1, i - 16), i)) for i in range(nodes)]
-    return generator.integers(0, size, nodes).astype(np.int32), np.array(parents, np.int32)
-
-
-def pass_seconds(backend: TorchBackend, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """(nodes, median seconds of a pass) for trees after CONTEXT tokens, all logits wanted."""
-    size = backend.vocab.size
-    session = backend.open()
-    prefill(backend, session, [i % size for i in range(CONTEXT)])
-    for nodes in sizes:
-        tokens, parents = random_tree(nodes, size)
-        wanted, seconds = np.arange(nodes, dtype=np.int32), []
-        for _ in range(1 + REPEATS):
-            started = perf_counter()
-            backend.forward([Work(session, tokens, parents, wanted)])
-            seconds.append(perf_counter() - started)
-            session.commit([])
-        yield nodes, median(seconds[1:])
-
-
 def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> int:
     return int(max(2, min(shape["num_hidden_layers"], host_bytes * HOST_SHARE // layer_bytes)))
 
@@ -175,11 +148,6 @@ def cache_bytes(model: Any, device: Any, sizes: Sequence[int]) -> int:
 
 def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
     return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
-
-
-def host_memory() -> int:
-    """Free bytes of host memory."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _gpu(device: Any) -> Gpu | None:
@@ -243,7 +211,8 @@ def measure(
     sources = backend.streamer.feeder.sources if backend.streamer and backend.streamer.feeder else []
     speed = disk_bandwidth(sources[0].path, 1.0) if sources else 0.0
     rows = []
-    for nodes, seconds in pass_seconds(backend, sizes):
+    for nodes in sizes:
+        seconds = time_pass(backend, nodes).seconds
         one, more = costs[nodes]
         reading = len(sources) * layer / speed if sources else 0.0
         rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate, reading))
@@ -267,7 +236,7 @@ def layer_costs(
         backend = assemble(model, vocab, device, memory=None, gpu=_gpu(device), copies=copies, **options)
         if backend.streamer is not None:
             raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
-        few.append(dict(pass_seconds(backend, sizes)))
+        few.append({nodes: time_pass(backend, nodes).seconds for nodes in sizes})
         backend.close()
         del model, backend
         _free(device)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +21,7 @@ from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout
 from edgespec.backends.mlx.streaming import SlotStore
 
+from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
 from edgespec.weights.plan import make_plan
 
@@ -118,28 +118,16 @@ def pass_times(folder: Path, share: float, nodes: Sequence[int]) -> list[Found]:
     """Seconds of passes in memory and streamed, and how long the streamed ones have waited."""
     found = []
     memory = engine.load(str(folder), context_length=1024, resident=True)
-    quick = {count: _seconds(memory, count)[0] for count in nodes}
+    quick = {count: time_pass(memory, count).seconds for count in nodes}
     memory.close()
     with streamed(folder, share) as backend:
         size = backend.plan.streamed_bytes
         for count in nodes:
-            seconds, waited = _seconds(backend, count)
-            text = (
-                f"{seconds:.3f} s, {waited:.3f} s of it waiting for {size / 1e6:.0f} MB; in memory {quick[count]:.3f} s"
-            )
+            made = time_pass(backend, count)
+            waited = f"{made.waited:.3f} s of it waiting for {size / 1e6:.0f} MB"
+            text = f"{made.seconds:.3f} s, {waited}; in memory {quick[count]:.3f} s"
             found.append(Found(f"{folder.name}, pass over {count} nodes", None, text))
     return found
-
-
-def _seconds(backend: Any, count: int) -> tuple[float, float]:
-    session, nodes, best = backend.open(), np.arange(count, dtype=np.int32), (float("inf"), 0.0)
-    for _ in range(4):
-        waited, started = backend.wait_seconds, perf_counter()
-        backend.forward([Work(session, nodes + 5, nodes - 1, nodes[-1:])])
-        best = min(best, (perf_counter() - started, backend.wait_seconds - waited))
-        session.commit([])
-    session.close()
-    return best
 
 
 def check_devices() -> list[Found]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import MissingPackage, UsageError
+from edgespec.errors import UsageError
 from edgespec.models.convert.folder_from_gguf import check_space, read_gguf
-from edgespec.models.convert.gguf_write import appearing, check_out
+from edgespec.models.convert.gguf_write import appearing, check_out, import_gguf
 
 Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
 BLOCK, BLOCK_BYTES = 256, 144  # weights and bytes of a block of Q4_K
@@ -124,12 +124,10 @@ def write_planned(
     Raises:
         EdgespecError: the disk has too little room, or cannot be written.
     """
-    import gguf
-
     done, total = 0, sum(one.size for one in planned)
     check_space(out, total)
     with appearing(out) as partial:
-        writer = gguf.GGUFWriter(partial, architecture)
+        writer = import_gguf().GGUFWriter(partial, architecture)
         values(writer)
         for one in planned:
             writer.add_tensor_info(one.name, one.shape, np.dtype(np.uint8), one.size, raw_dtype=one.type)
@@ -142,15 +140,6 @@ def write_planned(
             progress(done, total)
         writer.close()
     return out.stat().st_size
-
-
-def import_gguf() -> Any:
-    """Raises MissingPackage."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
-    return gguf
 
 
 def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> None:

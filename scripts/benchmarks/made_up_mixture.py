@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.made_up import Bytes, Planned, import_gguf, write_planned
+from benchmarks.made_up import Bytes, Planned, write_planned
 from edgespec.errors import ModelError, UsageError
 from edgespec.models.convert.folder_from_gguf import read_gguf
-from edgespec.models.convert.gguf_write import check_out
+from edgespec.models.convert.gguf_write import check_out, import_gguf
 
 SCALES = {  # where float16 scales lie in a block (ggml-common.h), by type
     "F32": (), "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2),
@@ -89,8 +89,7 @@ def write_mixture(
 def _plan(
     source: Path, tensors: Any, values: dict[str, Any], experts: Experts, routers: np.random.Generator
 ) -> list[Planned]:
-    import gguf
-
+    gguf = import_gguf()
     kind, planned = values["general.architecture"], list[Planned]()
     heads = {part: _heads(source, values, part) for part in ("attn_q", "attn_k")}
     units = {  # weights of a block of what comes down, which is cut along its rows
@@ -136,8 +135,7 @@ def _turn(tensor: Any, heads: int, shape: tuple[int, ...]) -> Bytes:
 
 
 def _copies(tensor: Any, part: str, each: tuple[int, int], experts: Experts) -> Bytes:
-    import gguf
-
+    gguf = import_gguf()
     data = tensor.data.view(np.uint8)
     along = 1 if part == "ffn_down" else 0
     whole = np.zeros([size * experts.parts if axis == along else size for axis, size in enumerate(each)], np.uint8)
@@ -183,8 +181,7 @@ def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[
 
 
 def _write_values(writer: Any, fields: dict[str, Any], values: dict[str, Any], own: dict[str, int]) -> None:
-    import gguf
-
+    gguf = import_gguf()
     kind = values["general.architecture"]
     for key, value in own.items():
         writer.add_uint32(f"llama.{key}", value)

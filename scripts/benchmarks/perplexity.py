@@ -6,6 +6,7 @@ import numpy as np
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, Work
+from edgespec.loop.sampling import Float32Array, log_sum_exp
 
 PIECE = 512  # tokens; each begins with nothing before it
 
@@ -25,7 +26,7 @@ def perplexity(
             nodes = np.arange(len(ids), dtype=np.int32)
             session = backend.open()
             logits = backend.forward([Work(session, ids, nodes - 1, nodes)])[0]
-            total -= sum(_log_probability(logits.row(i), int(ids[i + 1])) for i in range(len(ids) - 1))
+            total -= sum(_log_probability(logits.row(i), ids[i + 1]) for i in range(len(ids) - 1))
             count += len(ids) - 1
             session.close()
         done(len(ids))
@@ -34,7 +35,5 @@ def perplexity(
     return float(np.exp(total / count))
 
 
-def _log_probability(row: np.ndarray, token_id: int) -> float:
-    scores = row.astype(np.float64)
-    best = scores.max()
-    return float(scores[token_id] - best - np.log(np.exp(scores - best).sum()))
+def _log_probability(row: Float32Array, token_id: int) -> float:
+    return float(row[token_id]) - log_sum_exp(row)

@@ -8,22 +8,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock, Thread, active_count
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from benchmarks.serving import closing_connection
+from pydantic import BaseModel, Field, ValidationError
+
+from benchmarks.serving import JSON, closing_connection
 from edgespec.model import Model
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "kind": {"enum": ["cat", "dog", "bird"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-    },
-    "required": ["name", "age", "kind", "tags"],
-    "additionalProperties": False,
-}
+
+class Pet(BaseModel, strict=True, extra="forbid"):
+    name: Annotated[str, Field(max_length=20)]
+    age: Annotated[int, Field(ge=0, le=120)]
+    kind: Literal["cat", "dog", "bird"]
+    tags: Annotated[list[Annotated[str, Field(max_length=8)]], Field(max_length=3)]
+
+
+SCHEMA = Pet.model_json_schema()
 KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
 
 
@@ -32,14 +32,12 @@ class Found:
     answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     parsed: int = 0  # answers by `SCHEMA` that were not cut, and hold what it says
-    tokens: int = 0
     seconds: float = 0.0
     lock: Any = field(default_factory=Lock)
 
-    def add(self, kind: str, status: int, tokens: int = 0, wrong: str = "", parsed: bool = False) -> None:
+    def add(self, kind: str, status: int, wrong: str = "", parsed: bool = False) -> None:
         with self.lock:
             self.answers[f"{kind} {status}"] += 1
-            self.tokens += tokens
             self.parsed += parsed
             if wrong:
                 self.wrong.append(f"{kind}: {wrong}")
@@ -53,7 +51,7 @@ def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> i
     if kind == "two choices":
         body["n"] = 2
     with closing_connection(port) as connection:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
         if kind == "leaves":
             time.sleep(random.Random(seed).random() * 0.2)
             return 0
@@ -62,18 +60,17 @@ def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> i
             time.sleep(0.5)
         data = answer.read()
     wrong = "" if answer.status in (200, 429) else data.decode("utf-8", "replace")[:200]
-    tokens, parsed = 0, False
+    parsed = False
     if answer.status == 200 and body["stream"] and not data.endswith(b"data: [DONE]\n\n"):
         wrong = "the stream does not end"
     elif answer.status == 200 and not body["stream"]:
         told = json.loads(data)
-        tokens = told["usage"]["completion_tokens"]
-        if len(told["choices"]) != body.get("n", 1):
-            wrong = "choices are missing"
+        if len(told["choices"]) != body.get("n", 1) or not told["usage"]["completion_tokens"]:
+            wrong = "choices or tokens are missing"
         if kind == "schema" and told["choices"][0]["finish_reason"] != "length":
             parsed = is_pet(told["choices"][0]["message"]["content"])
             wrong = "" if parsed else f"is not by the schema: {told['choices'][0]['message']['content']!r}"
-    found.add(kind, answer.status, tokens, wrong, parsed)
+    found.add(kind, answer.status, wrong, parsed)
     return answer.status
 
 
@@ -117,12 +114,9 @@ def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
 
 def is_pet(text: str) -> bool:
     try:
-        pet = json.loads(text)
-        right = set(pet) == set(SCHEMA["required"]) and pet["kind"] in SCHEMA["properties"]["kind"]["enum"]
-        right = right and isinstance(pet["name"], str) and len(pet["name"]) <= 20 and len(pet["tags"]) <= 3
-        right = right and all(isinstance(tag, str) and len(tag) <= 8 for tag in pet["tags"])
-        return right and isinstance(pet["age"], int) and 0 <= pet["age"] <= 120
-    except (ValueError, TypeError, KeyError):
+        Pet.model_validate_json(text)
+        return True
+    except ValidationError:
         return False
 
 

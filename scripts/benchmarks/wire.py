@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from benchmarks.serving import closing_connection
+from benchmarks.serving import JSON, closing_connection
 
 CONTEXT = 1024  # tokens, in both
 Shape = Any  # JSON with types in the place of values; of a list: [the shape of all its items]
@@ -126,7 +126,7 @@ def record(port: int) -> dict[str, Any]:
 def asked(port: int, path: str, body: Any) -> dict[str, Any]:
     with closing_connection(port) as connection:
         sent = body if body is None or isinstance(body, str) else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, sent, {"Content-Type": "application/json"})
+        connection.request("GET" if body is None else "POST", path, sent, JSON)
         answer = connection.getresponse()
         raw, kind = answer.read(), answer.getheader("Content-Type", "").partition(";")[0]
     told: dict[str, Any] = {"status": answer.status, "type": kind}

@@ -23,6 +23,7 @@ except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
+LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
 size_lines: list[str] = []

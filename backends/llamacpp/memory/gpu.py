@@ -3,11 +3,9 @@
 `gpu_layers` = n + 1 is the output and the last n layers; -1 is all layers, without the embedding.
 
 A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
-the memory of the plan. It maps the file from the first to the last of its weights, which then stay in memory. So if
-layers are streamed, the output stays on the CPU, because it is often first in the file. The GPU then gets only
-layers without a streamed layer in between.
-
-Experts that are read as they are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
+the memory of the plan, and keeps the file in it from the first to the last of its weights. So it gets only layers
+without a streamed layer in between, and not the output, which is often first in the file. Experts that are read as they
+are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
 """
 
 import ctypes
@@ -76,7 +74,7 @@ def auto_layers(
     *,
     platform: str,
 ) -> int:
-    """`gpu_layers` for a model.
+    """Choose `gpu_layers` for a model.
 
     Args:
         found: the GPUs.
@@ -110,12 +108,14 @@ def _room(own: Sequence[Gpu], buffers: int) -> int:
 
 
 def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
-    """`gpu_layers` for this memory.
-
+    """
     Args:
         tensors: of the model.
         room: bytes for weights.
         parts: number of devices that share `room`.
+
+    Returns:
+        The largest `gpu_layers` that fits.
     """
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
@@ -171,10 +171,9 @@ def wired(plan: Plan, spans: Sequence[Extent]) -> int:
 
 
 def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
-    """Refuse GPU layers that keep streamed layers, or all experts, in a Mac's memory.
-
+    """
     Raises:
-        UsageError: names the conflict and the option to change.
+        UsageError: the GPU layers would keep streamed layers, or all experts, in a Mac's memory.
     """
     if wired(plan, gpu_spans(tensors, layers_on_gpu(gpu_layers, count_layers(tensors)))):
         what = (

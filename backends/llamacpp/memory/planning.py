@@ -62,22 +62,24 @@ ROOM_FOR_BUFFERS = 2 << 30
 
 
 class MemoryPlanner:
-    """Places of a model's weights on a machine, and the size of its context.
+    """Plans the places of a model's weights on a machine, and the model's context.
 
     Args:
         path: of the model.
-        options: as given; `draft_files` will be loaded, too.
+        options: as requested, with the draft models that will be loaded too.
         machine: to plan for.
-        borrowed: devices that `lending.rpc.borrow` returns, or None.
+        borrowed: as from `lending.rpc.borrow`, or None.
 
-    All methods raise ModelError, if the model cannot be read, and UsageError, if an option is out of range.
+    Raises:
+        ModelError: the model cannot be read (all methods).
+        UsageError: an option is out of range (all methods).
     """
 
     def __init__(self, path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> None:
         self.path, self.options, self.machine, self.borrowed = path, options, machine, borrowed
         self.memory = in_bytes(options.memory)
         self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
-        self._tokenizers: dict[str, int] = {}  # measured once: read again, it may fit into memory that is there
+        self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -97,7 +99,6 @@ class MemoryPlanner:
         return self._tokenizers.setdefault(path, tokenizer), buffers
 
     def _drafts(self, size: ContextSize) -> int:
-        """Bytes that the drafts take."""
         total = 0
         for path in self.options.draft_files:
             tokenizer, buffers = self._rehearse(path, [replace(size, share=1.0)])
@@ -156,12 +157,14 @@ class MemoryPlanner:
     def plan_memory(
         self, size: ContextSize, gpu_layers: int, experts_here: bool
     ) -> tuple[Plan | None, ContextSize, list[str]]:
-        """A plan of a model's weights (None: all stay in memory), its context, and messages for the user.
-
+        """
         Args:
             size: of the requested context.
             gpu_layers: as in `LoadOptions`, for GPUs or lenders.
-            experts_here: as `keeps_experts` returns it.
+            experts_here: as from `keeps_experts`.
+
+        Returns:
+            A plan of the weights (None: all stay in memory), the context's size, and messages for the user.
         """
         free, lent = self.machine.free, bool(self.borrowed)
         if not can_stream(self.machine):
@@ -216,7 +219,9 @@ def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
 def _plans(
     tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> list[Plan | None]:
-    """Plans for ascending `needs`, up to the last that is possible.
+    """
+    Returns:
+        Plans for ascending `needs`, up to the last that is possible.
 
     Raises:
         UsageError: the first is impossible.
@@ -268,9 +273,10 @@ def memory_needs(path: str, size: ContextSize, machine: Machine, draft_files: Se
 
 
 def rehearse(path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:
-    """Bytes of a model's tokenizer, and of its caches and buffers for each size.
-
-    llama.cpp reports the sizes in its log, without allocating caches and buffers.
+    """
+    Returns:
+        Bytes of a model's tokenizer, and of its caches and buffers for each size, as llama.cpp logs them without
+        allocation.
     """
     before = process.private_memory()
     model = load_header(path)
@@ -293,7 +299,10 @@ def rehearse(path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:
 
 
 def mappings_of(path: str, machine: Machine) -> list[list[Mapping]]:
-    """For each file of a model, where this process has mapped it; [] where stores do not need that."""
+    """
+    Returns:
+        This process's mappings of each file of a model; [] on systems whose stores do not need them.
+    """
     return [mappings(part) for part in parts(path)] if machine.platform == "linux" else []
 
 

@@ -134,8 +134,8 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
         params.tt_overrides = rows
         keep.append(rows)
     if job["imatrix"]:
-        known = job["imatrix"] == "unknown"
-        matrix = {"none": np.zeros(1, np.float32)} if known else read_imatrix(job["imatrix"])
+        unknown = job["imatrix"] == "unknown"
+        matrix = {"none": np.zeros(1, np.float32)} if unknown else read_imatrix(job["imatrix"])
         entries = (llama_cpp.llama_model_imatrix_data * (len(matrix) + 1))()
         for entry, (name, values) in zip(entries, matrix.items(), strict=False):
             entry.name, entry.size = name.encode(), values.size

@@ -288,11 +288,17 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
     return line
 
 
-@cache
-def _types() -> dict[str, list[str]]:
+def import_gguf() -> Any:
+    """Raises MissingPackage."""
     try:
         import gguf
     except ImportError as error:
         raise MissingPackage("gguf", "convert", "writing a GGUF") from error
+    return gguf
+
+
+@cache
+def _types() -> dict[str, list[str]]:
+    gguf = import_gguf()
     files = [kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in gguf.LlamaFileType]
     return {"files": sorted(set(files) - {"GUESSED"}), "tensors": [kind.name for kind in gguf.GGMLQuantizationType]}

@@ -1,0 +1,34 @@
+"""Files of JSON lines, one for each object of a dataclass: an interrupted program goes on where it stopped."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgespec.errors import UsageError
+
+Line = TypeVar("Line")
+
+
+def resume(path: Path, kind: type[Line]) -> list[Line]:
+    """The objects of a file, if there is one; a last line that was cut short is removed.
+
+    Raises:
+        UsageError: it holds something else, or cannot be read.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        found = [kind(**json.loads(line)) for line in whole]
+        if whole != lines:
+            path.write_text("".join(whole), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: holds something else: name another file, or a new one") from error
+    return found
+
+
+def append(path: Path, line: Any) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(line)) + "\n")

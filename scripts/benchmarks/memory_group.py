@@ -1,0 +1,71 @@
+"""A limit on the memory of processes and on what they cache: a control group of Linux."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgespec.errors import EdgespecError
+
+GROUPS = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 40
+
+
+FILES = {  # of a version of control groups: name -> value, "{}" for the limit; and the file with the peak
+    1: ({"memory.limit_in_bytes": "{}", "memory.max_usage_in_bytes": "0"}, "memory.max_usage_in_bytes"),
+    2: ({"memory.max": "{}", "memory.swap.max": "0"}, "memory.peak"),
+}
+
+
+class Group:
+    def __init__(self, folder: Path, version: int) -> None:
+        self.folder = folder
+        self._settings, self._peak = FILES[version]
+
+    def limit(self, size: int) -> None:
+        """Allow `size` bytes, with version 2 none of them swapped; with version 1 reset the peak."""
+        for name, value in self._settings.items():
+            (self.folder / name).write_text(value.format(size))
+
+    def enter(self) -> None:
+        """Put this process into the group."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def peak(self) -> int:
+        """Most bytes in use at once."""
+        try:
+            return int((self.folder / self._peak).read_text())
+        except OSError:  # memory.peak: since Linux 5.19
+            return 0
+
+
+@contextmanager
+def memory_group() -> Iterator[Group]:
+    """Raises EdgespecError where that is not allowed."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    version = 1 if "memory" in paths else 2
+    base = GROUPS / "memory" / paths["memory"] if version == 1 else GROUPS / paths.get("", "")
+    group = Group(base / f"edgespec-{os.getpid()}", version)
+    try:
+        group.folder.mkdir()
+        group.limit(NO_LIMIT)
+    except OSError as error:
+        if group.folder.is_dir():
+            group.folder.rmdir()
+        raise EdgespecError("this needs a memory limit, and no control group may be made here") from error
+    try:
+        yield group
+    finally:
+        group.folder.rmdir()
+
+
+def weight_files(model: str) -> list[Path]:
+    return list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else [Path(model)]
+
+
+def evict(model: str) -> None:
+    """Drop the weights of a model file or folder from the page cache."""
+    for path in weight_files(model):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,96 @@
+"""`bench-offload`: what it is told, and its tables."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.offload import CONTEXT, interleaved, parse_models, weight_bytes
+from benchmarks.offload_report import make_report, tables
+from benchmarks.offload_worker import MLX_LM, Task, measure
+from edgespec.errors import UsageError
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    for name in ("big", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"x" * 100)
+    return str(tmp_path / "big"), str(tmp_path / "small")
+
+
+def test_engines_and_folders(folders: tuple[str, str]) -> None:
+    big, small = folders
+    assert parse_models(f"mlx:{big}") == Task(big, backend="mlx", context_length=CONTEXT)
+    assert parse_models(f"torch:{big}+{small}") == Task(big, small, backend="torch", context_length=CONTEXT)
+    file = f"{big}/model.safetensors"
+    assert parse_models(f"llamacpp:{file}") == Task(file, context_length=CONTEXT)
+    assert weight_bytes(big) == weight_bytes(file) == 100
+
+
+@pytest.mark.parametrize("text", ["{big}", "llamacpp:{big}", "mlx:", "mlx:{big}/no", "mlx:{big}+{big}/no"])
+def test_what_is_none(text: str, folders: tuple[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_models(text.format(big=folders[0]))
+    assert "\n" not in str(caught.value)
+
+
+def passes(one: float, many: float) -> dict[str, dict[str, float]]:
+    return {"1": {"seconds": one}, "64": {"seconds": many}}
+
+
+def texts(seconds: float, passes: int) -> dict[str, object]:
+    run = {"tokens": 10, "passes": passes, "seconds": seconds, "target_seconds": seconds}
+    return {"runs": [run], "bytes": 0, "user_seconds": 1.0, "system_seconds": 1.0}
+
+
+def test_the_tables_compare_with_what_is_possible() -> None:
+    about = {"limit": 1 << 30, "peak": 1 << 29, "bandwidth": 1e9, "streamed": 800_000_000}
+    killed = {"failed": "it was killed: out of memory", "bandwidth": 1e9}
+    report = make_report(
+        Task("big", backend="mlx"), 1 << 30,
+        {"in memory": [about | {"passes": passes(0.5, 1.0)}], "streamed": [about | {"passes": passes(2.0, 2.0)}]},
+        {"plain": [about | texts(5.0, 10)], "specexec": [about | texts(2.0, 4)], "mlx-lm alone": [killed]},
+    )  # fmt: skip
+    lines = tables(report).splitlines()
+    cells = {row[1]: row[2:] for line in lines if len(row := [cell.strip() for cell in line.split("│")]) > 2}
+    assert cells["1"] == ["2.000 s", "0.500 s", "2.50", "0.50", ""]
+    assert cells["64"][2] == "2.00"
+    assert cells["specexec"][:4] == ["2.50", "5.00", "2.50", "0.500"]
+    assert lines[-1] == "mlx-lm alone: it was killed: out of memory"
+
+
+def test_parts_take_turns_and_none_is_empty(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, list[str], object]] = []
+
+    def run(task: Task, group: object) -> dict[str, object]:
+        ran.append((task.planner, task.prompts, task.pace))
+        return {"pace": {"runs": len(ran)}}
+
+    monkeypatch.setattr("benchmarks.offload.run", run)
+    monkeypatch.setattr("benchmarks.offload.disk_bandwidth", lambda path, seconds: 1e9)
+    one = Task(folders[0], prompts=["a", "b"])
+    tasks = {"plain": one, "drafted": Task(folders[0], prompts=["a", "b"], planner="sssd")}
+    found = interleaved(tasks, 3, None, lambda line: None)  # type: ignore[arg-type]
+    assert ran == [
+        ("none", ["a"], None), ("sssd", ["a"], None), ("none", ["b"], {"runs": 1}), ("sssd", ["b"], {"runs": 2}),
+    ]  # fmt: skip
+    assert [len(results) for results in found.values()] == [2, 2]
+    assert found["plain"][0]["bandwidth"] == 1e9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted on Linux")
+def test_what_mlx_lm_does_alone_can_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, add_generation_prompt: [1, 2])
+    fake = SimpleNamespace(
+        load=lambda folder: (None, tokenizer),
+        stream_generate=lambda model, tokenizer, ids, max_tokens: [0] * max_tokens,
+    )
+    monkeypatch.setitem(sys.modules, "mlx_lm", fake)
+    result = measure(Task("folder", backend=MLX_LM, prompts=["one", "two"], max_tokens=3))
+    report = make_report(Task("folder"), 1, {}, {"alone": [result | {"peak": 5, "limit": 1, "bandwidth": 1.0}]})
+    found = report["texts"]["alone"]
+    assert (found["tokens"], found["passes"], found["peak"]) == (4, 4, 5)  # the first comes with the prompt
+    assert found["user_seconds"] >= 0 <= found["system_seconds"]
