@@ -421,7 +421,7 @@ def load(
         return Model(remote, [], budget=budget, targets=writer, **_defaults(entry))
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
-        raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
+        raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
     backends = open_pair(
         entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
         progress=progress, say=say,
@@ -455,8 +455,8 @@ def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
     if exact is None or budget < exact.trees.most:
         return []
     return [
-        f"trees have at most {exact.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
-        f"({exact.name}); --exact wide or off allows more"
+        f"trees have at most {exact.trees.most - 1} draft tokens, not {budget}: rows are bit-identical "
+        f"in passes up to this size ({exact.name}); --exact wide or off allows more"
     ]
 
 

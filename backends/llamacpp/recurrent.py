@@ -26,9 +26,9 @@ from edgespec.loop.session_files import Saved, write
 from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import (
     KEPT_STATES,
-    MOST_OWED,
-    MOST_OWED_IN_MEMORY,
     MOST_PATHS,
+    MOST_UNREAD,
+    MOST_UNREAD_IN_MEMORY,
     Path,
     States,
     paths_of,
@@ -91,7 +91,7 @@ def reads_weights(limits: Capabilities) -> bool:
 
 
 def most_unread(limits: Capabilities) -> int:
-    return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
+    return MOST_UNREAD if reads_weights(limits) else MOST_UNREAD_IN_MEMORY
 
 
 class Between(Interrupted):

@@ -22,7 +22,7 @@ from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, taken
+from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
 
 SHARES = ("draft", "target", "wait", "plan")  # of the seconds of an answer
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
@@ -105,7 +105,7 @@ def run_bench(
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
-    options = {name: taken(name, planner_options) for name in names}
+    options = {name: options_of(name, planner_options) for name in names}
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     need_draft = any(name in USE_DRAFT for name in names)
