@@ -36,7 +36,7 @@ class HubSource:
         repository: OWNER/REPOSITORY.
         revision: branch, tag or commit.
         file: a GGUF file; of a split one, any part.
-        type: such as Q4_K_M; "": the first of `USUAL` that is there.
+        type: such as Q4_K_M; "": the first of `USUAL` that is there, else any file; None: not named.
     """
 
     repository: str

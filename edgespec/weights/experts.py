@@ -50,7 +50,14 @@ class ExpertLayer:
 
 
 def find_experts(tensors: Iterable[Tensor], count: int) -> list[ExpertLayer]:
-    """The layers that have `count` experts each; none if their tensors differ from what is expected."""
+    """
+    Args:
+        tensors: of the whole model.
+        count: experts of a layer.
+
+    Returns:
+        The layers that have experts; [] if these lie otherwise than expected.
+    """
     found: dict[int, dict[str, Tensor]] = {}
     for tensor in tensors:
         if match := NAME.fullmatch(tensor.name):
@@ -93,7 +100,10 @@ def overflows(layers: Sequence[ExpertLayer], slots: int) -> list[int]:
 
 
 def most_slots(layers: Sequence[ExpertLayer], room: int) -> int:
-    """Most slots of a pool within `room` bytes; -1: not even the overflow fits."""
+    """
+    Returns:
+        Most slots of each pool that fit into `room` bytes with the overflow; -1: not even the overflow fits.
+    """
     return bisect_right(range(layers[0].count + 1), room, key=lambda slots: memory_of(layers, slots)) - 1
 
 

@@ -262,7 +262,10 @@ def make_plan(
 
 
 def _choose_parts(layers: Sequence[Layer], excess: int, page: int, ends: Ends | None) -> tuple[list[Layer] | None, int]:
-    """Parts to stream that free `excess` bytes (None: impossible), and the number of slots."""
+    """
+    Returns:
+        Parts to stream that free `excess` bytes (None: impossible), and the number of slots.
+    """
     inner, unit = (layers, page) if ends else (_inner(layers, HUGE), HUGE)
     streamed = _parts(inner, excess, unit, SLOTS, ends)
     if streamed and max(part.size for part in streamed) <= SMALL_PART:
@@ -296,7 +299,17 @@ def _ends(tensors: Sequence[Tensor]) -> Ends:
 
 
 def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: Ends | None = None) -> list[Layer] | None:
-    """The parts with the fewest bytes that free `excess` bytes, in whole units or up to `ends`; None: impossible."""
+    """
+    Args:
+        layers: that may be streamed.
+        excess: bytes to free.
+        unit: bytes; parts are multiples of it.
+        slots: parts in memory at once.
+        ends: where parts end instead.
+
+    Returns:
+        The parts with the fewest bytes in all, [] if nothing is to be freed, None if it is impossible.
+    """
     if excess <= 0:
         return []
     best, least = None, 0
@@ -313,7 +326,10 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
 
 
 def _part_size(sizes: Sequence[int], excess: int, unit: int, slots: int) -> int:
-    """Bytes of the smallest parts that free `excess` bytes, in whole units; 0: impossible."""
+    """
+    Returns:
+        Bytes of the smallest parts that free `excess` bytes, in whole units; 0: impossible.
+    """
     largest = _largest_part(sizes, slots)
     if _freed(sizes, largest, slots) < excess:
         return 0
@@ -349,7 +365,10 @@ def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
 
 
 def layer_of(tensor: Tensor) -> int:
-    """Layer number of a tensor; -1: none."""
+    """
+    Returns:
+        The layer's number; -1: the tensor is in no layer.
+    """
     match = re.match(r"blk\.(\d+)\.", tensor.name)
     return int(match[1]) if match else -1
 
@@ -372,9 +391,15 @@ def layers_on_gpu(gpu_layers: int, count: int) -> int:
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:
-    """(layer, kind) -> runs of whole pages that hold nothing else, without runs below `SMALL` bytes.
+    """
+    Args:
+        tensors: of the whole model.
+        page: bytes.
+        by_rows: the embedding is looked up.
 
-    Kinds are "experts", "rows" (the embedding with `by_rows`) and "" (others); layer -1 is outside all layers.
+    Returns:
+        (layer or -1, kind) -> runs of whole pages that hold nothing else, without runs below `SMALL` bytes; kinds are
+        "experts", "rows" (the embedding with `by_rows`) and "" (others).
     """
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):

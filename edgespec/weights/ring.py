@@ -43,7 +43,7 @@ class Slots(Protocol):
 class Store(Slots, Protocol):
     """Slots for an engine that maps its files, and the other weights of a plan.
 
-    `drop` frees pages, which the system reads again when they are touched; `look_up` also stops its reading ahead.
+    `drop` frees pages, which the system reads again when they are touched; on Linux, `look_up` ends reading ahead.
 
     Attributes:
         note: for the user.
@@ -244,7 +244,9 @@ class Streamer:
 
 
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:
-    """Bytes per second of the disk that layers are streamed from; 0 if none are.
+    """
+    Returns:
+        Bytes per second of the disk that layers are streamed from; 0 if none are.
 
     Raises:
         ModelError: the file cannot be read.
