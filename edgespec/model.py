@@ -119,7 +119,10 @@ class Model:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Lines for a user on how the target was loaded."""
+        """
+        Returns:
+            Lines for a user on how the target was loaded.
+        """
         return [*self.target.notes, *self._notes]
 
     def stream(
@@ -215,15 +218,14 @@ class Model:
         return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, hint_texts=hint_texts)
 
     def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
-        """Texts from which the sequences of one prompt copy draft tokens.
-
+        """
         Args:
             prompt_ids: the prompt.
             prediction: as for `request`.
             sequences: continuations of the prompt, which draft from each other's output.
 
         Returns:
-            None without a prediction and with a single sequence.
+            Texts from which the sequences copy draft tokens; None without a prediction and with a single sequence.
         """
         self._check_open()
         if not prediction and sequences == 1:
@@ -446,7 +448,10 @@ def load(
 
 
 def _defaults(entry: Entry) -> dict[str, Any]:
-    """Arguments of `Model` that models.yaml and the model's own file give."""
+    """
+    Returns:
+        Arguments of `Model` that models.yaml and the model's own file give.
+    """
     sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
     return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
 
