@@ -114,7 +114,7 @@ class _Resolver:
         if isinstance(listed := node.get("enum"), list):
             return listed
         branches = [self.schema_of(branch) for branch in node.get("anyOf") or node.get("oneOf") or ()]
-        if all(branch.values or branch.types == {"null"} for branch in branches):
+        if all(branch.values or branch.types == frozenset(["null"]) for branch in branches):
             return [value for branch in branches for value in branch.values or [None]]
         return []
 
