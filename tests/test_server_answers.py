@@ -33,6 +33,12 @@ def client():
         yield client
 
 
+@pytest.fixture(scope="module")
+def small():
+    with served(context=60) as client:
+        yield client
+
+
 def written(text):
     """Fields by which a request's answer is `text`."""
     return {"edgespec": {"lark": f"start: {json.dumps(text, ensure_ascii=False)}"}, "temperature": 0}
@@ -47,7 +53,7 @@ class TestJsonOrACall:
     def test_response_format_leaves_tools_callable(self, seen, thinks):
         calls = {
             "<tool_call>": '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
-            "<|python_tag|>": '{"name": "time", "parameters": {}}',
+            "<|python_tag|>": '<|python_tag|>{"name": "time", "parameters": {}}',
             "[TOOL_CALLS][ARGS]": "[TOOL_CALLS]time[ARGS]{}",
             "<function=<parameter=": "<tool_call>\n<function=time>\n</function>\n</tool_call>",
         }
@@ -75,16 +81,14 @@ class TestJsonOrACall:
 
     def test_in_the_server(self, client):
         form = {"type": "json_schema", "json_schema": {"schema": self.SCHEMA | {"additionalProperties": False}}}
-        kinds = set()
-        for seed in range(8):
-            body = HELLO | {"tools": TOOLS, "response_format": form, "seed": seed, "max_tokens": 150}
-            (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
-            kinds.add(choice["finish_reason"])
-            if choice["finish_reason"] == "tool_calls":
-                assert choice["message"]["content"] is None
-            else:
+        (marker,) = client.model.target.vocab.encode("<", add_bos=False, parse_special=False)
+        for bias in (-1000, 1000):
+            body = HELLO | {"tools": TOOLS, "response_format": form, "seed": 1, "max_tokens": 150}
+            answer = client.post("/v1/chat/completions", json=body | {"logit_bias": {str(marker): bias}}).json()
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == ("tool_calls" if bias > 0 else "stop")
+            if bias < 0:
                 assert json.loads(choice["message"]["content"])["yes"] in (1, 2)
-        assert kinds == {"tool_calls", "stop"}
 
 
 TWO = '<tool_call>{"name": "time", "arguments": {}}</tool_call> and <tool_call>{"name": "weather"}</tool_call>'
@@ -141,32 +145,32 @@ class TestFields:
         "tool_choice", "parallel_tool_calls", "response_format", "stream_options", "logprobs", "top_logprobs", "user",
     ))  # fmt: skip
 
-    def test_null_stands_for_a_field_left_out(self, client):
+    def test_null_stands_for_a_field_left_out(self, small):
         for path, body in [
             ("chat/completions", HELLO),
             ("completions", {"prompt": "hello", "echo": None, "suffix": None, "best_of": None}),
             ("responses", {"input": "hello", "instructions": None, "max_output_tokens": None, "text": None}),
             ("messages", HELLO | {"system": None, "stop_sequences": None, "thinking": None, "max_tokens": 5}),
         ]:
-            answer = client.post(f"/v1/{path}", json={**self.NULLS, **body})
+            answer = small.post(f"/v1/{path}", json={**self.NULLS, **body})
             assert answer.status_code == 200, answer.text
         body = HELLO | {"stream": None, "edgespec": {"plain": None, "trace": None}, "max_tokens": 1}
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
-        answer = client.post("/v1/chat/completions", json={"messages": None})
+        assert small.post("/v1/chat/completions", json=body).status_code == 200
+        answer = small.post("/v1/chat/completions", json={"messages": None})
         assert answer.status_code == 400
 
-    def test_values_at_the_bounds_are_llama_cpps(self, client):
+    def test_values_at_the_bounds_are_llama_cpps(self, small):
         def text(**more):
             body = HELLO | {"max_tokens": 12, "seed": 3} | more
-            return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            return small.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
 
         greedy, free = text(temperature=0), text()
         assert greedy != free
         assert text(top_p=0) == text(min_p=1) == text(top_p=0, top_k=40) == greedy
         assert text(top_k=-1) == text(top_k=0) == free
         assert SamplingFields(top_k=-1, top_p=0.5).sampling == {"top_k": 0, "top_p": 0.5}
-        answer = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": -1}).json()
-        assert answer["choices"][0]["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 1000
+        answer = small.post("/v1/completions", json={"prompt": "hello", "max_tokens": -1}).json()
+        assert answer["choices"][0]["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 60
 
 
 @pytest.mark.parametrize("stays", ["\x85", "\u2028", "\u2029", "é\u2028\n"])

@@ -36,6 +36,10 @@ class CallFormat:
     def markers(self) -> list[str]:
         return [*self.open, *filter(None, [self.close]), *self.inner]
 
+    def marked(self) -> "CallFormat":
+        """With a marker before a call, which tells it apart from JSON: llguidance's lexer never goes back."""
+        return replace(self, call=self.open[0] + self.call) if BARE in self.open else self
+
 
 UNKNOWN = Schema.anything()
 BARE = "{"  # of a call without a marker

@@ -86,7 +86,7 @@ class OutputFormat:
                 raise Refused(400, "response_format and a tool that must be called cannot be had together")
             wanted = call_grammar(self._vocab, self.calls, tools.required)
         elif tools and self.calls and wanted and wanted.kind == "json_schema":
-            call = call_grammar(self._vocab, self.calls, tools.all)
+            call = call_grammar(self._vocab, self.calls.marked(), tools.all)
         if wanted and self._thought_first:
             return self._thought_first.before(wanted, inside=inside, is_call=is_call, call=call)
         return answer_or_call(wanted, call) if wanted and call else wanted
