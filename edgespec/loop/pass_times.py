@@ -22,12 +22,14 @@ WIDE = 64  # nodes of a wide tree
 
 
 def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
-    """Expected number of different experts of a layer that a pass over `nodes` nodes chooses.
-
+    """
     Args:
         nodes: at least 1.
         experts: experts of a layer.
         used: experts that a token uses.
+
+    Returns:
+        Expected number of different experts of a layer that a pass over `nodes` nodes chooses.
     """
     further = np.asarray(nodes, np.float64) - 1
     return np.asarray(experts * (1 - (1 - used / experts) ** (1 + further * NOVELTY)))
@@ -52,13 +54,19 @@ class Curve:
     sequences: float = 1
 
     def shared(self, sequences: float) -> "Curve":
-        """The curve of one sequence's share of passes that `sequences` share."""
+        """
+        Returns:
+            The curve of one sequence's share of passes that `sequences` share.
+        """
         if sequences == self.sequences:  # a new curve would compute `plain` and `least` again
             return self
         return replace(self, sequences=sequences)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
-        """Predicted seconds of passes over `nodes` nodes, in the shape of `nodes`."""
+        """
+        Returns:
+            Predicted seconds of passes over `nodes` nodes, in the shape of `nodes`.
+        """
         nodes = np.asarray(nodes) * self.sequences
         wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: the same slope, but not below the proportional time.
@@ -73,7 +81,10 @@ class Curve:
 
     @cached_property
     def least(self) -> float:
-        """Plain passes that a node costs where nodes are cheapest: no draft token less probable than this pays."""
+        """
+        Returns:
+            Plain passes that a node costs where nodes are cheapest: no draft token less probable than this pays.
+        """
         far, whole = self.sizes > self.sequences, self.plain * self.sequences
         on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
         return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.sequences))]) / self.plain)
@@ -85,7 +96,10 @@ class Curve:
 
 
 def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
-    """Work of passes over `nodes` nodes, in passes over one node; the shape is that of `nodes`."""
+    """
+    Returns:
+        Work of passes over `nodes` nodes, in passes over one node; the shape is that of `nodes`.
+    """
     wanted = np.asarray(nodes, np.float64)
     return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
 
@@ -116,13 +130,19 @@ class PassTimes:
         self._curves.pop(at, None)
 
     def least_seen(self, sequences: int = 1) -> int:
-        """Number of passes seen of the smallest size that `sequences` can share, in the length class that has most."""
+        """
+        Returns:
+            Number of passes seen of the smallest size that `sequences` can share, in the length class that has most.
+        """
         shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
         counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
         return max(counts, default=0)
 
     def at(self, length: int) -> Curve | None:
-        """The curve of the length class seen that is nearest to `length`; None: no pass was seen."""
+        """
+        Returns:
+            The curve of the length class seen that is nearest to `length`; None: no pass was seen.
+        """
         if not self._passes:
             return None
         wanted = length_class(length)
@@ -145,7 +165,10 @@ class PassTimes:
         return Curve(np.array(size), np.array(took), slope, self.experts)
 
     def as_list(self) -> list[list[float]]:
-        """For JSON: [length class, mean nodes, median seconds] of each size."""
+        """
+        Returns:
+            [length class, mean nodes, median seconds] of each size, for JSON.
+        """
         return [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
@@ -156,7 +179,10 @@ class PassTimes:
 
 
 def length_class(length: int) -> int:
-    """Number of doublings from 512 tokens, at least 0: attention's share of a pass grows with the length."""
+    """
+    Returns:
+        Number of doublings from 512 tokens, at least 0: attention's share of a pass grows with the length.
+    """
     return (length // 1024).bit_length()
 
 

@@ -91,7 +91,10 @@ class Noise:
         self._rows: dict[int, Float32Array] = {}
 
     def row(self, position: int) -> Float32Array:
-        """Noise of every token at `position`, shape [size]; read only, since it is kept for a while."""
+        """
+        Returns:
+            Noise of every token at `position`, shape [size]; read only, since it is kept for a while.
+        """
         row = self._rows.get(position)
         if row is None:
             row = _gumbel(self._bits(position))
@@ -113,7 +116,10 @@ class Noise:
 
 
 def _gumbel(bits: NDArray[np.uint32]) -> Float32Array:
-    """Standard Gumbel samples from 32 random bits each: -log(-log(u)), u in (0, 1)."""
+    """
+    Returns:
+        Standard Gumbel samples from 32 random bits each: -log(-log(u)), u in (0, 1).
+    """
     uniform = (bits + 0.5) * 2.0**-32
     gumbel: Float32Array = (-np.log(-np.log(uniform))).astype(np.float32)
     return gumbel
@@ -169,7 +175,10 @@ def log_sum_exp(values: NDArray[np.floating]) -> float:
 
 
 def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
-    """The k best ids of one row, and their log-softmax over the whole row; shapes [k], [k]."""
+    """
+    Returns:
+        The k best ids of one row, and their log-softmax over the whole row; shapes [k], [k].
+    """
     ids = top_ids(scores, k)
     return ids, scores[ids].astype(np.float64) - log_sum_exp(scores)
 
@@ -188,7 +197,10 @@ def top_of_rows(
 
 
 def candidates(logits: Float32Array, params: SamplingParams) -> IdArray | None:
-    """Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all."""
+    """
+    Returns:
+        Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all.
+    """
     ids = top_ids(logits, params.top_k) if params.top_k else None
     if params.top_p < 1:
         if ids is None:
@@ -214,7 +226,10 @@ def _nucleus(logits: Float32Array, top_p: float) -> IdArray:
 
 
 def _nucleus_size(probs: NDArray[np.floating], top_p: float) -> int:
-    """Number of the descending `probs` that reach `top_p`; at least one."""
+    """
+    Returns:
+        Number of the descending `probs` that reach `top_p`; at least one.
+    """
     return int(np.searchsorted(np.cumsum(probs, dtype=np.float64), top_p)) + 1
 
 
@@ -226,7 +241,10 @@ def sample(
     prompt_ids: ArrayLike = (),
     output_ids: Sequence[int] = (),
 ) -> int:
-    """The token at absolute `position`, from the logits [V] of the node before it."""
+    """
+    Returns:
+        The token at absolute `position`, from the logits [V] of the node before it.
+    """
     adjusted = adjust(logits, params, prompt_ids, output_ids)
     if params.temperature == 0:
         return int(adjusted.argmax())
@@ -238,5 +256,8 @@ def sample(
 
 
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
-    """Operands of the argmax when T > 0, in float64: it adds no ties to the model's."""
+    """
+    Returns:
+        Operands of the argmax when T > 0, in float64: it adds no ties to the model's.
+    """
     return logits.astype(np.float64) / params.temperature + gumbel

@@ -29,7 +29,10 @@ class RowClass:
     step: int = 1
 
     def rows(self, count: int) -> int:
-        """Number of rows, padding included, of a pass that needs `count`."""
+        """
+        Returns:
+            Number of rows, padding included, of a pass that needs `count`.
+        """
         return max(self.least, -(-count // self.step) * self.step)
 
 
@@ -92,7 +95,10 @@ class PromptRead:
         self.tokens, self.reading = min(self.tokens, length), False
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
-        """`Session.reusable_prefix`: keys and values that were computed in another class have other bits."""
+        """
+        Returns:
+            `Session.reusable_prefix`: keys and values that were computed in another class have other bits.
+        """
         if exact is None or exact.prompts == exact.trees:
             return length
         length = min(self.tokens, length) if short == self.short else 0
@@ -100,12 +106,14 @@ class PromptRead:
 
 
 def also_wanted(wanted: Sequence[int], rows: int, shape: RowClass) -> list[int]:
-    """Rows whose logits are computed only to keep the output matrix in the row class, too.
-
+    """
     Args:
         wanted: rows whose logits are needed.
         rows: number of rows of the pass, padding included.
         shape: the pass's class.
+
+    Returns:
+        Rows whose logits are computed only to keep the output matrix in the row class, too.
     """
     missing = shape.rows(len(wanted)) - len(wanted)
     if missing == 0 or len(wanted) == 0:

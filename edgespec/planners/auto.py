@@ -82,10 +82,7 @@ class AutoState:
         return self.target.slope == FLAT
 
     def proportions(self, sequences: int) -> Curve:
-        """
-        Returns:
-            Pass times in plain passes, before the first pass is measured.
-        """
+        """Pass times in plain passes, before the first pass is measured."""
         return Curve(np.ones(1), np.ones(1), self.target.slope, self.target.experts, sequences)
 
     def as_dict(self) -> dict[str, Any]:
