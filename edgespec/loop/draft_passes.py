@@ -21,8 +21,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The result of a pass.
-
+    """
     Attributes:
         logits: of the sequence's nodes, valid until its planner yields again.
         sequences: number of sequences that shared the pass.

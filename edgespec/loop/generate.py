@@ -44,8 +44,7 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step.
-
+    """
     Attributes:
         tokens: tokens that the step adds to the sequence, at least one.
         sources: source of each token; TARGET for the bonus.

@@ -227,7 +227,10 @@ class Targets:
         return max(LEAST_PATIENCE, PATIENCE * median(self._passes))
 
     def _lookahead(self) -> int:
-        """The fewest draft tokens per task for which the copies suffice (the paper's equation 1)."""
+        """
+        Returns:
+            The fewest draft tokens per task for which the copies suffice (the paper's equation 1).
+        """
         if self._fixed:
             return self._fixed
         if not self._passes or not self._drafts:
@@ -279,7 +282,11 @@ class Targets:
         future.add_done_callback(lambda done: self._events.put(lambda: self._proposed_all(version, done)))
 
     def _propose(self, version: int, text: list[int], most: int) -> bool:
-        """In the draft's thread: propose tokens for that version; True if more may follow."""
+        """In the draft's thread: propose tokens for a version of the sequence.
+
+        Returns:
+            True if more may follow.
+        """
         began = perf_counter()
         for number, token in enumerate(self._proposer.after(text), 1):
             self._events.put(partial(self._proposed, version, token, perf_counter() - began))
