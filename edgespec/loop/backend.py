@@ -50,10 +50,7 @@ class Capabilities:
     cells: int | None = None
 
     def leaves(self, sequences: int) -> int:
-        """
-        Returns:
-            Most leaves of one session, if `sequences` sessions have trees at once.
-        """
+        """Most leaves of one session, if `sequences` sessions have trees at once."""
         if self.spare_leaves is None:
             return self.max_leaves
         return min(self.max_leaves, 1 + self.spare_leaves // sequences)

@@ -109,10 +109,7 @@ class LoadOptions:
     share: float | None = None
 
     def for_draft(self) -> Self:
-        """
-        Returns:
-            Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0.
-        """
+        """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),

@@ -329,8 +329,13 @@ class Generation:
 
 def log_probs_of(row: Float32Array, token: int, count: int) -> LogProbs:
     """
+    Args:
+        row: logits [V].
+        token: the token that was chosen.
+        count: number of most probable tokens to report.
+
     Returns:
-        Log-probabilities of a token and of the `count` most probable ones, from logits [V].
+        Their log-probabilities.
     """
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()

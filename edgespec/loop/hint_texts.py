@@ -122,9 +122,6 @@ class HintTexts:
         self._generated[number].extend(tokens)
 
     def hints(self, number: int) -> list[Hint]:
-        """
-        Returns:
-            Hints for sequence `number`: the prediction, and the output of its siblings.
-        """
+        """Hints for sequence `number`: the prediction, and the output of its siblings."""
         siblings = [(Source.INPUT, index) for i, index in enumerate(self._generated) if i != number]
         return [*self._predicted, *siblings]

@@ -54,19 +54,13 @@ class Curve:
     sequences: float = 1
 
     def shared(self, sequences: float) -> "Curve":
-        """
-        Returns:
-            The curve of one sequence's share of passes that `sequences` share.
-        """
+        """The curve of one sequence's share of passes that `sequences` share."""
         if sequences == self.sequences:  # a new curve would compute `plain` and `least` again
             return self
         return replace(self, sequences=sequences)
 
     def seconds(self, nodes: ArrayLike) -> FloatArray:
-        """
-        Returns:
-            Predicted seconds of passes over `nodes` nodes, in the shape of `nodes`.
-        """
+        """Predicted seconds of passes over `nodes` nodes, in the shape of `nodes`."""
         nodes = np.asarray(nodes) * self.sequences
         wanted, size, took = weight(nodes, self.experts), weight(self.sizes, self.experts), self.took
         # Below the smallest size: the same slope, but not below the proportional time.
@@ -81,10 +75,7 @@ class Curve:
 
     @cached_property
     def least(self) -> float:
-        """
-        Returns:
-            Plain passes that a node costs where nodes are cheapest: no draft token less probable than this pays.
-        """
+        """Plain passes that a node costs where nodes are cheapest: no draft token less probable than this pays."""
         far, whole = self.sizes > self.sequences, self.plain * self.sequences
         on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
         return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.sequences))]) / self.plain)
@@ -120,7 +111,13 @@ class PassTimes:
         self._curves: dict[int, Curve] = {}
 
     def add(self, nodes: float, seconds: float, length: int = 0) -> None:
-        """Record a pass over `nodes` nodes after `length` tokens."""
+        """Record a pass.
+
+        Args:
+            nodes: number of its nodes.
+            seconds: its time.
+            length: committed tokens before it.
+        """
         at = length_class(length)
         bits = round(nodes).bit_length()
         passes = self._passes.setdefault(at, {}).setdefault(bits, deque(maxlen=KEPT))
@@ -130,10 +127,7 @@ class PassTimes:
         self._curves.pop(at, None)
 
     def least_seen(self, sequences: int = 1) -> int:
-        """
-        Returns:
-            Number of passes seen of the smallest size that `sequences` can share, in the length class that has most.
-        """
+        """Number of passes seen of the smallest size that `sequences` can share, in the length class that has most."""
         shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
         counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
         return max(counts, default=0)
@@ -179,10 +173,7 @@ class PassTimes:
 
 
 def length_class(length: int) -> int:
-    """
-    Returns:
-        Number of doublings from 512 tokens, at least 0: attention's share of a pass grows with the length.
-    """
+    """Number of doublings from 512 tokens, at least 0: attention's share of a pass grows with the length."""
     return (length // 1024).bit_length()
 
 

@@ -206,10 +206,7 @@ def prefill(
 
 
 def is_short(limits: Capabilities, length: int) -> bool:
-    """
-    Returns:
-        True if a prompt of `length` tokens is read in one pass of the row class `BatchInvariance.short`.
-    """
+    """True if a prompt of `length` tokens is read in one pass of the row class `BatchInvariance.short`."""
     exact = limits.exact
     return bool(exact and exact.short and length < exact.prompts.least and length <= exact.short.most)
 
@@ -257,10 +254,7 @@ def shape_of(limits: Capabilities, batch: Sequence[Work]) -> RowClass | None:
 
 
 def most_nodes(limits: Capabilities, unread: int) -> int:
-    """
-    Returns:
-        Most nodes of a tree, the root included, in a session with `unread` tokens (`Session.unread_committed`).
-    """
+    """Most nodes of a tree, the root included, in a session with `unread` tokens (`Session.unread_committed`)."""
     most = min(limits.max_nodes, limits.max_wanted)
     return min(most, limits.exact.trees.most - unread) if limits.exact else most
 

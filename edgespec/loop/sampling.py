@@ -116,10 +116,7 @@ class Noise:
 
 
 def _gumbel(bits: NDArray[np.uint32]) -> Float32Array:
-    """
-    Returns:
-        Standard Gumbel samples from 32 random bits each: -log(-log(u)), u in (0, 1).
-    """
+    """Standard Gumbel samples from 32 random bits each: -log(-log(u)), u in (0, 1)."""
     uniform = (bits + 0.5) * 2.0**-32
     gumbel: Float32Array = (-np.log(-np.log(uniform))).astype(np.float32)
     return gumbel
@@ -242,8 +239,16 @@ def sample(
     output_ids: Sequence[int] = (),
 ) -> int:
     """
+    Args:
+        logits: [V] of the node before the position.
+        position: absolute.
+        params: the sequence's.
+        noise: the sequence's.
+        prompt_ids: tokens of the prompt, for penalties.
+        output_ids: tokens of the output so far, for penalties.
+
     Returns:
-        The token at absolute `position`, from the logits [V] of the node before it.
+        The token at `position`.
     """
     adjusted = adjust(logits, params, prompt_ids, output_ids)
     if params.temperature == 0:
@@ -256,8 +261,5 @@ def sample(
 
 
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
-    """
-    Returns:
-        Operands of the argmax when T > 0, in float64: it adds no ties to the model's.
-    """
+    """Operands of the argmax when T > 0, in float64: it adds no ties to the model's."""
     return logits.astype(np.float64) / params.temperature + gumbel

@@ -145,10 +145,7 @@ def look(path: str | Path) -> Saved:
 
 
 def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
-    """
-    Returns:
-        True if a file holds a session that begins with `token_ids` and has this note.
-    """
+    """True if a file holds a session that begins with `token_ids` and has this note."""
     try:
         saved = look(path)
     except SessionFileError:

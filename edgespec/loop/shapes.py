@@ -29,10 +29,7 @@ class RowClass:
     step: int = 1
 
     def rows(self, count: int) -> int:
-        """
-        Returns:
-            Number of rows, padding included, of a pass that needs `count`.
-        """
+        """Number of rows, padding included, of a pass that needs `count`."""
         return max(self.least, -(-count // self.step) * self.step)
 
 
@@ -95,10 +92,7 @@ class PromptRead:
         self.tokens, self.reading = min(self.tokens, length), False
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
-        """
-        Returns:
-            `Session.reusable_prefix`: keys and values that were computed in another class have other bits.
-        """
+        """`Session.reusable_prefix`: keys and values that were computed in another class have other bits."""
         if exact is None or exact.prompts == exact.trees:
             return length
         length = min(self.tokens, length) if short == self.short else 0

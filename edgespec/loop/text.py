@@ -71,10 +71,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """
-    Returns:
-        Length of the longest end of `text` that is a beginning of `stop`, but not all of it.
-    """
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -203,10 +203,7 @@ def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max
 
 
 def only(tree: DraftTree, nodes: NDArray[np.intp]) -> DraftTree:
-    """
-    Returns:
-        The sub-tree of the root and `nodes`, whose parents are among them.
-    """
+    """The sub-tree of the root and `nodes`, whose parents are among them."""
     if len(nodes) == len(tree) - 1:
         return tree
     keep = np.zeros(len(tree), np.bool_)

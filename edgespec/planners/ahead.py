@@ -138,10 +138,7 @@ class AheadSearch(Search):
             super().add_children(batch, places, ids, values)
 
     def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
-        """
-        Returns:
-            Unread nodes above `depth` whose probability is at least `least`, most probable first.
-        """
+        """Unread nodes above `depth` whose probability is at least `least`, most probable first."""
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 

@@ -74,10 +74,7 @@ class Drafter:
         return cost.shared(self._last_batch) if cost else None
 
     def room(self, context: Context) -> int:
-        """
-        Returns:
-            Most depth of a tree, by the output's end and the draft's context.
-        """
+        """Most depth of a tree, by the output's end and the draft's context."""
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:

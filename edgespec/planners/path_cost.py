@@ -153,16 +153,25 @@ def note(most: int | None = None) -> str:
 
 def rows_of(parents: ArrayLike, head: int) -> int:
     """
+    Args:
+        parents: of a tree.
+        head: number of unread tokens that each path begins with.
+
     Returns:
-        Rows of a pass over a tree as paths, each of which begins with `head` unread tokens.
+        Rows of a pass over the tree as paths.
     """
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
 def rows_added(tree: DraftTree, nodes: NDArray[np.intp], head: int) -> FloatArray:
     """
+    Args:
+        tree: any.
+        nodes: [m] nodes of it, best first.
+        head: as for `rows_of`.
+
     Returns:
-        Rows, [m], that each of `nodes` adds to those of `rows_of` the nodes before it; best first.
+        [m] rows that each of `nodes` adds to those of the nodes before it.
     """
     paths, depth = _growth(tree, nodes)
     return np.diff(paths * (head + 1 + depth), prepend=head + 1)

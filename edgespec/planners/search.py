@@ -122,8 +122,14 @@ class Search:
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
         """
+        Args:
+            unread: nodes that could be read, best first.
+            beam: most nodes of the draft's pass.
+            max_leaves: most leaves among the nodes read.
+            max_nodes: most nodes read.
+
         Returns:
-            The first of `unread` for which a draft pass, its leaves and the draft's cache have room.
+            The first of `unread` for which there is room; they count as read.
         """
         batch = list[int]()
         for node in unread.tolist():

@@ -118,8 +118,16 @@ def grow(
     root_token: int, groups: list[Matches], budget: int, depth: int, calibration: Calibration, min_probability: float
 ) -> DraftTree:
     """
+    Args:
+        root_token: the last committed token.
+        groups: matches of the last tokens; of one source the longer ones first.
+        budget: most nodes besides the root.
+        depth: most depth of a node.
+        calibration: makes counts probabilities.
+        min_probability: least probability of a node; 0: no limit.
+
     Returns:
-        The tree of the root and the best `budget` nodes that reach `min_probability`, at most `depth` deep.
+        The tree of the root and the most probable nodes.
     """
     highest_cost = -log(min_probability) if min_probability else inf
     tokens, parents, values, depths, sources = [root_token], [-1], [0.0], [0], [int(Source.TARGET)]

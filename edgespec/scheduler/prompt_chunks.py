@@ -30,10 +30,7 @@ class PromptChunks:
             self.tree_seconds = seconds
 
     def rows(self, reading: Prefill, room: int) -> int:
-        """
-        Returns:
-            Of `room` rows of a pass, those that trees leave to the next chunk.
-        """
+        """Of `room` rows of a pass, those that trees leave to the next chunk."""
         return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
 
     def next(self, reading: Prefill, taken: int = 0, *, single: bool) -> Work:
@@ -56,10 +53,7 @@ class PromptChunks:
         return reading.work(end - start)
 
     def fast(self, taken: int, most: int) -> int:
-        """
-        Returns:
-            Tokens of a prompt, at most `most` rounded up to tiles, that a pass with `taken` other rows reads in time.
-        """
+        """Tokens of a prompt, at most `most` rounded up to tiles, that a pass with `taken` other rows reads in time."""
         curve = self._times.at(0)
         if curve is None:
             return FIRST_CHUNK

@@ -28,11 +28,17 @@ PROMPT_RETRIES = 3
 
 
 class Phase(Enum):
-    """The part of a session and its planner that an exception in a step may leave wrong."""
+    """The part of a session and its planner that an exception in a step may leave wrong.
+
+    Attributes:
+        SETTLED: nothing.
+        PASSING: nodes and drafts of a pass; the tokens are right.
+        CHANGING: everything.
+    """
 
     SETTLED = "settled"
-    PASSING = "passing"  # nodes and drafts of a pass; the tokens are right
-    CHANGING = "changing"  # everything
+    PASSING = "passing"
+    CHANGING = "changing"
 
 
 @dataclass(slots=True, eq=False)
@@ -85,10 +91,7 @@ class Lane:
 
     @property
     def taken(self) -> int:
-        """
-        Returns:
-            Cells of its tokens, without shared ones.
-        """
+        """Cells of its tokens, without shared ones."""
         tokens = self.session.token_ids
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
         return len(tokens) - whole_tiles(shared)
@@ -381,10 +384,7 @@ class SessionPool:
         return min(empty or others or self.idle, key=lambda lane: lane.used)
 
     def _start(self, lane: Lane, prompt: Sequence[int]) -> tuple[Lane, int]:
-        """
-        Returns:
-            The session to start from, its own unless another is clearly better, and the tokens that it spares.
-        """
+        """The session to start from, its own unless another is clearly better, and the tokens that it spares."""
         source, most = self._best(prompt)
         shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
         own = 0 if shares else start_of(self.limits, lane.session, prompt)
@@ -423,9 +423,6 @@ class SessionPool:
         return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
 
     def _reserved(self, lane: Lane) -> int:
-        """
-        Returns:
-            Cells that it takes, shared ones left out, and that its request may still take.
-        """
+        """Cells that it takes, shared ones left out, and that its request may still take."""
         held, new = len(lane.session.token_ids), lane.taken
         return max(held, self._needed(lane.handle.request)) - held + new if lane.handle else new

@@ -158,10 +158,7 @@ def fitting_layers(shape: dict[str, Any], layer_bytes: int, host_bytes: int) -> 
 
 
 def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident: int) -> int:
-    """
-    Returns:
-        Bytes of a device on which `resident` layers stay, if there are more.
-    """
+    """Bytes of a device on which `resident` layers stay, if there are more."""
     device = torch.device("cpu")
     model, (context, nodes) = random_model(shape | ONE, dtype, device), _limits(device, sizes)
     work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(sizes) + 1)

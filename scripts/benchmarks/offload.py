@@ -113,10 +113,7 @@ def text_speeds(
 
 
 def process_needs(task: Task) -> int:
-    """
-    Returns:
-        Bytes that a measuring process needs besides the target's weights.
-    """
+    """Bytes that a measuring process needs besides the target's weights."""
     result = run(replace(task, prompts=[]), None)
     if "needed" not in result:
         raise EdgespecError(f"{task.target}: {result['failed']}")

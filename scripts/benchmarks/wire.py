@@ -124,10 +124,7 @@ KNOWN = (
 
 
 def record(port: int) -> dict[str, Any]:
-    """
-    Returns:
-        Answers to `REQUESTS`: name -> status, shape, order of events, and tokens.
-    """
+    """Answers to `REQUESTS`: name -> status, shape, order of events, and tokens."""
     return {name: asked(port, path, body) for name, (path, body) in REQUESTS.items()}
 
 

@@ -227,10 +227,7 @@ class Targets:
         return max(LEAST_PATIENCE, PATIENCE * median(self._passes))
 
     def _lookahead(self) -> int:
-        """
-        Returns:
-            The fewest draft tokens per task for which the copies suffice (the paper's equation 1).
-        """
+        """The fewest draft tokens per task for which the copies suffice (the paper's equation 1)."""
         if self._fixed:
             return self._fixed
         if not self._passes or not self._drafts:
