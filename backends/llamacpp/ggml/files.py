@@ -70,6 +70,11 @@ def load_model(path: str, **params: Any) -> Any:
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
     if not model:
         raise ModelError(f"{path}: cannot be loaded: {last_log()}")
+    try:
+        decoded(llama_cpp.llama_model_chat_template(model, None) or b"", f"{path}: the chat template")
+    except ModelError:
+        llama_cpp.llama_model_free(model)
+        raise
     return model
 
 
@@ -117,13 +122,21 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
         base = library.gguf_get_data_offset(table)
         return [
             Tensor(
-                library.gguf_get_tensor_name(table, i).decode(),
+                decoded(library.gguf_get_tensor_name(table, i), f"{path}: a tensor's name"),
                 file,
                 base + library.gguf_get_tensor_offset(table, i),
                 library.gguf_get_tensor_size(table, i),
             )
             for i in range(library.gguf_get_n_tensors(table))
         ]
+
+
+def decoded(text: bytes, what: str) -> str:
+    """Raises ModelError: `text` is not UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{what} is not UTF-8, so the GGUF file is damaged: {text[:64]!r}") from error
 
 
 def all_tensors(path: str) -> list[Tensor]:
