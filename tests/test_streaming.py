@@ -27,8 +27,8 @@ from edgespec.machine.system import READ_SIZE
 from edgespec.machine.this_machine import this_machine
 from edgespec.weights import linux, ring
 from edgespec.weights.darwin import DarwinStore
-from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
-from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore, mappings
+from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 from edgespec.weights.ring import Streamer
 
@@ -716,6 +716,49 @@ def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> N
         Mapping(0x7F0000000000, 0x7F0000002000, 0x3000),
         Mapping(0x7F0000005000, 0x7F0000006000, 0x1000),  # btrfs tells another device here than to stat
     ]
+
+
+@linux_only
+def test_a_mapped_path_that_is_no_utf_8_hinders_no_other(tmp_path: Path) -> None:
+    path, maps = tmp_path / os.fsdecode(b"mod\xffel"), tmp_path / "maps"
+    path.write_bytes(b"x")
+    lines = "7f0-7f1 r--s 0 ff:1f 77 " + str(path.resolve()), "7f2-7f3 r--s 0 ff:1f 77 /other\udcff"
+    maps.write_bytes(os.fsencode("\n".join(lines)))
+    assert mappings(str(path), maps) == [Mapping(0x7F0, 0x7F1, 0)]
+
+
+@posix_only
+@pytest.mark.parametrize("kind", ["linux", "cached", "darwin"])
+def test_no_address_outside_the_mapping_of_the_file_is_touched(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp unmaps the ends of a file that it does not use, and other memory of the process may lie there."""
+    Limits(monkeypatch, 1 << 40, 1 << 40)
+    path, library = tmp_path / "model", DarwinLibrary()
+    path.write_bytes(bytes(3 * MIB))
+    first, last = (0, 3 * MIB) if kind == "darwin" else (MIB, 2 * MIB)
+    linux_store = LinuxStore if kind == "linux" else CachedLinuxStore
+    store: Any = (
+        DarwinStore([str(path)], library)
+        if kind == "darwin"
+        else linux_store([str(path)], [Mapping(FIRST, FIRST + MIB, MIB)], plan_for([]), library)
+    )
+    before = list(library.calls)
+    outside = [(first - PAGE, first), (first - PAGE, first + PAGE), (last - PAGE, last + PAGE), (last, last + PAGE)]
+    for start, stop in [*outside, (first, 1 << 62)]:
+        extent = Extent(0, start, stop)
+        layer = Layer(0, (extent,))
+        steps = (
+            (store.drop, [extent]),
+            (store.look_up, [extent]),
+            (store.hide, 0, layer),
+            (store.preload, [extent], unseen),
+        )
+        for step, *arguments in steps:
+            with pytest.raises(OSError, match="not mapped"):
+                step(*arguments)
+    assert library.calls == before
+    store.close()
 
 
 # --- Linux -------------------------------------------------------------------------------------------------------

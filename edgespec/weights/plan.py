@@ -5,7 +5,7 @@ A model larger than memory *pins* as much as fits and *streams* the rest.
     pinned      output, norms, and what fits of the layers: always in memory
     streamed    a part of each layer, or of some layers, in the order of computation: read once per pass
     cached      experts of a mixture: in slots (`experts.py`), or kept by the page cache
-    looked up   the embedding, where it is not the output as well: read row by row
+    looked up   the embedding, where it is not the output as well, and per-layer embeddings: read row by row
     slots       memory for the streamed parts
 
 A pinned byte is never read, but slots are filled in every pass. So slots are small: layers are streamed in parts. To
@@ -16,7 +16,7 @@ the disk works on while the rest computes.
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
@@ -35,6 +35,7 @@ SAFETY = 0.05  # share of free memory that is left unused
 SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
+PER_LAYER_ROWS = "per_layer_token_embd.weight"  # Gemma 3n and 4: for each token a row for all layers
 EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 
@@ -46,7 +47,7 @@ class Tensor:
     size: int  # bytes
 
 
-Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
+Ends = dict[int, list[int]]  # file -> ends of its tensors, sorted
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,6 +61,26 @@ class Extent:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A file's mapping, at addresses `start` to before `stop` of this process."""
+
+    start: int
+    stop: int
+    offset: int  # of `start` in the file
+
+    def address(self, extent: Extent) -> int:
+        """The only way from a piece of a file to memory: no store touches an address outside its mapping.
+
+        Raises:
+            OSError: not all of `extent` is mapped.
+        """
+        start = self.start + extent.start - self.offset
+        if start < self.start or start + extent.size > self.stop:
+            raise OSError(f"bytes {extent.start} to {extent.stop} of file {extent.file} are not mapped")
+        return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +190,7 @@ def make_plan(
     """Decide what is pinned and what is streamed; None if everything fits.
 
     Args:
-        tensors: of the whole model.
+        tensors: of the whole model; the engine does not load those of size 0, but counts their layers.
         memory: bytes for everything.
         needed: bytes besides these weights: draft model, key-value caches, buffers, the program itself.
         on_device: the last `on_device` layers, and the output, lie in a GPU's own memory.
@@ -184,6 +205,7 @@ def make_plan(
         NoRoom: not even the smallest plan fits; names the bytes it needs.
     """
     count = count_layers(tensors)
+    tensors = [tensor for tensor in tensors if tensor.size]
     away = on_device > 0 and not output_here
     with_experts = range(count if experts_here else count - on_device)
     host = [
@@ -260,7 +282,7 @@ def _whole(extent: Extent, unit: int) -> Extent:
 
 
 def _ends(tensors: Sequence[Tensor]) -> Ends:
-    ends: dict[int, list[int]] = {}
+    ends: Ends = {}
     for tensor in tensors:
         ends.setdefault(tensor.file, []).append(tensor.start + tensor.size)
     return {file: sorted(found) for file, found in ends.items()}
@@ -341,11 +363,11 @@ def layers_on_gpu(gpu_layers: int, count: int) -> int:
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:
     """(layer, kind) -> whole pages that hold nothing else, without small pieces. Kinds: "experts", "rows", "".
 
-    With `by_rows` the embedding is "rows". A page that two owners share belongs to neither.
+    Per-layer embeddings are "rows", with `by_rows` the embedding, too. A page that two owners share belongs to neither.
     """
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
-        rows = by_rows and tensor.name == "token_embd.weight"
+        rows = tensor.name == PER_LAYER_ROWS or (by_rows and tensor.name == "token_embd.weight")
         owner = layer_of(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
         stop = tensor.start + tensor.size
         if runs:
