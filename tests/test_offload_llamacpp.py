@@ -32,6 +32,7 @@ from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES
+from hybrid_files import write_with_head
 
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loading import row_classes
@@ -700,6 +701,19 @@ def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
     assert backend.notes == [note] * (told or memory is not None)
     assert backend.streamer is None
     backend.close()
+
+
+@linux_only
+def test_a_file_with_an_embedded_head_is_streamed(tmp_path: Path) -> None:
+    """llama.cpp unmaps the head at the end of the file, and other memory may lie there."""
+    path = write_with_head(tmp_path / "head.gguf")
+    whole = load(str(path), resident=True, **OPTIONS)
+    backend = load_streamed(path, MIB)
+    assert {layer.index for layer in backend.streamer.plan.streamed} == set(range(4))  # type: ignore[union-attr]
+    tokens = [1, 9, 12, 44, 100]
+    np.testing.assert_array_equal(last_row(backend, tokens), last_row(whole, tokens))
+    backend.close()
+    whole.close()
 
 
 def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,15 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
+from edgespec.models.gguf_header import own_values
 from edgespec.models.gguf_model import check_magic
-from edgespec.weights.plan import Tensor
+from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 try:
     import llama_cpp as llama_cpp  # other modules import it from here, and so get this error
@@ -142,6 +144,21 @@ def decoded(text: bytes, what: str) -> str:
 def all_tensors(path: str) -> list[Tensor]:
     """Of all parts of a model; errors as for `read_tensors`."""
     return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+
+
+def loaded_tensors(path: str) -> list[Tensor]:
+    """Of all parts of a model, the tensors that llama.cpp loads.
+
+    The last layers of some models predict further tokens (MTP). llama.cpp counts these layers, also on a GPU, but loads
+    nothing of them, and may unmap their part of the file. So their size is 0.
+
+    Raises:
+        ModelError: as for `all_tensors`.
+    """
+    tensors = all_tensors(path)
+    heads = int(own_values(path).get("nextn_predict_layers", 0))
+    loaded = count_layers(tensors) - heads
+    return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 
 @contextmanager
