@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.models.gguf_header import own_values
+from edgespec.models.gguf_header import header_values, own_values
 from edgespec.models.gguf_model import check_magic
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
@@ -25,6 +25,7 @@ except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
+NO_HEADS = ("gemma4-assistant", "granite-switch")  # whose nextn_predict_layers are computed (src/models/*.cpp)
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -153,8 +154,9 @@ def loaded_tensors(path: str) -> list[Tensor]:
         ModelError: as for `all_tensors`.
     """
     tensors = all_tensors(path)
-    heads = int(own_values(path).get("nextn_predict_layers", 0))
-    loaded = count_layers(tensors) - heads
+    if header_values(path, "general.architecture").get("general.architecture") in NO_HEADS:
+        return tensors
+    loaded = count_layers(tensors) - int(own_values(path).get("nextn_predict_layers", 0))
     return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 
