@@ -54,7 +54,7 @@ from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
-from edgespec.weights.plan import SAFETY
+from edgespec.weights.plan import SAFETY, Tensor
 
 pytestmark = pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -729,6 +729,15 @@ def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     alone = least_memory(tiny, **OPTIONS)
     beside = least_memory(tiny, draft_files=[str(smollm2)], **OPTIONS)
     assert beside - alone > smollm2.stat().st_size
+
+
+def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each token is read of them; the system may take back the others."""
+    tensors = [Tensor("blk.0.w", 0, 0, 5), Tensor("per_layer_token_embd.weight", 0, 5, 1000)]
+    monkeypatch.setattr(llamacpp_memory, "loaded_tensors", lambda path: tensors)
+    monkeypatch.setattr(llamacpp_memory, "rehearse", lambda path, sizes: (0, [0] * len(sizes)))
+    planner = llamacpp_memory.MemoryPlanner("", LoadOptions(draft_files=("draft",)), this_machine())
+    assert planner._drafts(ContextSize(64, 8, 1, MIN_NODES)) == 5
 
 
 def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:

@@ -29,6 +29,7 @@ from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
     MARGIN,
+    PER_LAYER_ROWS,
     SAFETY,
     Mapping,
     Plan,
@@ -102,7 +103,8 @@ class MemoryPlanner:
         total = 0
         for path in self.options.draft_files:
             tokenizer, buffers = self._rehearse(path, [replace(size, share=1.0)])
-            total += sum(tensor.size for tensor in loaded_tensors(path)) + tokenizer + buffers[0]
+            weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
+            total += weights + tokenizer + buffers[0]
         return total
 
     def needs(self, sizes: Sequence[ContextSize]) -> list[int]:
