@@ -147,7 +147,9 @@ class Constraint:
         self._vocab = vocab
 
     def masked(self, logits: Float32Array) -> Float32Array:
-        """Logits [V] with minus infinity for forbidden tokens.
+        """
+        Returns:
+            Logits [V] with minus infinity for forbidden tokens.
 
         Raises:
             ModelError: the grammar has become too large.

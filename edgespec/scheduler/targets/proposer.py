@@ -12,10 +12,9 @@ class Proposer(Protocol):
     """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Begin a request.
-
+        """
         Raises:
-            ContextFull: it does not fit into the draft's context.
+            ContextFull: the prompt does not fit into the draft's context.
         """
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
