@@ -216,3 +216,29 @@ def _delta_net(arch: str) -> Shapes:
         yield "ssm_alpha.weight", (VALUE_HEADS, WIDTH)
     yield "ssm_norm.weight", (STATE,)
     yield "ssm_out.weight", (WIDTH, values)
+
+
+def write_with_head(path: Path) -> Path:
+    """A qwen35 of layers that are large enough to stream, and one layer more: a head that predicts further tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"WIDTH": 256, "HIDDEN": 1024, "HEAD": 64, "LAYERS": LAYERS + 1}.items():
+            patch.setitem(globals(), name, value)
+        header, layer = _header, _layer
+        patch.setitem(globals(), "_layer", lambda arch, i: layer(arch, i) if i < LAYERS - 1 else _head())
+
+        def with_head(writer: Any, arch: str) -> None:
+            header(writer, arch)
+            writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
+
+        patch.setitem(globals(), "_header", with_head)
+        return write_hybrid(path, "qwen35")
+
+
+def _head() -> Shapes:
+    """As published with Qwen3.5: a whole layer, and the tensors that lead into it and out of it."""
+    yield "attn_norm.weight", (WIDTH,)
+    yield "post_attention_norm.weight", (WIDTH,)
+    yield from _attention(2, norms=True)
+    yield from _feed_forward()
+    yield "nextn.eh_proj.weight", (WIDTH, 2 * WIDTH)
+    yield from ((f"nextn.{name}.weight", (WIDTH,)) for name in ("enorm", "hnorm", "shared_head_norm"))

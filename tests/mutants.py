@@ -807,8 +807,8 @@ MUTANTS = [
     mutant(
         "gpu-span-without-its-first-layer",
         "gpu.py",
-        "if layer_of(tensor) >= first:",
-        "if layer_of(tensor) > first:",
+        "if tensor.size and layer_of(tensor) >= first:",
+        "if tensor.size and layer_of(tensor) > first:",
         "test_gpu_layers.py::test_a_mac_that_streams",
         "test_gpu_layers.py::test_layers_out_of_order",
         "test_gpu_layers.py::test_the_output_may_lie_in_front",

@@ -32,6 +32,7 @@ from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES
+from hybrid_files import write_with_head
 
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loading import row_classes
@@ -53,7 +54,7 @@ from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
-from edgespec.weights.plan import SAFETY
+from edgespec.weights.plan import SAFETY, Tensor
 
 pytestmark = pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -702,6 +703,19 @@ def test_where_nothing_can_be_streamed_a_model_larger_than_memory_is_told(
     backend.close()
 
 
+@linux_only
+def test_a_file_with_an_embedded_head_is_streamed(tmp_path: Path) -> None:
+    """llama.cpp unmaps the head at the end of the file, and other memory may lie there."""
+    path = write_with_head(tmp_path / "head.gguf")
+    whole = load(str(path), resident=True, **OPTIONS)
+    backend = load_streamed(path, MIB)
+    assert {layer.index for layer in backend.streamer.plan.streamed} == set(range(4))  # type: ignore[union-attr]
+    tokens = [1, 9, 12, 44, 100]
+    np.testing.assert_array_equal(last_row(backend, tokens), last_row(whole, tokens))
+    backend.close()
+    whole.close()
+
+
 def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = tiny.stat().st_size
     has(monkeypatch, free=size * 3 // 2, platform="win32")
@@ -715,6 +729,15 @@ def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     alone = least_memory(tiny, **OPTIONS)
     beside = least_memory(tiny, draft_files=[str(smollm2)], **OPTIONS)
     assert beside - alone > smollm2.stat().st_size
+
+
+def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each token is read of them; the system may take back the others."""
+    tensors = [Tensor("blk.0.w", 0, 0, 5), Tensor("per_layer_token_embd.weight", 0, 5, 1000)]
+    monkeypatch.setattr(llamacpp_memory, "loaded_tensors", lambda path: tensors)
+    monkeypatch.setattr(llamacpp_memory, "rehearse", lambda path, sizes: (0, [0] * len(sizes)))
+    planner = llamacpp_memory.MemoryPlanner("", LoadOptions(draft_files=("draft",)), this_machine())
+    assert planner._drafts(ContextSize(64, 8, 1, MIN_NODES)) == 5
 
 
 def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:

@@ -45,7 +45,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         start += size
     with (tmp_path / "model.gguf").open("wb") as file:
         file.truncate(start)  # no byte of it is written
-    monkeypatch.setattr(planning, "all_tensors", lambda path: tensors)
+    monkeypatch.setattr(planning, "loaded_tensors", lambda path: tensors)
     monkeypatch.setattr(planning, "rehearse", lambda path, sizes: (30 * MIB, [BUFFERS + one.chunk for one in sizes]))
     path = str(tmp_path / "model.gguf")
     return lambda machine, **options: engine.plan(path, LoadOptions(exact="off", **options), machine)

@@ -1,6 +1,7 @@
 """What is pinned and what is streamed: the plan, as a pure function of the tensors and the memory."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -405,6 +406,32 @@ def test_layers_on_a_device_are_left_out() -> None:
     assert last <= -(-next(t.start for t in tensors if t.name.startswith("blk.6.")) // PAGE) * PAGE
     assert not plan_of(tensors, half, on_device=10).streamed
     assert make_plan(tensors, total(tensors) // 2, 0, on_device=12, page=PAGE) is None
+
+
+def test_per_layer_embeddings_are_read_by_rows() -> None:
+    """Gemma 3n and 4: 39 % of a file. No layer is streamed where giving them up is enough."""
+    layers = [(f"blk.{i}.w", MIB) for i in range(12)]
+    tensors = pack([("token_embd.weight", MIB), ("per_layer_token_embd.weight", 8 * MIB), *layers])
+    plan = plan_of(tensors, total(tensors) - 7 * MIB)
+    assert plan.streamed == ()
+    assert 7 * MIB < plan.looked_up_bytes <= 8 * MIB
+    assert minimum(tensors) < total(tensors) - 8 * MIB
+
+
+def test_a_head_that_is_not_loaded_needs_no_memory_and_counts_as_a_layer() -> None:
+    """Tensors of size 0, wherever they lie in the file."""
+    tensors = model(12)
+    heads = [replace(tensor, size=0) for tensor in tensors if layer_of(tensor) in (11,)]
+    tensors = [tensor for tensor in tensors if layer_of(tensor) != 11] + heads
+    assert make_plan(tensors, total(tensors), 0, page=PAGE) is None
+    plan = plan_of(tensors, minimum(tensors))
+    assert plan.layers == 12
+    (first, *_), touched = heads, (*plan.pinned, *(e for layer in plan.streamed for e in layer.extents))
+    stop = first.start + MIB
+    assert not any(e.start < stop - PAGE and e.stop > first.start + PAGE for e in touched)
+    assert total(tensors) - plan_of(tensors, total(tensors) - 3 * MIB, on_device=0).total_bytes <= PAGE * 2
+    on_device = sum(tensor.size for tensor in tensors if layer_of(tensor) == 10)
+    assert make_plan(tensors, total(tensors) - on_device, 0, on_device=2, page=PAGE) is None
 
 
 @pytest.mark.parametrize("names", [("token_embd.weight", "output.weight"), ("token_embd.weight",)])

@@ -27,8 +27,8 @@ from edgespec.machine.system import READ_SIZE
 from edgespec.machine.this_machine import this_machine
 from edgespec.weights import linux, ring
 from edgespec.weights.darwin import DarwinStore
-from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping, mappings
-from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore, mappings
+from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 from edgespec.weights.ring import Streamer
 
@@ -718,6 +718,15 @@ def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> N
     ]
 
 
+@linux_only
+def test_a_mapped_path_that_is_no_utf_8_hinders_no_other(tmp_path: Path) -> None:
+    path, maps = tmp_path / os.fsdecode(b"mod\xffel"), tmp_path / "maps"
+    path.write_bytes(b"x")
+    lines = "7f0-7f1 r--s 0 ff:1f 77 " + str(path.resolve()), "7f2-7f3 r--s 0 ff:1f 77 /other\udcff"
+    maps.write_bytes(os.fsencode("\n".join(lines)))
+    assert mappings(str(path), maps) == [Mapping(0x7F0, 0x7F1, 0)]
+
+
 # --- Linux -------------------------------------------------------------------------------------------------------
 
 
@@ -1121,7 +1130,8 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     files, library = descriptors(), OldLibrary()
     monkeypatch.setattr(linux, "libc", lambda: library)
     machine = replace(this_machine(), moves_pages=system.moves_pages(library))
-    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan, machine)
+    whole = mappings(str(mapped.path))
+    store = ring.open_store([str(mapped.path)], whole, mapped.plan, machine)
     assert isinstance(store, CachedLinuxStore)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
     store.preload(mapped.plan.pinned, unseen)
@@ -1150,7 +1160,7 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     assert descriptors() == files
     os.truncate(mapped.path, PAGE)
     extent = mapped.layers[0].extents[0]
-    store = ring.open_store([str(mapped.path)], mappings(str(mapped.path)), mapped.plan, machine)
+    store = ring.open_store([str(mapped.path)], whole, mapped.plan, machine)
     with pytest.raises(OSError, match="it must have shrunk"):
         store.read(0, mapped.layers[0], extent, extent.start, extent.stop)
     store.close()
@@ -1237,6 +1247,45 @@ def two_files(tmp_path: Path) -> list[str]:
 
 FIRST, SECOND = 1 << 40, 2 << 40  # where DarwinLibrary maps the files
 DARWIN_LAYER = Layer(3, (Extent(0, 16384, 16384 + 6 * MIB), Extent(1, 32768, 32768 + MIB)))
+
+
+class EveryLibrary(DarwinLibrary):
+    def madvise(self, *arguments: int) -> int:
+        return self.result("madvise", arguments)
+
+
+@posix_only
+@pytest.mark.parametrize("kind", ["linux", "cached", "darwin"])
+def test_no_address_outside_the_mapping_of_the_file_is_touched(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp unmaps the ends of a file that it does not use, and other memory of the process may lie there."""
+    Limits(monkeypatch, 1 << 40, 1 << 40)
+    path, library = tmp_path / "model", EveryLibrary()
+    path.write_bytes(bytes(3 * MIB))
+    first, last = (0, 3 * MIB) if kind == "darwin" else (MIB, 2 * MIB)
+    linux_store = LinuxStore if kind == "linux" else CachedLinuxStore
+    store: Any = (
+        DarwinStore([str(path)], library)
+        if kind == "darwin"
+        else linux_store([str(path)], [Mapping(FIRST, FIRST + MIB, MIB)], plan_for([]), library)
+    )
+    before = list(library.calls)
+    outside = [(first - PAGE, first), (first - PAGE, first + PAGE), (last - PAGE, last + PAGE), (last, last + PAGE)]
+    for start, stop in [*outside, (first, 1 << 62)]:
+        extent = Extent(0, start, stop)
+        layer = Layer(0, (extent,))
+        steps = (
+            (store.drop, [extent]),
+            (store.look_up, [extent]),
+            (store.hide, 0, layer),
+            (store.preload, [extent], unseen),
+        )
+        for step, *arguments in steps:
+            with pytest.raises(OSError, match="not mapped"):
+                step(*arguments)
+    assert library.calls == before
+    store.close()
 
 
 @posix_only

@@ -9,7 +9,7 @@ from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.loop.text import TextStream, render_chat
+from edgespec.loop.text import TextStream, chat_text, render_chat
 
 
 @dataclass
@@ -127,6 +127,44 @@ def test_a_template_can_refuse_messages() -> None:
     vocab = ByteVocab("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="roles must alternate"):
         render_chat(vocab, [{"role": "user", "content": "x"}])
+
+
+FIRST = "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};{% set messages = messages[1:] %}{% endif %}"
+LOOP = "{% for m in messages %}{% if m.role in known %}{{ m.role[0] }}:{{ m.content }};{% endif %}{% endfor %}"
+TURNS = "{% set known = ['user', 'assistant', 'tool'] %}"
+STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+ALL = "{% set known = ['system', 'user', 'assistant', 'tool'] %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "expected"),
+    [
+        (ALL + LOOP, "suasu", "s:0;u:1;a:2;s:3;u:4;"),
+        (FIRST + TURNS + LOOP, "suasu", "S:0;u:1;a:2;u:3\n\n4;"),  # it drops the others
+        (FIRST + TURNS + STRICT + LOOP, "suasu", "S:0;u:1;a:2;u:3\n\n4;"),  # it refuses the others
+        (FIRST + TURNS + LOOP, "susa", "S:0;u:1\n\n2;a:3;"),
+        (FIRST + TURNS + LOOP, "ssu", "S:0\n\n1;u:2;"),
+        (FIRST + TURNS + LOOP, "uatsa", "u:0;a:1;t:2\n\n3;a:4;"),
+        (FIRST + TURNS + LOOP, "uas", "u:0;a:1;u:2;"),
+        (FIRST + TURNS + LOOP, "uasa", "u:0;a:1;u:2;a:3;"),
+        (TURNS + STRICT + LOOP, "suasu", "u:0\n\n1;a:2;u:3\n\n4;"),  # it refuses all, as Gemma 2's
+        (TURNS + STRICT + LOOP, "su", "u:0\n\n1;"),
+        (FIRST + TURNS + LOOP, "dud", "u:0\n\n1\n\n2;"),
+    ],
+)
+def test_no_system_message_is_dropped_or_refused(template: str, roles: str, expected: str) -> None:
+    """As Claude Code sends them, in the middle of a conversation."""
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer"}
+    messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    assert chat_text(ByteVocab(template), messages) == expected
+    assert [message["content"] for message in messages] == list(map(str, range(len(roles))))
+
+
+def test_what_was_rendered_stays_the_beginning() -> None:
+    """So a kept prefix is used again."""
+    messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "system", "user")]
+    vocab = ByteVocab(FIRST + TURNS + LOOP)
+    assert chat_text(vocab, messages).startswith(chat_text(vocab, messages[:3]))
 
 
 def test_what_is_no_message_is_said() -> None:

@@ -11,6 +11,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Vocab
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
+SYSTEM = ("system", "developer")  # roles
 
 
 class TextStream:
@@ -149,7 +150,8 @@ def chat_text(
     tools: Sequence[Message] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """
+    """System messages that the template refuses or drops become parts of their neighbours.
+
     Args:
         vocab: the model's tokenizer.
         messages: such as {"role": "user", "content": "Hi"}.
@@ -169,13 +171,69 @@ def chat_text(
     for message in messages:
         if not isinstance(message, Mapping):  # a template would silently show nothing of it
             raise UsageError(f"a message is {message!r}, but must be like {{'role': 'user', 'content': 'Hi'}}")
+    variables = dict(more or {}) | {"add_generation_prompt": answer} | ({"tools": tools} if tools else {})
+    later, without = _with_fewer_systems(messages, 1), _with_fewer_systems(messages, 0)
+    if without == messages:
+        return _rendered(vocab, messages, variables)
+    refused: UsageError | None = None
+    text: str | None = None
+    for one in (messages, later, without):
+        try:
+            text = _rendered(vocab, one, variables)
+            if later == messages or _shows_systems(vocab, one, variables):
+                return text
+        except UsageError as error:
+            refused = refused or error
+    if text is None and refused:
+        raise refused
+    return text or ""
+
+
+def _with_fewer_systems(messages: Sequence[Message], kept: int) -> Sequence[Message]:
+    """Messages whose system messages, but those among the first `kept` messages, are parts of their neighbours.
+
+    Many templates know system messages at the beginning only. The turn before takes the text, or the turn after, if
+    that one is not the assistant's; so the rendered beginning of a conversation stays as it was.
+    """
+    found, waiting = list[Message](), list[str]()
+    for number, message in enumerate(messages):
+        text = message.get("content")
+        if number >= kept and message.get("role") in SYSTEM and isinstance(text, str):
+            if found and _takes_text(found[-1]):
+                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{text}"}
+            else:
+                waiting.append(text)
+            continue
+        if waiting and _takes_text(message):
+            message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
+        elif waiting:
+            found.append({"role": "user", "content": "\n\n".join(waiting)})
+        waiting = []
+        found.append(message)
+    return [*found, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else found
+
+
+def _takes_text(message: Message) -> bool:
+    return message.get("role") in (*SYSTEM, "user", "tool") and isinstance(message.get("content"), str)
+
+
+def _shows_systems(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> bool:
+    """False if the template drops a system message, found by other texts in their place."""
+    marks = {i: f"system-message-{i}." for i, message in enumerate(messages) if message.get("role") in SYSTEM}
+    marked = [{**message, "content": marks[i]} if i in marks else message for i, message in enumerate(messages)]
+    text = _rendered(vocab, marked, variables)
+    return all(mark in text for mark in marks.values())
+
+
+def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    """Errors as for `chat_text`."""
     from jinja2 import TemplateError
 
+    assert vocab.chat_template is not None
     bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
-    known = {"messages": messages, "add_generation_prompt": answer, "bos_token": bos, "eos_token": eos}
     try:
         text: str = _compiled(vocab.chat_template).render(
-            dict(more or {}) | known | ({"tools": tools} if tools else {})
+            {**variables, "messages": messages, "bos_token": bos, "eos_token": eos}
         )
         return text
     except TemplateError as error:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.machine.system import check_result, check_sizes, file_sizes, libc, touch
-from edgespec.weights.plan import Extent, Layer
+from edgespec.weights.plan import Extent, Layer, Mapping
 from edgespec.weights.preload import Progress, lock, warm
 
 MS_INVALIDATE = 2  # macOS, sys/mman.h
+PAGE = 1 << 14  # bytes of Apple silicon's pages, the largest of a Mac
 
 
 class DarwinStore:
@@ -27,7 +28,7 @@ class DarwinStore:
         self._descriptors: list[int] = []
         self._sizes: list[int] = []
         self._locked: list[tuple[int, int]] = []
-        self._starts: list[int] = []
+        self._mapped: list[Mapping] = []
         try:
             for path in paths:
                 self._descriptors.append(os.open(path, os.O_RDONLY))
@@ -35,7 +36,7 @@ class DarwinStore:
             for descriptor, size in zip(self._descriptors, self._sizes, strict=True):
                 start = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
                 check_result(start, "mmap")
-                self._starts.append(start)
+                self._mapped.append(Mapping(start, start + -(-size // PAGE) * PAGE, 0))
         except BaseException:
             self.close()
             raise
@@ -44,15 +45,14 @@ class DarwinStore:
         check_sizes(self._paths, self._descriptors, self._sizes)
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
+        ranges = [(self._address(extent), extent.size) for extent in extents]
         within = [replace(extent, stop=min(extent.stop, self._sizes[extent.file])) for extent in extents]
         warm(within, lambda piece: touch(self._descriptors[piece.file], piece.start, piece.stop), progress)
-        self._locked, self.note = lock(self._libc, [(self._starts[e.file] + e.start, e.size) for e in extents])
+        self._locked, self.note = lock(self._libc, ranges)
 
     def drop(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
-            check_result(
-                self._libc.msync(self._starts[extent.file] + extent.start, extent.size, MS_INVALIDATE), "msync"
-            )
+            check_result(self._libc.msync(self._address(extent), extent.size, MS_INVALIDATE), "msync")
 
     def look_up(self, extents: Sequence[Extent]) -> None:
         self.drop(extents)
@@ -69,8 +69,11 @@ class DarwinStore:
     def close(self) -> None:
         for address, size in self._locked:
             self._libc.munlock(address, size)
-        for start, size in zip(self._starts, self._sizes, strict=False):
-            self._libc.munmap(start, size)
+        for mapping, size in zip(self._mapped, self._sizes, strict=False):
+            self._libc.munmap(mapping.start, size)
         for descriptor in self._descriptors:
             os.close(descriptor)
-        self._starts, self._sizes, self._descriptors, self._locked = [], [], [], []
+        self._mapped, self._sizes, self._descriptors, self._locked = [], [], [], []
+
+    def _address(self, extent: Extent) -> int:
+        return self._mapped[extent.file].address(extent)

@@ -8,7 +8,7 @@ CachedLinuxStore  for kernels that cannot move pages: reads into the page cache;
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,11 @@ from edgespec.machine.system import (
     read_fully,
     touch,
 )
-from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import Progress, lock, warm
 
 MAP_FIXED = 0x10
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
-
-
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """
-    Attributes:
-        start, stop: addresses.
-        offset: of `start` in the file, in bytes.
-    """
-
-    start: int
-    stop: int
-    offset: int
 
 
 def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
@@ -52,7 +39,7 @@ def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
     status, real = os.stat(path), os.path.realpath(path)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     found = []
-    for line in maps.read_text().splitlines():
+    for line in maps.read_text("utf-8", "surrogateescape").splitlines():
         fields = line.split(maxsplit=5)
         if (fields[3] == device and int(fields[4]) == status.st_ino) or fields[5:] == [real]:
             start, stop = (int(number, 16) for number in fields[0].split("-"))
@@ -173,8 +160,7 @@ class LinuxStore:
         self._slots, self._locked, self._cached, self._direct = [], [], [], []
 
     def _address(self, extent: Extent) -> int:
-        mapping = self._mapped[extent.file]
-        return mapping.start + extent.start - mapping.offset
+        return self._mapped[extent.file].address(extent)
 
     def _place(self, slot: int, extent: Extent) -> int:
         return self._slots[slot][0] + self._inside[extent]

@@ -3,7 +3,7 @@
     pinned      output, norms, and what fits of the layers: always in memory
     streamed    a part of each layer, or of some layers: read into a slot in every pass, in the order of computation
     cached      experts of a mixture: in a pool (`experts.py`), or as the page cache keeps them
-    looked up   the embedding, where it is not the output as well: read row by row
+    looked up   the embedding, where it is not the output as well, and per-layer embeddings: read row by row
 
 Parts of n layers take turns in the slots. To free E bytes, a pass reads n / (n - slots) x E bytes: the more layers give
 a part, the less is read. They are spread evenly over the model, so that the disk never waits long for a free slot.
@@ -12,7 +12,7 @@ a part, the less is read. They are spread evenly over the model, so that the dis
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
@@ -31,6 +31,7 @@ SAFETY = 0.05  # share of free memory that is left unused
 SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
+PER_LAYER_ROWS = "per_layer_token_embd.weight"  # Gemma 3n and 4: for each token a row for all layers
 EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 
@@ -50,7 +51,7 @@ class Tensor:
     size: int
 
 
-Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
+Ends = dict[int, list[int]]  # file -> ends of its tensors, sorted
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,6 +70,31 @@ class Extent:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A file's mapping in this process.
+
+    Attributes:
+        start, stop: addresses.
+        offset: of `start` in the file, in bytes.
+    """
+
+    start: int
+    stop: int
+    offset: int
+
+    def address(self, extent: Extent) -> int:
+        """The only way from a piece of a file to memory: no store touches an address outside its mapping.
+
+        Raises:
+            OSError: not all of `extent` is mapped.
+        """
+        start = self.start + extent.start - self.offset
+        if start < self.start or start + extent.size > self.stop:
+            raise OSError(f"bytes {extent.start} to {extent.stop} of file {extent.file} are not mapped")
+        return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +224,7 @@ def make_plan(
     """Decide what is pinned and what is streamed; None if everything fits.
 
     Args:
-        tensors: of the whole model.
+        tensors: of the whole model; the engine does not load those of size 0, but counts their layers.
         memory: bytes for everything.
         needed: bytes besides these weights: draft model, key-value caches, buffers, the program itself.
         on_device: number of last layers that, with the output, lie in a GPU's own memory and are not planned.
@@ -213,6 +239,7 @@ def make_plan(
         NoRoom: not even the smallest plan fits; names the bytes it needs.
     """
     count = count_layers(tensors)
+    tensors = [tensor for tensor in tensors if tensor.size]
     away = on_device > 0 and not output_here
     with_experts = range(count if experts_here else count - on_device)
     host = [
@@ -292,7 +319,7 @@ def _whole(extent: Extent, unit: int) -> Extent:
 
 
 def _ends(tensors: Sequence[Tensor]) -> Ends:
-    ends: dict[int, list[int]] = {}
+    ends: Ends = {}
     for tensor in tensors:
         ends.setdefault(tensor.file, []).append(tensor.start + tensor.size)
     return {file: sorted(found) for file, found in ends.items()}
@@ -399,11 +426,11 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
 
     Returns:
         (layer or -1, kind) -> runs of whole pages that hold nothing else, without runs below `SMALL` bytes; kinds are
-        "experts", "rows" (the embedding with `by_rows`) and "" (others).
+        "experts", "rows" (per-layer embeddings, and the embedding with `by_rows`) and "" (others).
     """
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
-        rows = by_rows and tensor.name == "token_embd.weight"
+        rows = tensor.name == PER_LAYER_ROWS or (by_rows and tensor.name == "token_embd.weight")
         owner = layer_of(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
         stop = tensor.start + tensor.size
         if runs:

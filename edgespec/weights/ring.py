@@ -14,8 +14,8 @@ from edgespec.loop.engines import Machine
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.weights.darwin import DarwinStore
-from edgespec.weights.linux import CachedLinuxStore, LinuxStore, Mapping
-from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.linux import CachedLinuxStore, LinuxStore
+from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import Progress, pieces
 
 

@@ -9,13 +9,15 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
+from edgespec.models.gguf_header import header_values, own_values
 from edgespec.models.gguf_model import check_magic
-from edgespec.weights.plan import Tensor
+from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 try:
     import llama_cpp as llama_cpp  # other modules import it from here, and so get this error
@@ -23,6 +25,7 @@ except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
+NO_HEADS = ("gemma4-assistant", "granite-switch")  # whose nextn_predict_layers are computed (src/models/*.cpp)
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -70,6 +73,11 @@ def load_model(path: str, **params: Any) -> Any:
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
     if not model:
         raise ModelError(f"{path}: cannot be loaded: {last_log()}")
+    try:
+        decoded(llama_cpp.llama_model_chat_template(model, None) or b"", f"{path}: the chat template")
+    except ModelError:
+        llama_cpp.llama_model_free(model)
+        raise
     return model
 
 
@@ -114,7 +122,7 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
         base = library.gguf_get_data_offset(table)
         return [
             Tensor(
-                library.gguf_get_tensor_name(table, i).decode(),
+                decoded(library.gguf_get_tensor_name(table, i), f"{path}: a tensor's name"),
                 file,
                 base + library.gguf_get_tensor_offset(table, i),
                 library.gguf_get_tensor_size(table, i),
@@ -123,9 +131,33 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
         ]
 
 
+def decoded(text: bytes, what: str) -> str:
+    """Raises ModelError: `text` is not UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{what} is not UTF-8, so the GGUF file is damaged: {text[:64]!r}") from error
+
+
 def all_tensors(path: str) -> list[Tensor]:
     """Of all parts of a model; errors as for `read_tensors`."""
     return [tensor for number, part in enumerate(parts(path)) for tensor in read_tensors(part, number)]
+
+
+def loaded_tensors(path: str) -> list[Tensor]:
+    """Of all parts of a model, the tensors that llama.cpp loads.
+
+    The last layers of some models predict further tokens (MTP). llama.cpp counts these layers, also on a GPU, but loads
+    nothing of them, and may unmap their part of the file. So their size is 0.
+
+    Raises:
+        ModelError: as for `all_tensors`.
+    """
+    tensors = all_tensors(path)
+    if header_values(path, "general.architecture").get("general.architecture") in NO_HEADS:
+        return tensors
+    loaded = count_layers(tensors) - int(own_values(path).get("nextn_predict_layers", 0))
+    return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.machine.memory import format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
-from ..ggml.files import all_tensors, ggml_library, llama_cpp
+from ..ggml.files import ggml_library, llama_cpp, loaded_tensors
 from ..memory.gpu import ggml, layers_that_fit, overrides
 
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
@@ -153,7 +153,7 @@ def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int,
 
 
 def lent_line(path: str, gpu_layers: int) -> str:
-    tensors = all_tensors(path)
+    tensors = loaded_tensors(path)
     count = count_layers(tensors)
     lent = layers_on_gpu(gpu_layers, count)
     if not lent:

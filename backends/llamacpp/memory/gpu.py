@@ -155,7 +155,7 @@ def _layers_on_mac(tensors: Sequence[Tensor], room: int, least: Plan, plan: Call
 def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
     first, spans = count_layers(tensors) - layers, dict[int, Extent]()
     for tensor in tensors:
-        if layer_of(tensor) >= first:
+        if tensor.size and layer_of(tensor) >= first:
             last = spans.get(tensor.file, Extent(tensor.file, tensor.start, tensor.start + tensor.size))
             start, stop = min(last.start, tensor.start), max(last.stop, tensor.start + tensor.size)
             spans[tensor.file] = Extent(tensor.file, start, stop)

