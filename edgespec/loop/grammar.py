@@ -27,10 +27,23 @@ LAST = log(0.5)  # of its last token, which may reach beyond it
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar's source, made by `json_schema`, `regex` or `lark`."""
+    """A grammar's source, made by `json_schema`, `regex` or `lark`.
+
+    Raises:
+        UsageError: it is longer than `MOST_BYTES`.
+    """
 
     kind: str
     text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text.encode("utf-8", "replace")) > MOST_BYTES:
+            raise too_long()
+
+
+def too_long() -> UsageError:
+    """The error for a grammar beyond `MOST_BYTES`."""
+    return UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
@@ -103,10 +116,8 @@ class Compiler:
         """Compile a grammar; callable from any thread.
 
         Raises:
-            UsageError: it is wrong, too long, or needs what llguidance lacks.
+            UsageError: it is wrong, or needs what llguidance lacks.
         """
-        if len(grammar.text.encode("utf-8", "replace")) > MOST_BYTES:
-            raise UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
         matcher = self._engine.LLMatcher
         make = {
             "json_schema": matcher.grammar_from_json_schema,
