@@ -134,11 +134,7 @@ class Generation:
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def begin(self) -> None:
-        """Keep the prefixes of the prompt that the sessions of target and draft hold.
-
-        Raises:
-            ContextFull: the prompt does not fit into the draft's context.
-        """
+        """Keep the prefixes of the prompt that the sessions of target and draft hold."""
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
 

@@ -103,8 +103,7 @@ class Targets:
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
         """As `Scheduler.submit`. A thread decodes the request after those before it, until it is cancelled.
 
-        It ends with an EdgespecError if no copy can do its tasks, and with ContextFull if the prompt does not fit into
-        the draft's context.
+        It ends with an EdgespecError if no copy can do its tasks.
 
         Raises:
             UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.

@@ -12,7 +12,7 @@ class Guesser(Protocol):
     """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Begin a request; raises ContextFull if it does not fit."""
+        """Begin a request, which may be too long for the draft."""
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Likely next tokens, one by one, until it is stopped or the context is full."""
