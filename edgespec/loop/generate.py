@@ -199,7 +199,7 @@ class Generation:
         proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
         tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
         if self._grammar and budget:  # each node takes the grammar's time, so only those that fit are pruned
-            tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids), room)
+            tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids, budget), room)
             nodes = fitting(Proposal(tree), budget, leaves)
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
