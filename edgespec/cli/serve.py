@@ -15,6 +15,7 @@ from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"
+LAST_SECONDS = 2  # for the last events after the grace; then clients that still send, or do not read, are cut off
 
 
 def check_server() -> None:
@@ -101,13 +102,20 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
             if service.stopping:
                 end_texts.cancel()
                 Thread(target=model.scheduler.close).start()  # requests end with an error, then connections
+                leave = Timer(LAST_SECONDS, self.leave)
+                leave.daemon = True
+                leave.start()
             else:
                 service.stopping = self.should_exit = True
                 end_texts.start()
 
+        def leave(self) -> None:
+            self.force_exit = True
+
     config = uvicorn.Config(
-        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False
-    )
+        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
+        timeout_graceful_shutdown=grace + LAST_SECONDS,
+    )  # fmt: skip
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     click.echo(
