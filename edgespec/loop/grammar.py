@@ -23,7 +23,7 @@ MOST_BYTES = 64 * 2**10
 SPECIAL = b"\xff"  # begins the names of control tokens
 SEEN = 3  # tokens before forced text that are encoded with it: it may begin within a token
 SURE = log(0.98)  # log-probability of a token within forced text
-LAST = log(0.5)  # of its last token, which may reach beyond it
+LAST = log(0.5)  # log-probability of its last token, which may reach beyond it
 PIECE = 4096  # bytes of forced text that are encoded at a time
 
 
@@ -49,7 +49,7 @@ def too_long() -> UsageError:
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-    """JSON by a schema, without free white space: models loop in it.
+    """JSON by a schema, without free white space, which models may repeat for ever.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -210,7 +210,7 @@ class Constraint:
         tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
         before = list(token_ids[-SEEN:])
         self._forced = self._completed(self._forced, self._matcher, before, most)
-        # (old node or None, its new number, the matcher after it, the tokens before it, what is forced as far as known)
+        # (old node, its new number, the matcher after it, the last tokens up to it, what is known to be forced)
         stack: list[tuple[int, int, Any, list[int], Forced]] = [(0, 0, self._matcher.deep_copy(), before, self._forced)]
 
         def add(token: int, parent: int, value: float, source: int) -> int:

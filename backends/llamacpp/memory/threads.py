@@ -5,10 +5,8 @@ processor. On 2 processors with one other busy program, a pass with two threads 
 one thread at most twice as long. A program of low priority in another session or control group takes as much: there
 nice values count within the group alone.
 
-The number of threads must not change a bit of the result. Only in passes of one node over at least 512 cells it does,
-because flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells
-up to a multiple of 256). These passes keep their threads, but waiting threads sleep soon, so that the system can move
-them to free processors.
+Fewer threads change no bit of the result, except in passes of one node over many cells (`SPLIT_CELLS`). These keep
+their threads, but waiting threads sleep soon, so that the system can move them to free processors.
 """
 
 import ctypes
@@ -30,8 +28,10 @@ LOOKS = 3
 CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
 SLOW = 3.0  # times the usual seconds of a pass, from which on it gives up a thread
 GROWTH = 1.02  # per pass, of its usual seconds: the cache grows
-MOST_PATIENCE = 20.0  # a trial that fails takes at most about this part of the time
-SPLIT_CELLS = 256  # cells above which one node's attention depends on the number of threads
+MOST_PATIENCE = 20.0  # slow passes' seconds from one trial to the next, at most
+SPLIT_CELLS = (
+    256  # above it llama.cpp takes 512 cells or more, which threads split (use_split_kv_path, ggml-cpu/ops.cpp)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ class SlowPasses:
 class ShortWaits:
     """A switch for short waits: waiting threads sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so while it manages more threads than there are CPUs, so another thread starts a team of 2, which
-    sleeps until the switch is off. Without GNU's OpenMP, `switch` does nothing.
+    GNU's OpenMP, which it needs, does so while it manages more threads than there are CPUs, so another thread starts a
+    team of 2, which sleeps until the switch is off.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.drafting import ChildScores, Drafter
 
 
-class Guesser(Protocol):
+class Proposer(Protocol):
     """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -23,7 +23,7 @@ class Guesser(Protocol):
     def close(self) -> None: ...
 
 
-class DraftGuesser:
+class DraftProposer:
     """A draft model's best tokens, coupled to the target's Gumbel noise as in `planners/specexec.py`."""
 
     def __init__(self, draft: Backend, vocab_size: int, tau: float | None = None, coupling: bool = True) -> None:
