@@ -258,8 +258,7 @@ def test_long_forced_text_is_encoded_once(monkeypatch):
     assert sum(lengths) < 4 * 6000
 
 
-def test_forced_text_is_read_anew_behind_other_tokens():
-    """The target may write the beginning of a forced text in other tokens, or control tokens before it."""
+def test_remembered_forced_text_is_what_would_be_computed_again():
     vocab = TARGET.vocab
     constraint = COMPILER.compiled(GRAMMARS["schema"]).start()
     ids = vocab.encode('{"city":"Paris","days":[', add_bos=False, parse_special=False)

@@ -209,7 +209,7 @@ class Constraint:
             children.setdefault(parent, []).append(node)
         tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
         before = list(token_ids[-SEEN:])
-        self._forced = self._completed(self._forced, self._matcher, before, most)
+        self._forced = self._completed(self._forced, self._matcher, before, most + len(tree))
         # (old node, its new number, the matcher after it, the last tokens up to it, what is known to be forced)
         stack: list[tuple[int, int, Any, list[int], Forced]] = [(0, 0, self._matcher.deep_copy(), before, self._forced)]
 
