@@ -1,3 +1,4 @@
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
@@ -106,15 +107,15 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
             if service.stopping:
                 end_texts.cancel()
                 Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
-                leave = Timer(LAST_SECONDS, self.leave)
-                leave.daemon = True
-                leave.start()
+                loop = asyncio.get_running_loop()
+                loop.call_soon_threadsafe(loop.call_later, LAST_SECONDS, self.cut_off)
             else:
                 service.stopping = self.should_exit = True
                 end_texts.start()
 
-        def leave(self) -> None:
-            self.force_exit = True
+        def cut_off(self) -> None:
+            for task in self.server_state.tasks:
+                task.cancel()
 
     config = uvicorn.Config(
         app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
