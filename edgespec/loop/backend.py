@@ -77,12 +77,14 @@ class Vocab(Protocol):
         """Equal for two tokenizers exactly when all token texts are equal."""
 
     def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
-        """Token ids of `text`.
-
+        """
         Args:
             text: any text.
             add_bos: put the start token first, if this model wants one.
             parse_special: read the names of control tokens as those tokens.
+
+        Returns:
+            Token ids of `text`.
         """
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -108,11 +110,13 @@ class Session(Protocol):
         """Number of committed tokens that the next pass evaluates, besides its nodes."""
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        """Number of cached tokens that a prompt can reuse.
-
+        """
         Args:
             length: committed tokens that the prompt begins with.
             short: the prompt has the row class `BatchInvariance.short`.
+
+        Returns:
+            Number of cached tokens that a prompt can reuse.
         """
 
     def commit(self, path: Sequence[int]) -> None:
@@ -132,7 +136,10 @@ class Session(Protocol):
         """
 
     def load(self, path: str | Path) -> Any:
-        """Replace tokens and cache by those saved, bit-identical, and return the note.
+        """Replace tokens and cache by those saved, bit-identical.
+
+        Returns:
+            The note.
 
         Raises:
             SessionFileError: the file is damaged, of another model, or computed in another way.
@@ -182,17 +189,16 @@ class Logits(Protocol):
         """One node's logits, shape [V], the caller's to keep."""
 
     def state(self, node: int) -> Float32Array:
-        """The output matrix's input for a node, since a quantised matrix hides small differences.
-
+        """
         Returns:
-            [hidden size]; shape [0] where the backend does not keep it.
+            The output matrix's input for a node, [hidden size], since a quantised matrix hides small differences; shape
+            [0] where the backend does not keep it.
         """
 
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        """The best of log-softmax((logits + noise) / temperature), for each node.
-
+        """
         Args:
             nodes: wanted nodes.
             k: at least 1.
@@ -200,7 +206,8 @@ class Logits(Protocol):
             noise: an array or None per node; ids beyond a shorter array are left out, also of the softmax.
 
         Returns:
-            Ids [k] and values [k] of each node, best first.
+            Ids [k] and values [k] of the best of log-softmax((logits + noise) / temperature), best first, for each
+            node.
         """
 
 
@@ -226,7 +233,9 @@ class Backend(Protocol):
         """Seconds that passes have waited for weights from a disk or a bus since the model was loaded."""
 
     def open(self) -> Session:
-        """A new, empty session.
+        """
+        Returns:
+            A new, empty session.
 
         Raises:
             UsageError: all sessions this backend was loaded for are open.

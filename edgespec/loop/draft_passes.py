@@ -21,8 +21,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The result of a pass.
-
+    """
     Attributes:
         logits: of the sequence's nodes, valid until its planner yields again.
         sequences: number of sequences that shared the pass.
@@ -84,9 +83,10 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
 
 
 def next_batch(wanted: Mapping[int, Wanted]) -> list[int]:
-    """Numbers of the sequences of the next pass: the one that waits longest, and all with its draft that fit.
-
-    With row classes it is that one only, since prompts and trees may be of different classes.
+    """
+    Returns:
+        Numbers of the sequences of the next pass: the one that waits longest, and all with its draft that fit; with row
+        classes that one only, since prompts and trees may be of different classes.
     """
     first, *others = wanted
     draft, work = wanted[first].draft, wanted[first].work

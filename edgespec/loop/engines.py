@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
 class Machine(Protocol):
-    """A computer for which an engine plans: see `machine/this_machine.py`. Sizes in bytes."""
+    """A computer for which an engine plans: see `machine/this_machine.py`; sizes are in bytes."""
 
     @property
     def platform(self) -> str:
@@ -140,14 +140,20 @@ class LoadPlan:
 
 @runtime_checkable
 class TellsPlan(Protocol):
-    """A backend with a `weights.plan.Plan` of what stays in memory; None: all weights do."""
+    """
+    Attributes:
+        plan: a `weights.plan.Plan` of what stays in memory; None: all weights do.
+    """
 
     plan: Any
 
 
 @runtime_checkable
 class ReadsExperts(Protocol):
-    """A backend that can read the chosen experts of a mixture only; None: it does not."""
+    """
+    Attributes:
+        mixture: reads the chosen experts of a mixture only; None: the backend does not.
+    """
 
     mixture: Any
 
@@ -162,7 +168,10 @@ class Engine(Protocol):
     supported: frozenset[str] = frozenset()
 
     def gpus(self, device: str | None) -> Sequence[Any]:
-        """GPUs that it can use now, each a `machine.this_machine.Gpu`; only `device` of `LoadOptions` is measured."""
+        """
+        Returns:
+            GPUs that it can use now, each a `machine.this_machine.Gpu`; only `device` of `LoadOptions` is measured.
+        """
         return ()
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
@@ -193,11 +202,13 @@ class Engine(Protocol):
         ...
 
     def probe_model(self, path: str, computing: Computing) -> AbstractContextManager[Backend, bool | None] | None:
-        """A small model that computes as the one at `path`, freed at the end; None: this engine makes none.
-
+        """
         Args:
             path: path of the whole model.
             computing: `Backend.computing` of the whole model.
+
+        Returns:
+            A small model that computes as the one at `path`, freed at the end; None: this engine makes none.
 
         Raises:
             ModelError: on entering the `with`, if it cannot be made.
@@ -206,7 +217,9 @@ class Engine(Protocol):
 
 
 def find_engine(name: str) -> Engine:
-    """A built-in engine, or one from the entry-point group edgespec.backends.
+    """
+    Returns:
+        A built-in engine, or one from the entry-point group edgespec.backends.
 
     Raises:
         UsageError: there is no such engine.
@@ -255,7 +268,10 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
 
 
 def check_sizes(options: LoadOptions, most_sessions: int) -> None:
-    """Raises UsageError: a number is out of range."""
+    """
+    Raises:
+        UsageError: a number is out of range.
+    """
     for name, value, low, high in [
         ("context length", options.context_length, 0, 2**24),
         ("budget", options.budget, 1, 2**15),
@@ -267,7 +283,9 @@ def check_sizes(options: LoadOptions, most_sessions: int) -> None:
 
 
 def choose_backend(folder: bool, machine: Machine) -> str:
-    """The built-in engine for a model file, or for a model folder.
+    """
+    Returns:
+        The built-in engine for a model file, or for a model folder.
 
     Raises:
         MissingPackage: no engine for folders is installed.
@@ -276,7 +294,9 @@ def choose_backend(folder: bool, machine: Machine) -> str:
 
 
 def installed_backends(folder: bool, machine: Machine) -> list[str]:
-    """Built-in engines for model files or folders that are installed, the preferred one first.
+    """
+    Returns:
+        Built-in engines for model files or folders that are installed, the preferred one first.
 
     Raises:
         MissingPackage: no engine for folders is installed.

@@ -44,8 +44,7 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step.
-
+    """
     Attributes:
         tokens: tokens that the step adds to the sequence, at least one.
         sources: source of each token; TARGET for the bonus.
@@ -157,7 +156,10 @@ class Generation:
 
     @property
     def draft_prompt(self) -> Prefill | None:
-        """Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none."""
+        """
+        Returns:
+            Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none.
+        """
         return self._planner.unread(self.token_ids) if self._budget else None
 
     def read_draft(self) -> None:
@@ -204,7 +206,14 @@ class Generation:
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
     def cut(self, proposed: Proposed, size: int | None = None) -> Pass:
-        """A pass over the root and the best `size` nodes; default: all that fit."""
+        """
+        Args:
+            proposed: result of `propose`.
+            size: number of best nodes to keep; default: all that fit.
+
+        Returns:
+            A pass over the root and these nodes.
+        """
         tree = only(proposed.tree, proposed.nodes[:size])
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
         plain = len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed)
@@ -287,7 +296,7 @@ class Generation:
 
     def _count_plain(self, pass_seconds: float, known: bool, began: float) -> None:
         if not known:
-            self._comparable = False  # the whole sequence cannot be compared then
+            self._comparable = False
         taken = perf_counter() - began
         self.stats.plain_seconds = self.stats.plain_seconds + pass_seconds + taken if self._comparable else 0.0
 
@@ -315,14 +324,25 @@ class Generation:
 
 
 def log_probs_of(row: Float32Array, token: int, count: int) -> LogProbs:
-    """Log-probabilities of a token and of the `count` most probable ones, from logits [V]."""
+    """
+    Args:
+        row: logits [V].
+        token: the token that was chosen.
+        count: number of most probable tokens to report.
+
+    Returns:
+        Their log-probabilities.
+    """
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()
     return LogProbs(float(row[token]) - total, [(int(i), float(row[i]) - total) for i in ids])
 
 
 def until_stop(output: list[int], stop_ids: frozenset[int], room: int) -> tuple[list[int], str]:
-    """Output up to a stop token or to `room` tokens, and the finish reason; "": the sequence goes on."""
+    """
+    Returns:
+        Output up to a stop token or to `room` tokens, and the finish reason; "": the sequence goes on.
+    """
     for i, token in enumerate(output[:room]):
         if token in stop_ids:
             return output[: i + 1], "stop"

@@ -180,7 +180,9 @@ class Constraint:
         self._forced = NOT_KNOWN
 
     def masked(self, logits: Float32Array) -> Float32Array:
-        """Logits [V] with minus infinity for forbidden tokens.
+        """
+        Returns:
+            Logits [V] with minus infinity for forbidden tokens.
 
         Raises:
             ModelError: the grammar has become too large.

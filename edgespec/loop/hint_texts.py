@@ -59,16 +59,18 @@ class NgramIndex:
         self._changing = False
 
     def matches(self, count: int) -> list[tuple[int, list[int]]]:
-        """Earlier occurrences of the last tokens, longest run first.
-
+        """
         Returns:
-            (run length, at most the last `count` positions of the tokens after it); no length that has only the
-            occurrences of a longer one.
+            Earlier occurrences of the last tokens, longest run first: (run length, at most the last `count` positions
+            of the tokens after it); no length that has only the occurrences of a longer one.
         """
         return self.matches_of(self.text[max(0, len(self) - self.longest) : -1], count)
 
     def matches_of(self, end: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-        """Occurrences of the last tokens of another sequence, `end`; result as for `matches`."""
+        """
+        Returns:
+            As for `matches`, of the last tokens of another sequence, `end`.
+        """
         found = list[tuple[int, list[int]]]()
         known = 0
         for length in range(min(self.longest, len(end)), -1, -1):

@@ -22,12 +22,14 @@ WIDE = 64  # nodes of a wide tree
 
 
 def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
-    """Expected number of different experts of a layer that a pass over `nodes` nodes chooses.
-
+    """
     Args:
         nodes: at least 1.
         experts: experts of a layer.
         used: experts that a token uses.
+
+    Returns:
+        Expected number of different experts of a layer that a pass over `nodes` nodes chooses.
     """
     further = np.asarray(nodes, np.float64) - 1
     return np.asarray(experts * (1 - (1 - used / experts) ** (1 + further * NOVELTY)))
@@ -85,7 +87,10 @@ class Curve:
 
 
 def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
-    """Work of passes over `nodes` nodes, in passes over one node; the shape is that of `nodes`."""
+    """
+    Returns:
+        Work of passes over `nodes` nodes, in passes over one node; the shape is that of `nodes`.
+    """
     wanted = np.asarray(nodes, np.float64)
     return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
 
@@ -106,7 +111,13 @@ class PassTimes:
         self._curves: dict[int, Curve] = {}
 
     def add(self, nodes: float, seconds: float, length: int = 0) -> None:
-        """Record a pass over `nodes` nodes after `length` tokens."""
+        """Record a pass.
+
+        Args:
+            nodes: number of its nodes.
+            seconds: its time.
+            length: committed tokens before it.
+        """
         at = length_class(length)
         bits = round(nodes).bit_length()
         passes = self._passes.setdefault(at, {}).setdefault(bits, deque(maxlen=KEPT))
@@ -122,7 +133,10 @@ class PassTimes:
         return max(counts, default=0)
 
     def at(self, length: int) -> Curve | None:
-        """The curve of the length class seen that is nearest to `length`; None: no pass was seen."""
+        """
+        Returns:
+            The curve of the length class seen that is nearest to `length`; None: no pass was seen.
+        """
         if not self._passes:
             return None
         wanted = length_class(length)
@@ -145,7 +159,10 @@ class PassTimes:
         return Curve(np.array(size), np.array(took), slope, self.experts)
 
     def as_list(self) -> list[list[float]]:
-        """For JSON: [length class, mean nodes, median seconds] of each size."""
+        """
+        Returns:
+            [length class, mean nodes, median seconds] of each size, for JSON.
+        """
         return [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:

@@ -58,7 +58,10 @@ class Pass:
 
 
 def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:
-    """Nodes of the proposal that pay and fit: [m], at most `budget`, best first, the root left out."""
+    """
+    Returns:
+        Nodes of the proposal that pay and fit: [m], at most `budget`, best first, the root left out.
+    """
     if proposal.nodes is not None:
         return proposal.nodes[:budget]
     if len(proposal.tree) == 1:
@@ -86,8 +89,8 @@ class Prefill:
         session: any session; its uncommitted nodes are dropped.
         token_ids: the tokens wanted; a prefix that the session holds is kept.
         want_last: the last token's logits are wanted.
-        retries: how often all may be read again after ContextFull. An emptied session may have room, if its cells were
-            moved and could not be continued.
+        retries: how often all may be read again after ContextFull, since an emptied session may have room, if its cells
+            were moved and could not be continued.
     """
 
     backend: Backend
@@ -112,10 +115,12 @@ class Prefill:
         return start
 
     def work(self, most: int | None = None) -> Work:
-        """The next part.
-
+        """
         Args:
             most: tokens; default: as many as a pass takes, and always where rows depend on each other (`blocks`).
+
+        Returns:
+            The next part.
         """
         limits, session, start = self.backend.capabilities, self.session, self.resume()
         exact = limits.exact
@@ -155,7 +160,11 @@ class Prefill:
         self.session.commit(list(range(len(work.token_ids))))
 
     def may_begin_again(self) -> bool:
-        """Use one retry; False if none is left, or if the tokens would not fit into an empty session either."""
+        """Use one retry.
+
+        Returns:
+            False: none is left, or the tokens would not fit into an empty session either.
+        """
         limit = self.backend.capabilities.context_length
         if self.retries == 0 or not self.session.token_ids or len(self.token_ids) > limit:
             return False
@@ -203,7 +212,10 @@ def is_short(limits: Capabilities, length: int) -> bool:
 
 
 def start_of(limits: Capabilities, session: Session, token_ids: Sequence[int], *, want_last: bool = False) -> int:
-    """Number of the prompt's first tokens that the session keeps; with `want_last`, the last one is read again."""
+    """
+    Returns:
+        Number of the prompt's first tokens that the session keeps; with `want_last`, the last one is read again.
+    """
     shared = min(common_prefix(session.token_ids, token_ids), len(token_ids) - want_last)
     return session.reusable_prefix(shared, short=is_short(limits, len(token_ids)))
 

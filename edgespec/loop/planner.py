@@ -92,13 +92,13 @@ class Planner(ABC):
         """Start a sequence of at least one token, which may be too long for the draft, without making a pass."""
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """Tokens that the draft must read before the next `propose`, in passes that the caller makes.
-
+        """
         Args:
             token_ids: all committed tokens.
 
         Returns:
-            None: there are none, or so few that `propose` reads them.
+            Tokens that the draft must read before the next `propose`, in passes that the caller makes; None: there are
+            none, or so few that `propose` reads them.
         """
         return None
 
@@ -143,7 +143,7 @@ class Planner(ABC):
         """
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """The most probable next tokens, far beyond a tree; called only between steps.
+        """Draft far beyond a tree; called only between steps.
 
         Args:
             context: the sequence's state, with `context.foreseen` tokens that are not committed.
@@ -151,7 +151,7 @@ class Planner(ABC):
             seconds: time after which to stop, but not without a token.
 
         Returns:
-            An empty list where there is no draft model, or it is still reading the sequence.
+            The most probable next tokens; an empty list where there is no draft model, or it is still reading.
         """
         return []
 
@@ -165,5 +165,8 @@ class Planner(ABC):
 
     @property
     def draft_session(self) -> Session | None:
-        """The draft's session, which may be saved and loaded between sequences; None: there is no draft."""
+        """
+        Returns:
+            The draft's session, which may be saved and loaded between sequences; None: there is no draft.
+        """
         return None

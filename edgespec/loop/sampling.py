@@ -91,7 +91,10 @@ class Noise:
         self._rows: dict[int, Float32Array] = {}
 
     def row(self, position: int) -> Float32Array:
-        """Noise of every token at `position`, shape [size]; read only, since it is kept for a while."""
+        """
+        Returns:
+            Noise of every token at `position`, shape [size]; read only, since it is kept for a while.
+        """
         row = self._rows.get(position)
         if row is None:
             row = _gumbel(self._bits(position))
@@ -169,7 +172,10 @@ def log_sum_exp(values: NDArray[np.floating]) -> float:
 
 
 def top_log_probs(scores: Float32Array, k: int) -> tuple[IdArray, Scores]:
-    """The k best ids of one row, and their log-softmax over the whole row; shapes [k], [k]."""
+    """
+    Returns:
+        The k best ids of one row, and their log-softmax over the whole row; shapes [k], [k].
+    """
     ids = top_ids(scores, k)
     return ids, scores[ids].astype(np.float64) - log_sum_exp(scores)
 
@@ -188,7 +194,10 @@ def top_of_rows(
 
 
 def candidates(logits: Float32Array, params: SamplingParams) -> IdArray | None:
-    """Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all."""
+    """
+    Returns:
+        Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all.
+    """
     ids = top_ids(logits, params.top_k) if params.top_k else None
     if params.top_p < 1:
         if ids is None:
@@ -214,7 +223,10 @@ def _nucleus(logits: Float32Array, top_p: float) -> IdArray:
 
 
 def _nucleus_size(probs: NDArray[np.floating], top_p: float) -> int:
-    """Number of the descending `probs` that reach `top_p`; at least one."""
+    """
+    Returns:
+        Number of the descending `probs` that reach `top_p`; at least one.
+    """
     return int(np.searchsorted(np.cumsum(probs, dtype=np.float64), top_p)) + 1
 
 
@@ -226,7 +238,18 @@ def sample(
     prompt_ids: ArrayLike = (),
     output_ids: Sequence[int] = (),
 ) -> int:
-    """The token at absolute `position`, from the logits [V] of the node before it."""
+    """
+    Args:
+        logits: [V] of the node before the position.
+        position: absolute.
+        params: the sequence's.
+        noise: the sequence's.
+        prompt_ids: tokens of the prompt, for penalties.
+        output_ids: tokens of the output so far, for penalties.
+
+    Returns:
+        The token at `position`.
+    """
     adjusted = adjust(logits, params, prompt_ids, output_ids)
     if params.temperature == 0:
         return int(adjusted.argmax())

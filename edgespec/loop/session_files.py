@@ -199,7 +199,9 @@ def difference(saved: Saved, backend: Loaded) -> str:
 
 
 def checksum_of(path: Path, size: int) -> int:
-    """CRC-32 of a file's first `size` bytes.
+    """
+    Returns:
+        CRC-32 of a file's first `size` bytes.
 
     Raises:
         OSError: the file cannot be read.
@@ -212,11 +214,13 @@ def checksum_of(path: Path, size: int) -> int:
 
 
 def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
-    """`Backend.identity` of a backend.
-
+    """
     Args:
         backend: any.
         weights: `content_of` the files of its weights.
+
+    Returns:
+        `Backend.identity` of a backend.
     """
     exact, shapes = backend.capabilities.exact, "off"
     if exact:  # the largest size of a class changes no bits, but for blocks
@@ -230,7 +234,9 @@ def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
 
 @cache
 def content_of(*paths: str) -> str:
-    """A hash of files' sizes and of samples of their bytes.
+    """
+    Returns:
+        A hash of files' sizes and of samples of their bytes.
 
     Raises:
         SessionFileError: a file cannot be read.

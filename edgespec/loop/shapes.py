@@ -100,12 +100,14 @@ class PromptRead:
 
 
 def also_wanted(wanted: Sequence[int], rows: int, shape: RowClass) -> list[int]:
-    """Rows whose logits are computed only to keep the output matrix in the row class, too.
-
+    """
     Args:
         wanted: rows whose logits are needed.
         rows: number of rows of the pass, padding included.
         shape: the pass's class.
+
+    Returns:
+        Rows whose logits are computed only to keep the output matrix in the row class, too.
     """
     missing = shape.rows(len(wanted)) - len(wanted)
     if missing == 0 or len(wanted) == 0:

@@ -9,8 +9,7 @@ from edgespec.loop.tree import Source
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and seconds of one generation.
-
+    """
     Attributes:
         backend: the target's engine.
         exact: name of the row class that passes were kept to; "": none.

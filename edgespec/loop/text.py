@@ -42,7 +42,11 @@ class TextStream:
         self.stop_found: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Add a token; return text that is final now, perhaps none."""
+        """Add a token.
+
+        Returns:
+            Text that is final now, perhaps none.
+        """
         return self._release(self._decoder.decode(self._shown.get(token_id) or self._vocab.token_bytes(token_id)))
 
     def finish(self) -> str:
@@ -97,10 +101,10 @@ def _now(form: str) -> str:
 
 @lru_cache(8)
 def _compiled(template: str) -> Any:
-    """The compiled template.
+    """Compile a template: a program in a downloaded file, so it runs in Jinja's sandbox.
 
-    It is a program in a downloaded file, so it runs in Jinja's sandbox, with the globals of Hugging Face's
-    `apply_chat_template`.
+    Returns:
+        The template, with the globals of Hugging Face's `apply_chat_template`.
     """
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -128,7 +132,10 @@ def render_chat(
     tools: Sequence[Message] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`."""
+    """
+    Returns:
+        Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`.
+    """
     text = chat_text(vocab, messages, answer=True, tools=tools, more=more)
     has_bos = vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
     return vocab.encode(text, add_bos=not has_bos, parse_special=True)
@@ -142,14 +149,16 @@ def chat_text(
     tools: Sequence[Message] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """A conversation as text, by the model's own chat template.
-
+    """
     Args:
         vocab: the model's tokenizer.
         messages: such as {"role": "user", "content": "Hi"}.
         answer: end with the beginning of the assistant's answer.
         tools: functions that the assistant may call, as JSON schemas.
         more: further variables of the template, such as enable_thinking.
+
+    Returns:
+        A conversation as text, by the model's own chat template.
 
     Raises:
         UsageError: the model has no chat template, `messages` are no messages, or the template refuses them.

@@ -37,7 +37,7 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """A tree of n nodes. All arrays have shape [n].
+    """A tree of n nodes, as arrays of shape [n].
 
     Attributes:
         parents: parents[0] == -1, else 0 <= parents[i] < i.
@@ -88,7 +88,10 @@ def make_tree(
 
 
 def depths(parents: ArrayLike) -> IntArray:
-    """Depth of every node, [n]; a node whose parent is -1 has depth 0."""
+    """
+    Returns:
+        Depth of every node, [n]; a node whose parent is -1 has depth 0.
+    """
     up = np.asarray(parents, np.int32)
     depth = list[int]()
     for parent in up.tolist():
@@ -134,13 +137,19 @@ def nodes_below(parents: Sequence[int], top: int) -> list[int]:
 
 
 def parents_among(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Parents of the kept nodes, by their new numbers; -1 where the parent is not kept."""
+    """
+    Returns:
+        Parents of the kept nodes, by their new numbers; -1 where the parent is not kept.
+    """
     new = {node: i for i, node in enumerate(kept)}
     return [new.get(parents[node], -1) for node in kept]
 
 
 def ancestor_mask(parents: ArrayLike) -> NDArray[np.bool_]:
-    """[n, n]: row i is true for node i and its ancestors, to which node i may attend."""
+    """
+    Returns:
+        [n, n]: row i is true for node i and its ancestors, to which node i may attend.
+    """
     up = np.asarray(parents, np.int32)
     mask = np.eye(len(up), dtype=np.bool_)
     for node in range(len(up)):
@@ -163,8 +172,7 @@ def shallow(tree: DraftTree, depth: int) -> DraftTree:
 
 
 def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max_leaves: int) -> NDArray[np.intp]:
-    """The best nodes besides the root; the first of them always form a tree with it (SpecExec, section 4.2).
-
+    """
     Args:
         parents: [n] of a tree.
         log_probs: [n]; none exceeds its parent's.
@@ -172,7 +180,8 @@ def ranked(parents: NDArray[np.integer], log_probs: FloatArray, budget: int, max
         max_leaves: most leaves, at least 1.
 
     Returns:
-        [m] nodes, best first, ties to the smaller index.
+        [m] best nodes besides the root, best first, ties to the smaller index; the first of them always form a tree
+        with it (SpecExec, section 4.2).
     """
     order: NDArray[np.intp] = np.argsort(-log_probs[1:], kind="stable") + 1
     if len(parents) <= max_leaves or np.count_nonzero(is_leaf(parents)) <= max_leaves:
@@ -203,7 +212,10 @@ def only(tree: DraftTree, nodes: NDArray[np.intp]) -> DraftTree:
 
 
 def select(tree: DraftTree, keep: NDArray[np.bool_]) -> DraftTree:
-    """The sub-tree of the nodes where `keep` is true; parents of kept nodes must be kept."""
+    """
+    Returns:
+        The sub-tree of the nodes where `keep` is true; parents of kept nodes must be kept.
+    """
     if keep.all():
         return tree
     new_index = np.cumsum(keep, dtype=np.int32) - 1

@@ -13,8 +13,7 @@ from edgespec.loop.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The result of one verification.
-
+    """
     Attributes:
         path: nodes to commit: the root, then the accepted nodes.
         output: token ids of the accepted nodes, then the bonus token, which is the target's next.

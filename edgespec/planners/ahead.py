@@ -143,11 +143,13 @@ class AheadSearch(Search):
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
     def forks(self, most: int, depth: int) -> NDArray[np.intp]:
-        """Unread nodes among the best children of the least sure node of the most probable path.
-
+        """
         Args:
             most: most children, if the node's best child has probability 0; fewer in proportion to 1 - probability.
             depth: most depth.
+
+        Returns:
+            Unread nodes among the best children of the least sure node of the most probable path.
         """
         at, least_sure, surest = 0, 0, 1.0
         while True:
@@ -164,14 +166,13 @@ class AheadSearch(Search):
         return unread
 
     def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
-        """The search below `node`, which was read and is committed now.
-
+        """
         Args:
-            node: the new root.
+            node: the new root, which was read and is committed now.
             kept: old places of nodes that stayed in the draft's session, in the order of their new places.
 
         Returns:
-            None: not all nodes below `node` have stayed.
+            The search below `node`; None: not all nodes below it have stayed.
         """
         part = [node, *nodes_below(self.parents.tolist(), node)]
         new_place = {place: i for i, place in enumerate(kept)} | {NOT_READ: NOT_READ}
@@ -223,7 +224,7 @@ class AheadPlanner(SpecExecPlanner):
         self._hidden_seconds = 0.0
         self._sequences, self._top_up, self._forks = sequences, top_up, forks
         self._thread = DraftThread(draft.interrupt, nice=nice)
-        self._context: Context | None = None  # of the last proposal
+        self._context: Context | None = None
         self._went_ahead = False
         self._reading = list[int]()
 

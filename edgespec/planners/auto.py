@@ -23,7 +23,7 @@ HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs,
 FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
 PATIENCE = 64  # with weights in memory, tokens generated before a draft is first asked, besides the prompt's number
 PLAIN = 3  # plain passes measured before anything is proposed: the first after loading may take twice as long
-PLAIN_STREAMED = 1  # the same with streamed weights: processors differ in the cost of nodes
+PLAIN_STREAMED = 1  # the same with streamed weights: the cost of nodes differs by processor
 RETRIED = 16  # runs after which a draft that did not pay is tried again: machines and texts change
 
 
@@ -155,12 +155,19 @@ class Candidate(ABC):
         return self.planner.unread(token_ids)
 
     def is_ready(self, token_ids: Sequence[int]) -> bool:
-        """Prepare to be asked; False: its draft must read too much, which `unread` returns from now on."""
+        """Prepare to be asked.
+
+        Returns:
+            False: its draft must read too much, which `unread` returns from now on.
+        """
         return True
 
     @abstractmethod
     def estimate(self, context: Context, budget: int) -> float:
-        """Tokens per second to expect if it is asked; 0: do not ask it, inf: asking costs nothing."""
+        """
+        Returns:
+            Tokens per second to expect if it is asked; 0: do not ask it, inf: asking costs nothing.
+        """
 
     @abstractmethod
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:

@@ -23,8 +23,7 @@ def goodput(
     sequences: int = 1,
     rows: FloatArray | None = None,
 ) -> FloatArray:
-    """Tokens per second of a step that keeps the 0 to n best nodes, shape [n + 1].
-
+    """
     Args:
         log_probs: [n] of the nodes, best first, the root left out.
         spent: seconds of drafting.
@@ -32,13 +31,19 @@ def goodput(
         trust: accepted draft tokens for each that these probabilities predict.
         sequences: number of sequences that share the pass; each has a root, and gains at least one token.
         rows: [n + 1] rows of the pass that keeps 0 to n nodes; None: one row for each node and root.
+
+    Returns:
+        Tokens per second of a step that keeps the 0 to n best nodes, shape [n + 1].
     """
     tokens = sequences + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
     return tokens / (spent + cost.seconds(np.arange(sequences, sequences + len(tokens)) if rows is None else rows))
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
-    """Number of nodes of the best step, and its tokens per second; as `goodput`, but nodes in any order."""
+    """
+    Returns:
+        Number of nodes of the best step, and its tokens per second; arguments as for `goodput`, but nodes in any order.
+    """
     rates = goodput(-np.sort(-log_probs), spent, cost, trust)
     size = int(np.argmax(rates))
     return size, float(rates[size])
@@ -52,8 +57,7 @@ def split(
     added: Sequence[FloatArray] | None = None,
     roots: float | None = None,
 ) -> list[int]:
-    """Number of best nodes that each sequence's tree keeps in a shared pass.
-
+    """
     Args:
         log_probs: of each tree's nodes, the root left out.
         most: rows that the pass has room for besides the roots.
@@ -61,6 +65,9 @@ def split(
         cost: pass times of the target; None: as many nodes are kept as there is room for.
         added: rows that each of these nodes adds to those of the better ones of its tree; None: one each.
         roots: rows of a pass without draft tokens; None: one for each tree.
+
+    Returns:
+        Number of best nodes that each sequence's tree keeps in a shared pass.
     """
     owner = np.repeat(np.arange(len(log_probs)), [len(values) for values in log_probs])
     values = np.concatenate([*log_probs, np.zeros(0)])
@@ -78,8 +85,7 @@ def split(
 def chain_goodput(
     agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve, head: int | None = None
 ) -> float:
-    """Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens.
-
+    """
     Args:
         agreement: probability that the draft's best token is the target's, given that all before it were.
         behind: number of committed tokens that the draft has not read.
@@ -87,6 +93,9 @@ def chain_goodput(
         cost: pass times of the target.
         draft_cost: pass times of the draft.
         head: as for `path_cost.best_part`.
+
+    Returns:
+        Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens.
     """
     drafted = np.arange(1, deepest + 1)
     tokens = 1 + np.cumsum(agreement**drafted)
@@ -104,8 +113,7 @@ def worth_reading(
     draft_cost: Curve,
     child: float = 1.0,
 ) -> int:
-    """Number of nodes for the draft's next pass, by the gain of this pass alone; 0: stop drafting.
-
+    """
     Args:
         log_probs: [n] of the nodes found so far, best first, at most `budget`.
         unread: [m] log-probabilities of the nodes that could be read next, best first.
@@ -114,6 +122,9 @@ def worth_reading(
         cost: pass times of the target.
         draft_cost: pass times of the draft.
         child: probability of a node's best child, given the node.
+
+    Returns:
+        Number of nodes for the draft's next pass, by the gain of this pass alone; 0: stop drafting.
     """
     rates = goodput(log_probs, spent, cost)
     size = int(np.argmax(rates))

@@ -88,10 +88,9 @@ class Datastore:
         return self.header.tokens
 
     def find(self, prefix: Sequence[int]) -> tuple[int, int]:
-        """The range of the suffix array whose suffixes start with `prefix`.
-
+        """
         Returns:
-            First index, and one past the last; equal: there is none.
+            First index of the suffixes that start with `prefix`, and one past the last; equal: there is none.
         """
         wanted = np.asarray(prefix, f">u{self.header.token_width}").tobytes()
         size, width, data = len(wanted), self.header.token_width, self._map
@@ -106,8 +105,7 @@ class Datastore:
         return low, bisect_right(self._order, wanted, low, key=start_of)
 
     def continuations(self, low: int, high: int, skip: int, count: int, depth: int) -> IntArray:
-        """Tokens after the matches of a prefix, at regular intervals of their range: it is sorted, so shares are kept.
-
+        """
         Args:
             low: as `find` returned it.
             high: as `find` returned it.
@@ -116,7 +114,8 @@ class Datastore:
             depth: tokens wanted after each.
 
         Returns:
-            Token ids [min(count, high - low), depth]; END from the end of a document on.
+            Token ids [min(count, high - low), depth] after matches at regular intervals of the range, which is sorted,
+            so shares are kept; END from the end of a document on.
         """
         rows = min(count, high - low)
         picks = low + (2 * np.arange(rows) + 1) * (high - low) // (2 * max(rows, 1))
@@ -272,13 +271,12 @@ def _tokenise(texts: Iterable[str], vocab: Vocab, report: Progress) -> tuple[NDA
 
 
 def suffix_array(tokens: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Positions of the tokens, in the order of the suffixes that start there.
-
+    """
     Args:
         tokens: [n], big-endian.
 
     Returns:
-        [n], little-endian.
+        [n], little-endian: positions of the tokens, in the order of the suffixes that start there.
     """
     from pydivsufsort import divsufsort  # only building needs it
 
@@ -290,11 +288,13 @@ def suffix_array(tokens: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinte
 
 
 def read_texts(paths: Iterable[str | Path], on_skip: Callable[[Path], None] | None = None) -> Iterator[str]:
-    """The documents in files: values of `.json` and lines of `.jsonl` by `documents_of`, others whole, as UTF-8 text.
-
+    """
     Args:
         paths: files, also with `.gz` after their names, and folders: all files below that are not hidden, by name.
         on_skip: called for each file in a folder that cannot be read as text and is left out.
+
+    Yields:
+        The documents in files: values of `.json` and lines of `.jsonl` by `documents_of`, others whole, as UTF-8 text.
 
     Raises:
         DatastoreError: a path does not exist, or a file of `paths` cannot be read so.
@@ -357,9 +357,10 @@ def _parse(text: str, where: str) -> Any:
 
 
 def documents_of(value: Any) -> Iterator[str]:
-    """The documents in a JSON value: each object, and each string of a list that is in no object.
-
-    An object's text is its own strings that hold a word, also those in its lists, joined by empty lines.
+    """
+    Yields:
+        The documents in a JSON value: each string of a list that is in no object, and each object, as its own strings
+        that hold a word, also those in its lists, joined by empty lines.
     """
     if isinstance(value, dict):
         inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]

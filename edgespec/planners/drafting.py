@@ -146,7 +146,16 @@ class ChildScores:
     def children(
         self, logits: Logits, nodes: Sequence[int], depth: Sequence[int], count: int
     ) -> tuple[list[IdArray], list[Scores]]:
-        """The best `count` children of each of `nodes`, which are at `depth` in the tree, and their log q."""
+        """
+        Args:
+            logits: of the draft's pass.
+            nodes: [m] nodes of the pass.
+            depth: [m] their depths in the tree.
+            count: number of children of each.
+
+        Returns:
+            The best children of each node, and their log q.
+        """
         return logits.top(nodes, count, self._temperature, [self._added(d) for d in depth])
 
     def _added(self, depth: int) -> Float32Array:
@@ -161,7 +170,10 @@ class ChildScores:
 
 
 def _offset(context: Context) -> Float32Array:
-    """Sum of bias and additive penalties in this step, [V of the target]."""
+    """
+    Returns:
+        Sum of bias and additive penalties in this step, [V of the target].
+    """
     sampling = context.sampling
     additive = SamplingParams(
         presence_penalty=sampling.presence_penalty,

@@ -47,12 +47,14 @@ class Path:
 
 
 def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> list[Path]:
-    """The path to each leaf among the new nodes, in depth-first order.
-
+    """
     Args:
         parents: of all nodes of a session, those evaluated before included.
         first: number of the first new node.
         tips: nodes after which there is a state.
+
+    Returns:
+        The path to each leaf among the new nodes, in depth-first order.
     """
     inner = set(parents)
     found = []
@@ -65,25 +67,29 @@ def paths_of(parents: Sequence[int], first: int, tips: Collection[int] = ()) -> 
 
 
 def states_within(state: int, weights: int, most: int) -> int:
-    """Number of states to keep.
-
+    """
     Args:
         state: bytes of a state.
         weights: bytes of the weights.
         most: most states.
+
+    Returns:
+        Number of states to keep.
     """
     return min(most, max(ALWAYS, int(SHARE * weights)) // state) if state else most
 
 
 def step_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
-    """Number of tokens before the state where the shortest possible state step begins; None: there is none.
-
+    """
     Args:
         states: number of tokens before each state.
         length: number of committed tokens, after which the state step ends.
         paths: number of paths in the same pass.
         tokens: tokens of each path, and least tokens of the state step.
         most: most rows of the pass.
+
+    Returns:
+        Number of tokens before the state where the shortest possible state step begins; None: there is none.
     """
     room = min(most, max(CHEAP, 2 * paths * tokens)) // (paths + 1)
     return max((at for at in states if tokens <= length - at <= room), default=None)
@@ -146,18 +152,36 @@ def note(most: int | None = None) -> str:
 
 
 def rows_of(parents: ArrayLike, head: int) -> int:
-    """Rows of a pass over a tree as paths, each of which begins with `head` unread tokens."""
+    """
+    Args:
+        parents: of a tree.
+        head: number of unread tokens that each path begins with.
+
+    Returns:
+        Rows of a pass over the tree as paths.
+    """
     return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
 
 
 def rows_added(tree: DraftTree, nodes: NDArray[np.intp], head: int) -> FloatArray:
-    """Rows, [m], that each of `nodes` adds to those of `rows_of` the nodes before it; best first."""
+    """
+    Args:
+        tree: any.
+        nodes: [m] nodes of it, best first.
+        head: as for `rows_of`.
+
+    Returns:
+        [m] rows that each of `nodes` adds to those of the nodes before it.
+    """
     paths, depth = _growth(tree, nodes)
     return np.diff(paths * (head + 1 + depth), prepend=head + 1)
 
 
 def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, NDArray[np.integer]]:
-    """Paths and depth of the trees that have the root and the first 1 to m of `nodes`, [m] each."""
+    """
+    Returns:
+        Paths and depth of the trees that have the root and the first 1 to m of `nodes`, [m] each.
+    """
     _, at = np.unique(tree.parents[nodes], return_index=True)
     branches = np.ones(len(nodes))
     branches[at] = 0  # it continues its parent's path
@@ -174,8 +198,7 @@ def best_part(
     head: int | None = None,
     trust: float = 1.0,
 ) -> tuple[NDArray[np.intp], float]:
-    """The nodes that make the best step, best first, and the step's predicted tokens per second.
-
+    """
     Args:
         tree: any.
         spent: seconds of drafting.
@@ -184,6 +207,9 @@ def best_part(
         max_leaves: most leaves.
         head: number of unread tokens that each path begins with; None: trees are not evaluated as paths.
         trust: accepted draft tokens for each that the tree's probabilities predict.
+
+    Returns:
+        The nodes that make the best step, best first, and the step's predicted tokens per second.
     """
     if head is None:
         nodes = ranked(tree.parents, tree.log_probs, budget, max_leaves)

@@ -58,7 +58,10 @@ class Search:
         return self.budget
 
     def cutoff(self, count: int) -> float:
-        """The log-probability of the `count`-th best node; -inf: there are fewer."""
+        """
+        Returns:
+            The log-probability of the `count`-th best node; -inf: there are fewer.
+        """
         values = self._of_use()
         return float(-np.partition(-values, count - 1)[count - 1]) if len(values) >= count else -np.inf
 
@@ -97,12 +100,13 @@ class Search:
         return fmean(self._best_children)
 
     def unread(self, enough: float = ENOUGH) -> NDArray[np.intp]:
-        """The unread nodes whose best child is likely to be among the K best nodes, most probable first.
-
-        While there are some above the `usual` cutoff, no others: those seldom improve the tree.
-
+        """
         Args:
             enough: tokens that reading a node must be expected to add.
+
+        Returns:
+            The unread nodes whose best child is likely to be among the K best nodes, most probable first; while there
+            are some above the `usual` cutoff, no others, which seldom improve the tree.
         """
         best_child = np.where(self._open(self.most_depth), self.child * np.exp(self.log_probs), 0.0)
         cutoff = self.cutoff(self.budget)
@@ -117,7 +121,16 @@ class Search:
         return found
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
-        """The first of `unread` for which a draft pass, its leaves and the draft's cache have room."""
+        """
+        Args:
+            unread: nodes that could be read, best first.
+            beam: most nodes of the draft's pass.
+            max_leaves: most leaves among the nodes read.
+            max_nodes: most nodes read.
+
+        Returns:
+            The first of `unread` for which there is room; they count as read.
+        """
         batch = list[int]()
         for node in unread.tolist():
             parent = int(self.parents[node])

@@ -57,7 +57,7 @@ class SpecExecPlanner(Planner):
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted) if self.children > 1 else 1
         self._drafter = Drafter(draft, cost)
-        self._search: Search | None = None  # of the last proposal
+        self._search: Search | None = None
         self._usual = -np.inf  # cutoff of the last search, and about that of the next
 
     @property

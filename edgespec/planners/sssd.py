@@ -54,12 +54,14 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
 
 
 def features(depth: int, count: int, total: int) -> tuple[float, float, float, float]:
-    """Features of a step: 1, log-odds of the share, log(total), log(depth).
-
+    """
     Args:
         depth: of the token, at least 1.
         count: number of matches that go on with the token.
         total: number of matches.
+
+    Returns:
+        Features of a step: 1, log-odds of the share, log(total), log(depth).
     """
     return 1.0, log((count + 0.5) / (total - count + 0.5)), log(total), log(depth)
 
@@ -69,7 +71,10 @@ Matches = tuple[int, int, list[int], list[int]]
 
 
 def split(text: list[int], places: list[int]) -> dict[int, list[int]]:
-    """Places after each token that stands at `places`: token -> places; ends of documents are left out."""
+    """
+    Returns:
+        Places after each token that stands at `places`: token -> places; ends of documents are left out.
+    """
     parts: dict[int, list[int]] = {}
     for place in places:
         token = text[place]
@@ -112,7 +117,18 @@ def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[i
 def grow(
     root_token: int, groups: list[Matches], budget: int, depth: int, calibration: Calibration, min_probability: float
 ) -> DraftTree:
-    """The tree of the root and the best `budget` nodes that reach `min_probability`, at most `depth` deep."""
+    """
+    Args:
+        root_token: the last committed token.
+        groups: matches of the last tokens; of one source the longer ones first.
+        budget: most nodes besides the root.
+        depth: most depth of a node.
+        calibration: makes counts probabilities.
+        min_probability: least probability of a node; 0: no limit.
+
+    Returns:
+        The tree of the root and the most probable nodes.
+    """
     highest_cost = -log(min_probability) if min_probability else inf
     tokens, parents, values, depths, sources = [root_token], [-1], [0.0], [0], [int(Source.TARGET)]
     # (-log-probability, serial number against ties, token, parent, source, depth, matches)
@@ -176,12 +192,14 @@ class SssdPlanner(Planner):
         return Proposal(grow(context.token_ids[-1], matches, budget, depth, self._calibration, least))
 
     def matches(self, depth: int, count: int = CONTINUATIONS, hints: Sequence[Hint] = ()) -> list[Matches]:
-        """Matches of the last tokens in every source, longest first within a source.
-
+        """
         Args:
             depth: tokens after each match of the datastore.
             count: most matches of each length in the input and in each hint.
             hints: the request's.
+
+        Returns:
+            Matches of the last tokens in every source, longest first within a source.
         """
         text = self._index.text
         groups = [(int(Source.INPUT), length, text, at) for length, at in self._index.matches(count)]
@@ -197,12 +215,14 @@ class SssdPlanner(Planner):
 
 
 def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -> list[Matches]:
-    """Matches of the end of `suffix`, longest first; shorter ones are added until there are enough.
-
+    """
     Args:
         datastore: any.
         suffix: the sequence's last tokens.
         depth: tokens after each match; the next match's tokens follow them.
+
+    Returns:
+        Matches of the end of `suffix`, longest first; shorter ones are added until there are enough.
     """
     ranges = list[tuple[int, int, int]]()
     for length in range(1, len(suffix) + 1):  # from the shortest: where it has no match, no longer one has

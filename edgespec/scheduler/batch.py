@@ -22,12 +22,14 @@ Failed = list[tuple[Lane, Exception]]
 
 
 def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
-    """Sequences to decode in the next pass, and the one to prefill; they alternate if they cannot share a pass.
-
+    """
     Args:
         lanes: sessions with work.
         limits: of the target.
         read_last: the last pass had a chunk of a prompt.
+
+    Returns:
+        Sequences to decode in the next pass, and the one to prefill; they alternate if they cannot share a pass.
     """
     lanes = sorted(lanes, key=lambda lane: lane.used)
     reading, writing = [lane for lane in lanes if lane.unread], [lane for lane in lanes if lane.may_write]
@@ -38,13 +40,16 @@ def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> t
 
 
 def read_draft(lane: Lane, chunks: PromptChunks, pass_now: CurrentPass, *, single: bool) -> None:
-    """Have the draft read one chunk of a sequence; raises what its pass raises.
+    """Have the draft read one chunk of a sequence.
 
     Args:
         lane: its draft has something to read.
         chunks: sizes of the draft's chunks.
         pass_now: notes the pass.
         single: no other sequence has work.
+
+    Raises:
+        Exception: what the pass raises.
     """
     reading, generation = lane.draft_prompt, lane.generation
     assert reading
@@ -95,8 +100,7 @@ def plan_trees(
     *,
     single: bool,
 ) -> tuple[Batch, Failed]:
-    """Trees of the sequences that have waited longest, as many as `room` rows hold, cut to their best nodes.
-
+    """
     Args:
         writing: sequences to decode.
         lanes: as for `plan`.
@@ -104,6 +108,9 @@ def plan_trees(
         room: rows of the pass.
         times: as for `plan`.
         single: the pass has no prompt.
+
+    Returns:
+        Trees of the sequences that have waited longest, as many as `room` rows hold, cut to their best nodes.
     """
     group = in_turn(writing, room)
     room -= sum(1 + lane.session.unread_committed for lane in group)
@@ -136,14 +143,16 @@ def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
 def best_sizes(
     found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
 ) -> list[int]:
-    """Number of draft nodes of each tree for most expected tokens per second.
-
+    """
     Args:
         found: a proposal of each sequence.
         limits: of the target.
         room: rows of the pass besides the roots.
         times: as for `plan`.
         seconds: spent on drafting.
+
+    Returns:
+        Number of draft nodes of each tree for most expected tokens per second.
     """
     length = fmean(len(lane.session.token_ids) for lane, _ in found)
     curve = times.at(round(length)) if times else None

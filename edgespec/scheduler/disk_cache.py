@@ -95,7 +95,11 @@ class DiskCache:
         return True
 
     def load(self, path: Path, session: Session, draft: Session | None = None) -> bool:
-        """Load a file into a session, which may be empty if that fails; False: there is no room now."""
+        """Load a file into a session, which may be empty if that fails.
+
+        Returns:
+            False: there is no room now.
+        """
         try:
             session.load(path)
             load_draft_session(path, draft)

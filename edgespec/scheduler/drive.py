@@ -20,7 +20,10 @@ def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None
 def events_of(
     scheduler: Scheduler, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
 ) -> Generator[tuple[int, Event]]:
-    """As `events`, for several requests; yields (number of the request, event)."""
+    """
+    Yields:
+        (number of the request, event), otherwise as `events`, for several requests.
+    """
     found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
     handles, left = list[Handle](), set(range(len(requests)))
     try:
@@ -49,7 +52,13 @@ def events_of(
 
 
 def chunks_in(event: Event, progress: Callable[[int, int], None] | None = None) -> Sequence[Chunk]:
-    """The chunks of an event; raises the error that ended the request."""
+    """
+    Returns:
+        The chunks of an event.
+
+    Raises:
+        Exception: the error that ended the request.
+    """
     if isinstance(event, Ended):
         if event.error is not None:
             raise event.error

@@ -30,7 +30,10 @@ class Queue:
         self._handles = list[Handle]()
 
     def put(self, handle: Handle) -> None:
-        """Raises Closed."""
+        """
+        Raises:
+            Closed: no request is taken any more.
+        """
         with self.changed:
             if self.closed:
                 raise Closed

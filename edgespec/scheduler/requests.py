@@ -45,8 +45,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    text: str  # empty for half a character, and for the beginning of a stop string
-    token_id: int | None  # None: text held back when the request ended for lack of room
+    """
+    Attributes:
+        text: empty for half a character, and for the beginning of a stop string.
+        token_id: None: text held back when the request ended for lack of room.
+    """
+
+    text: str
+    token_id: int | None
     source: Source
     log_probs: LogProbs | None = None
 

@@ -43,7 +43,7 @@ class Scheduler:
             planners: one for each sequence of a batch.
             budget: most draft tokens of a sequence in a pass.
             cost: times of the target's passes, which it learns; None: trees take all the room of a pass.
-            order: of waiting requests, the one with the smallest value is served first, of equal ones the earliest. A
+            order: of waiting requests, the one with the smallest value is served first, of equal ones the earliest; a
                 request with a larger value may wait for ever, unless its value falls meanwhile.
         """
         self.target = target
@@ -71,8 +71,8 @@ class Scheduler:
             request: what is wanted.
             emit: receives every event, in the thread that makes passes; must be fast.
             stats: filled in as tokens come.
-            idle_limit: None for a real request. Otherwise this is idle work: the prompt is read, and at most this many
-                tokens are generated, while there is no other work and until `promote`; other requests may end it.
+            idle_limit: None: a real request; else idle work, for which the prompt is read and at most this many tokens
+                are generated, while there is no other work and until `promote`; other requests may end it.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -86,7 +86,11 @@ class Scheduler:
         return handle
 
     def promote(self, handle: Handle) -> bool:
-        """Make idle work a real request; False: it was cancelled before."""
+        """Make idle work a real request.
+
+        Returns:
+            False: it was cancelled before.
+        """
         with self._queue.changed:
             if not handle.cancelled:
                 handle.promote()
@@ -127,7 +131,11 @@ class Scheduler:
             return pool.load(path)
 
     def forget(self) -> None:
-        """Empty idle sessions, so that the next prompts are prefilled in full; raises Closed."""
+        """Empty idle sessions, so that the next prompts are prefilled in full.
+
+        Raises:
+            Closed: the scheduler was closed.
+        """
         with self._between_steps() as pool:
             pool.forget_all()
 
@@ -242,7 +250,10 @@ class Scheduler:
             self._accept(lane, pass_, found, single=len(batch) == 1)
 
     def _forward(self, batch: Batch) -> list[Logits]:
-        """The logits of one pass; []: it could not be made, and the next step tries another."""
+        """
+        Returns:
+            The logits of one pass; []: it could not be made, and the next step tries another.
+        """
         lanes = [lane for lane, _ in batch]
         handles = [lane.handle for lane in lanes if lane.handle]
         with self._failing(lanes), suppress(Interrupted):

@@ -28,11 +28,17 @@ PROMPT_RETRIES = 3
 
 
 class Phase(Enum):
-    """The part of a session and its planner that an exception in a step may leave wrong."""
+    """The part of a session and its planner that an exception in a step may leave wrong.
+
+    Attributes:
+        SETTLED: nothing.
+        PASSING: nodes and drafts of a pass; the tokens are right.
+        CHANGING: everything.
+    """
 
     SETTLED = "settled"
-    PASSING = "passing"  # nodes and drafts of a pass; the tokens are right
-    CHANGING = "changing"  # everything
+    PASSING = "passing"
+    CHANGING = "changing"
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +114,11 @@ class Lane:
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
     def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
-        """Commit and report the accepted tokens of a pass; return the new chunks."""
+        """Commit and report the accepted tokens of a pass.
+
+        Returns:
+            The new chunks.
+        """
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
@@ -121,13 +131,22 @@ class Lane:
             self.generation.give_up()
 
     def foresee(self, seconds: float, most: int) -> None:
-        """Report up to `most` tokens that the draft expects, if the request wants them, within `seconds`."""
+        """Report tokens that the draft expects, if the request wants them.
+
+        Args:
+            seconds: about the time to take.
+            most: most tokens.
+        """
         handle, generation = self.handle, self.generation
         if handle and generation and handle.request.foresee and generation.foresee(seconds, most):
             handle.tell(Foresaw(generation.foreseen.copy(), handle.request.shown))
 
     def drop_pass(self) -> None:
-        """Forget nodes and drafts of an interrupted pass; raises what the planner raises."""
+        """Forget nodes and drafts of an interrupted pass.
+
+        Raises:
+            Exception: what the planner raises.
+        """
         self.session.rewind(len(self.session.token_ids))
         if self.handle and self.generation:
             prompt = self.handle.request.prompt_ids
@@ -290,7 +309,11 @@ class SessionPool:
         self.empty(lane)
 
     def forget_oldest(self) -> bool:
-        """Forget the least recently used idle session; False: none has tokens."""
+        """Forget the least recently used idle session.
+
+        Returns:
+            False: none has tokens.
+        """
         idle = [lane for lane in self.idle if lane.session.token_ids]
         if oldest := min(idle, key=lambda lane: lane.used, default=None):
             self.forget(oldest)
@@ -311,7 +334,11 @@ class SessionPool:
         return False
 
     def save_latest(self, path: str | Path, note: Any) -> None:
-        """Save the session that was used last, and a note, unless the file has both; raises SessionFileError."""
+        """Save the session that was used last, and a note, unless the file has both.
+
+        Raises:
+            SessionFileError: the file cannot be written.
+        """
         last = max(self.lanes, key=lambda lane: lane.used)
         if not has(path, last.session.token_ids, note):
             last.session.save(path, note)
@@ -319,7 +346,10 @@ class SessionPool:
             last.draft.save(draft_file(path))
 
     def load(self, path: str | Path) -> Any:
-        """Load a file into an idle session; return its note.
+        """Load a file into an idle session.
+
+        Returns:
+            Its note.
 
         Raises:
             SessionFileError, ContextFull: as `Session.load`.
@@ -361,7 +391,10 @@ class SessionPool:
         return (source, most) if most - own >= WORTH_SHARING else (lane, own)
 
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
-        """The session that spares most tokens of a prompt, and their number; of equal ones a busy, short one."""
+        """
+        Returns:
+            The session that spares most tokens of a prompt, and their number; of equal ones a busy, short one.
+        """
 
         def worth(lane: Lane) -> tuple[int, bool, int]:
             return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
@@ -371,7 +404,12 @@ class SessionPool:
         return best, starts[best]
 
     def _hand_over_shared(self, lane: Lane, kept: int) -> None:
-        """Call before truncating to `kept` tokens: the shared cells are counted in the longest fork from now on."""
+        """Count the shared cells in the longest fork from now on; called before the lane is truncated.
+
+        Args:
+            lane: a lane whose cells others share.
+            kept: tokens that stay.
+        """
         forks = [other for other in self.lanes if other.source is lane and other.forked]
         heir = max(forks, key=lambda other: other.forked, default=None)
         if heir and heir.forked > kept:

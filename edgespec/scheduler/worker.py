@@ -24,7 +24,11 @@ class Worker:
         self._queue, self._pool, self._turn, self._step, self._fail = queue, pool, turn, step, fail
 
     def start(self, at_exit: Callable[[], None]) -> None:
-        """Start the thread, once; raises RuntimeError if the system refuses one."""
+        """Start the thread, once.
+
+        Raises:
+            RuntimeError: the system refuses one.
+        """
         with self._queue.changed:
             if self.thread is None and not self._queue.closed:
                 thread = Thread(target=self._run, name="edgespec passes", daemon=True)

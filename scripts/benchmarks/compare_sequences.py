@@ -21,12 +21,17 @@ PLAIN = "none"
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    """
+    Attributes:
+        shapes: row class.
+    """
+
     planner: str
     about: str
     prompt: str
     temperature: float
     top_p: float
-    shapes: str  # row class
+    shapes: str
     passes: int
     token_ids: list[int]
 
@@ -51,8 +56,18 @@ def generate_sequences(
 ) -> list[Written]:
     """Generate what the file at `path` lacks: by plain decoding, then by each planner, `parallel` in a batch.
 
-    `plain_batched` batches plain decoding, too, which is faster where weights are streamed. `done` is called after
-    every sequence; `options` go to `edgespec.load`.
+    Args:
+        target: the target model.
+        prompts: questions.
+        samplings: each prompt is answered with each.
+        path: a file of `Written` as JSON lines, which is continued.
+        planners: names.
+        parallel: sequences in a batch.
+        max_tokens: of a sequence.
+        plain_batched: batch plain decoding, too, which is faster where weights are streamed.
+        done: called after every sequence.
+        say: as for `edgespec.load`.
+        options: as for `edgespec.load`.
 
     Returns:
         All sequences of the file.
@@ -108,7 +123,9 @@ def _generate(
 
 
 def count_equal(written: Sequence[Written]) -> Mapping[tuple[str, float, float], tuple[int, int]]:
-    """(planner, temperature, top_p) -> (sequences equal to plain decoding's, sequences that have a plain one).
+    """
+    Returns:
+        (planner, temperature, top_p) -> (sequences equal to plain decoding's, sequences that have a plain one).
 
     Raises:
         UsageError: sequences to compare were generated with different row classes.

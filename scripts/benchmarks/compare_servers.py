@@ -24,9 +24,14 @@ WARM_UP = "Say hello."
 
 @dataclass(slots=True)
 class Result:
+    """
+    Attributes:
+        first: seconds until each answer's first word.
+    """
+
     tokens: int = 0
     seconds: float = 0.0
-    first: list[float] = field(default_factory=list)  # seconds until each answer's first word
+    first: list[float] = field(default_factory=list)
     failed: str = ""
 
     @property
@@ -36,18 +41,24 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    program: str | None  # llama-server; None: only this package's server
+    """
+    Attributes:
+        program: llama-server; None: only this package's server.
+        modes: of llama-server; empty: all.
+        limit: bytes of memory for a process and what it caches.
+    """
+
+    program: str | None
     model: str
     draft: str | None = None
-    modes: Sequence[str] = ()  # of llama-server; empty: all
+    modes: Sequence[str] = ()
     threads: int | None = None
     context_length: int = 4096
-    limit: int | None = None  # bytes of memory for a process and what it caches
+    limit: int | None = None
     options: Sequence[str] = ()
     llama_options: Sequence[str] = ()
 
     def commands(self, parallel: int) -> dict[str, list[str]]:
-        """Name -> command line, for `parallel` concurrent requests."""
         from edgespec.machine.system import compute_cores
 
         ours = [str(Path(sys.executable).with_name(OURS)), "serve", self.model, "--parallel", str(parallel)]
@@ -69,8 +80,7 @@ def compare(
     servers: Servers, prompts: Sequence[str], at_once: Sequence[int], *, rounds: int, max_tokens: int,
     temperature: float, say: Callable[[str], None],
 ) -> dict[tuple[str, int], Result]:  # fmt: skip
-    """(server, concurrent requests) -> result.
-
+    """
     Args:
         servers: the servers to compare.
         prompts: questions; every server answers each, at each concurrency.
@@ -79,6 +89,9 @@ def compare(
         max_tokens: of an answer.
         temperature: of all.
         say: called with a line about the measurement that starts.
+
+    Returns:
+        (server, concurrent requests) -> result.
 
     Raises:
         EdgespecError: there is a limit, and no control group may be made here.
@@ -115,7 +128,11 @@ def _started(servers: Servers, command: Sequence[str], group: Group | None) -> I
 def ask(
     port: int, prompts: Sequence[str], at_once: int, result: Result, *, max_tokens: int, temperature: float
 ) -> None:
-    """Have each prompt answered, `at_once` concurrently; adds to `result`. Raises EdgespecError, OSError."""
+    """Have each prompt answered, `at_once` concurrently, and add to `result`.
+
+    Raises:
+        EdgespecError, OSError: there is no answer.
+    """
 
     def one(number: int) -> Streamed:
         messages = [{"role": "user", "content": prompts[number]}]

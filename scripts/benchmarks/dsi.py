@@ -1,12 +1,14 @@
 """Seconds of plain decoding, speculative inference (SI) and distributed speculative inference (DSI).
 
-After "Distributed Speculative Inference" (arXiv 2405.14105). T is the seconds of a target pass, t of a draft pass, k
-the lookahead, p the acceptance rate. A step ends with the first rejected draft token; A is the number accepted before
-it, P(A = a) = p^a (1 - p).
+After "Distributed Speculative Inference" (arXiv 2405.14105): T is the seconds of a target pass, t of a draft pass, k
+the lookahead, p the acceptance rate. A step ends with the first rejected draft token, after A accepted ones:
+P(A = a) = p^a (1 - p). The closed forms are
 
-Closed form: SI generates min(A, k) + 1 tokens in k t + T. A step of DSI generates A + 1 tokens in
-min(ceil(A / k) k t + T, (A + 1) T), with at least ceil(T / (k t)) copies of the target. The paper's own program gives
-no bonus token after a pass whose draft tokens are all accepted, and SI begins every step with a pass without a draft.
+    SI      min(A, k) + 1 tokens in k t + T
+    DSI     A + 1 tokens in min(ceil(A / k) k t + T, (A + 1) T), with at least ceil(T / (k t)) copies of the target
+
+In the paper's own program, no bonus token follows when all draft tokens are accepted, and each step of SI begins with
+a pass without a draft.
 """
 
 import math
@@ -16,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-TOKENS = 50  # that the paper has written
+TOKENS = 50  # as in the paper
 MOST_COPIES = 7
 LOOKAHEADS = (1, 5, 10)  # of the paper's Table 2
 GRID_LOOKAHEADS = range(1, TOKENS)  # of its Figure 2, which has 1 to 200: longer ones are never best
@@ -24,14 +26,22 @@ GRID_LOOKAHEADS = range(1, TOKENS)  # of its Figure 2, which has 1 to 200: longe
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A row of the paper's Tables 2 and 3. Milliseconds, and how many passes' time the first ones take."""
+    """A row of the paper's Tables 2 and 3.
+
+    Attributes:
+        target: milliseconds of a target pass.
+        draft: milliseconds of a draft pass.
+        speedup: SI / DSI, as the paper says.
+        first_target: time of the first target pass, in later ones.
+        first_draft: time of the first draft pass, in later ones.
+    """
 
     models: str
     texts: str
     target: float
     draft: float
     acceptance: float
-    speedup: float  # SI / DSI, as the paper says
+    speedup: float
     first_target: float
     first_draft: float
 
@@ -46,7 +56,7 @@ TABLE_2 = (
     Setting("Phi3-14B, 4B", "HumanEval", 52.1, 34.0, 0.95, 1.41, 1.29, 1.23),
     Setting("Phi3-14B, 4B", "MBPP", 52.2, 34.3, 0.94, 1.37, 1.43, 1.27),
     Setting("Phi3-14B, 4B", "CNN-DM", 52.4, 34.6, 0.93, 1.39, 4.77, 3.88),
-    # Its prompts are not in Table 3: the first passes are taken to be as long as all others.
+    # not in Table 3: as if the first passes took as long as all others
     Setting("Phi3-14B, 4B", "Alpaca", 49.6, 33.4, 0.87, 1.60, 1.0, 1.0),
 )
 
@@ -76,7 +86,15 @@ def seconds_of(rights: Sequence[int], tokens: int, cost: Callable[[int], float])
 
 
 def expected(acceptance: float, cost: Callable[[int], float], tokens: int = TOKENS) -> float:
-    """Expected seconds for `tokens` tokens, by the cost of a step with a number of accepted draft tokens."""
+    """
+    Args:
+        acceptance: acceptance rate.
+        cost: seconds of a step, by its number of accepted draft tokens.
+        tokens: number of tokens to generate.
+
+    Returns:
+        Expected seconds.
+    """
     costs = np.array([cost(right) for right in range(tokens)])
     powers = acceptance ** np.arange(tokens)
     left = np.zeros(tokens + 1)
@@ -88,7 +106,6 @@ def expected(acceptance: float, cost: Callable[[int], float], tokens: int = TOKE
 
 
 def expected_si(acceptance: float, target: float, draft: float, lookahead: int, tokens: int = TOKENS) -> float:
-    """Expected seconds of SI by the closed form."""
     chance = np.append((1 - acceptance) * acceptance ** np.arange(lookahead), acceptance**lookahead)
     left = np.zeros(tokens + 1)
     for count in range(1, tokens + 1):
@@ -100,7 +117,10 @@ def expected_si(acceptance: float, target: float, draft: float, lookahead: int, 
 def best_dsi(
     acceptance: float, target: float, draft: float, lookaheads: Sequence[int], round_: Round = dsi_round
 ) -> float:
-    """Expected seconds at the best lookahead, of those for which MOST_COPIES suffice."""
+    """
+    Returns:
+        Expected seconds at the best lookahead for which MOST_COPIES suffice.
+    """
     allowed = [lookahead for lookahead in lookaheads if enough(target, draft, lookahead, MOST_COPIES)]
     return min(expected(acceptance, partial(round_, target, draft, lookahead)) for lookahead in allowed)
 
@@ -122,7 +142,15 @@ def speedups(setting: Setting) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    draft: float  # of a target pass
+    """
+    Attributes:
+        draft: time of a draft pass, in target passes.
+        plain: time of plain decoding, in target passes.
+        si: the same of SI.
+        dsi: the same of DSI.
+    """
+
+    draft: float
     acceptance: float
     plain: float
     si: float

@@ -1,4 +1,4 @@
-"""Several targets measured against the closed form, with models that sleep, so seven need no seven machines.
+"""Several targets on one machine, with models that sleep, measured against the closed form.
 
 A pass computes a small random model, whose tokens can be compared, and then sleeps until its time is over.
 """
@@ -154,7 +154,10 @@ def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Pla
 def measure(
     places: Sequence[Place], target: float, draft: float, lookahead: int, acceptance: float
 ) -> tuple[float, float]:
-    """Seconds for TOKENS, and by the closed form for the same drafts; the places stay open.
+    """Generate TOKENS; the places stay open.
+
+    Returns:
+        Seconds, and those of the closed form for the same drafts.
 
     Raises:
         EdgespecError: the tokens are not those of plain decoding.
@@ -165,7 +168,7 @@ def measure(
     described: list[Described] = [f.result() for f in [p.executor.submit(describe, spec) for p in places]]
     vocab = SleepingSpec().open().vocab
     made: Any = Targets(vocab, described[0], spec, places, proposer, lookahead=lookahead, stop_ids=frozenset())
-    for _ in range(2):  # the first one has the copies read the prompt
+    for _ in range(2):  # in the first one the copies read the prompt
         events = drive.events(made, Request(list(PROMPT), sampling, TOKENS))
         started = perf_counter()
         written = [chunk.token_id for event in events for chunk in drive.chunks_in(event)]

@@ -1,7 +1,7 @@
-"""Seconds of passes with streamed weights: a random-weight model of a given shape, against the possible.
+"""Seconds of passes with streamed weights, of a model of a given shape with random weights.
 
-A pass takes at least max(compute, bytes / bandwidth). Computation is measured without copies on a few resident layers,
-and extrapolated to all of them.
+They are compared with max(compute, bytes / bandwidth); computation is measured on a few resident layers, and
+extrapolated to all of them.
 """
 
 import copy
@@ -50,11 +50,19 @@ Copies = Callable[[Any, int], CopyEngine]
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """
+    Attributes:
+        seconds: of a pass.
+        compute_seconds: of the same pass without copies.
+        copy_seconds: bytes / bandwidth.
+        disk_seconds: bytes from disk / the disk's speed.
+    """
+
     nodes: int
-    seconds: float  # a pass
-    compute_seconds: float  # the same without copies
-    copy_seconds: float  # bytes / bandwidth
-    disk_seconds: float = 0.0  # bytes from disk / the disk's speed
+    seconds: float
+    compute_seconds: float
+    copy_seconds: float
+    disk_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -63,17 +71,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """
+    Attributes:
+        streamed_bytes: of a pass.
+        bandwidth: host to device, bytes per second.
+        from_disk: number of layers that are read from disk.
+        disk: bytes per second.
+        costs: nodes -> seconds of one layer, of one more.
+    """
+
     dtype: str
     layers: int
     full_layers: int
     streamed_layers: int
     layer_bytes: int
-    streamed_bytes: int  # in a pass
-    bandwidth: float  # host to device, bytes a second
+    streamed_bytes: int
+    bandwidth: float
     rows: list[Row]
     from_disk: int = 0
-    disk: float = 0.0  # bytes a second
-    costs: dict[int, tuple[float, float]] = field(default_factory=dict)  # nodes -> seconds of one layer, of one more
+    disk: float = 0.0
+    costs: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
@@ -112,7 +129,15 @@ def _alias(layer: Any, index: int) -> Any:
 
 
 def bandwidth(device: Any, size: int, repeats: int = 5) -> float:
-    """Bytes a second from pinned host memory to the device, for blocks of `size` bytes: the best of some runs."""
+    """
+    Args:
+        device: a CUDA device.
+        size: bytes of a block.
+        repeats: number of runs.
+
+    Returns:
+        Bytes per second from pinned host memory to the device, of the best run.
+    """
     holder = torch.nn.Module()
     holder.register_buffer("bytes", torch.ones(size, dtype=torch.uint8))
     block = Block(holder, pin=device.type == "cuda")
@@ -173,8 +198,7 @@ def measure(
     known: Report | None = None,
     disk: Path | None = None,
 ) -> Report:
-    """With `known` and `disk` its resident layers and DISK_LAYERS more, which come from disk, as far as there is room.
-
+    """
     Args:
         shape: fields of a LlamaConfig.
         dtype: "bfloat16", "float16", "float32" or "nf4".
@@ -185,7 +209,7 @@ def measure(
         deadline: `perf_counter` time after which no further size is begun.
         copies: makes the copy engine.
         known: what was measured of the same format with all layers in host memory.
-        disk: a folder; layers are written there.
+        disk: a folder; with `known`, its resident layers are measured with up to DISK_LAYERS that are read from there.
 
     Raises:
         UsageError: the device's memory is too small.
@@ -203,7 +227,7 @@ def measure(
         there = int(shutil.disk_usage(disk).free * HOST_SHARE // layer)
         layers = known.layers - known.streamed_layers + min(DISK_LAYERS, known.streamed_layers, there)
         host = Host(disk, STAGING * layer, 0, apart=True)
-        memory -= (known.layers - layers) * cache  # so that as many layers stay
+        memory -= (known.layers - layers) * cache  # the same number of layers stays
     rate = known.bandwidth if known else bandwidth(device, layer)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
     backend = assemble(model, vocab, device, memory=memory, gpu=_gpu(device), copies=copies, host=host, **options)
@@ -229,7 +253,13 @@ def layer_costs(
     shape: dict[str, Any], dtype: str, device: Any, sizes: Sequence[int], vocab: Vocab, copies: Copies,
     options: dict[str, Any],
 ) -> dict[int, tuple[float, float]]:  # fmt: skip
-    """Nodes -> seconds of a pass with one resident layer, and of each further layer. Raises UsageError."""
+    """
+    Returns:
+        Nodes -> seconds of a pass with one resident layer, and of each further layer.
+
+    Raises:
+        UsageError: the device's memory is too small.
+    """
     few = []
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)

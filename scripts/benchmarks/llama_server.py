@@ -1,4 +1,4 @@
-"""llama.cpp's own server as a process, to be held against this one."""
+"""llama.cpp's own server as a process."""
 
 import socket
 import subprocess
@@ -13,7 +13,7 @@ from benchmarks.serving import closing_connection
 from edgespec.errors import EdgespecError, UsageError
 
 LOADS = 300.0  # seconds that a server may take until it answers
-# By the signal that ended it.
+# By return code.
 ENDED = {-9: "out of memory", -11: "it crashed; on a processor with AMX give it the option --no-repack"}
 BY_TEXT = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 DRAFTED = 16  # most draft tokens per pass
@@ -29,16 +29,19 @@ def modes(draft: str | None) -> dict[str, list[str]]:
 def options(model: str, *, parallel: int, context_length: int, threads: int) -> list[str]:
     size = str(parallel * context_length)
     about = ["-m", model, "-np", str(parallel), "-c", size, "-t", str(threads), "-tb", str(threads)]
-    return [*about, "-ctxcp", "0", "--cache-ram", "0", "--no-webui"]  # nothing is asked twice
+    return [*about, "-ctxcp", "0", "--cache-ram", "0", "--no-webui"]  # no prompt is sent twice
 
 
 @contextmanager
 def started(command: Sequence[str], enter: Callable[[], None] | None = None) -> Iterator[int]:
-    """A server as a process of its own, until it is left; the port where it answers.
+    """Start a server as a process of its own, which ends with the context.
 
     Args:
         command: without host and port.
-        enter: called in the new process before the program: to limit its memory.
+        enter: called in the new process before the program, to limit its memory.
+
+    Yields:
+        Its port.
 
     Raises:
         UsageError: there is no such program.

@@ -148,7 +148,7 @@ def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) ->
     Args:
         folders: models for MLX.
         passes: of the check for growth.
-        quick: few passes and one delay.
+        quick: make few passes, with one delay.
         say: called with every result.
     """
     found = list[Found]()

@@ -1,4 +1,4 @@
-"""GGUFs of any shape with made-up weights: to measure how a model of that size runs, without having one."""
+"""GGUFs of any shape with made-up weights, to measure how a model of that size runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from edgespec.models.convert.gguf_write import appearing, check_out, import_gguf
 
 Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
 BLOCK, BLOCK_BYTES = 256, 144  # weights and bytes of a block of Q4_K
-NOISE = 65521  # random blocks that are used again and again; a prime, so that hardly two rows are alike
+NOISE = 65521  # number of random blocks, which repeat; a prime, so that hardly two rows are alike
 UNUSED = 5  # llama_token_type in llama.h
 Q4_K_S = 14  # llama_ftype in llama.h
 CONTEXT = 8192
@@ -25,19 +25,28 @@ SLOW = -0.5  # how fast states fade
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """
+    Attributes:
+        vocab: number of tokens, or the tokenizer's, if that is more.
+        hybrid: every n-th layer has attention, others a recurrent state (Mamba 2); 0: all have attention.
+    """
+
     layers: int = 80
     width: int = 8192
     feed_forward: int = 28672
     heads: int = 64
     kv_heads: int = 8
-    vocab: int = 128256  # or as many tokens as the tokenizer has, if that is more
-    hybrid: int = 0  # every n-th layer has attention, others a recurrent state (Mamba 2); 0: all
+    vocab: int = 128256
+    hybrid: int = 0
 
     def has_attention(self, layer: int) -> bool:
         return not self.hybrid or layer % self.hybrid == self.hybrid - 1
 
     def check(self) -> None:
-        """Raises UsageError if no model has this shape."""
+        """
+        Raises:
+            UsageError: no model has this shape.
+        """
         for name in ("layers", "width", "feed_forward", "heads", "kv_heads", "vocab"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name.replace('_', ' ')} is {getattr(self, name)}, but must be at least 1")
@@ -53,24 +62,30 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
+    """
+    Attributes:
+        type: a gguf.GGMLQuantizationType.
+        shape: the last dimension in bytes.
+        size: bytes.
+    """
+
     name: str
-    type: Any  # gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # the last in bytes
+    type: Any
+    shape: tuple[int, ...]
     make: Callable[[], Bytes]
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return int(np.prod(self.shape))
 
 
 def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[int, int], None]) -> int:
-    """Write a GGUF of this shape: matrices in Q4_K, norms of ones. It appears only when it is complete.
+    """Write a GGUF of this shape: matrices in Q4_K, norms of ones.
 
     Weights are random, with the spread that keeps a layer's output as large as its input, so logits are finite.
 
     Args:
-        out: must not exist yet.
+        out: must not exist yet; the file appears when it is complete.
         shape: of the model.
         tokenizer: a GGUF whose tokenizer is copied; tokens that mean nothing fill the vocabulary up.
         progress: called with (bytes written, bytes in all) of the weights.
@@ -109,10 +124,10 @@ def write_planned(
     out: Path, architecture: str, planned: Sequence[Planned], values: Callable[[Any], None],
     progress: Callable[[int, int], None],
 ) -> int:  # fmt: skip
-    """Write a GGUF of these tensors; it appears only when it is complete.
+    """Write a GGUF of these tensors.
 
     Args:
-        out: must not exist yet.
+        out: must not exist yet; the file appears when it is complete.
         architecture: as the header names it.
         planned: its tensors.
         values: adds all else of the header to a `gguf.GGUFWriter`.
@@ -217,11 +232,11 @@ def _weights(name: str, sizes: tuple[int, ...], blocks: Callable[[int], Bytes]) 
 
 
 def _blocks(columns: int) -> Bytes:
-    """Random blocks of Q4_K for rows of `columns` weights, NOISE x BLOCK_BYTES.
+    """Random blocks of Q4_K for rows of `columns` weights, [NOISE, BLOCK_BYTES].
 
-    A block (block_q4_K in ggml-common.h): d and dmin in float16, eight scales and eight minima of 6 bits, and 256
-    numbers of 4 bits. A weight is d * scale * number - dmin * minimum. Scales and minima are 32, and dmin is 7.5 d, so
-    weights lie around zero.
+    A block (block_q4_K in ggml-common.h) has d and dmin in float16, eight scales and eight minima of 6 bits, and 256
+    numbers of 4 bits; a weight is d * scale * number - dmin * minimum. Here scales and minima are 32, and dmin is
+    7.5 d, so weights lie around zero.
     """
     spread = 32 * np.sqrt((16**2 - 1) / 12)  # of 32 times a number from 0 to 15
     d = np.float16(1 / (spread * np.sqrt(columns)))

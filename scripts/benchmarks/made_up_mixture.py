@@ -1,9 +1,9 @@
 """Mixtures of experts made of dense models: tokens of the dense model, with the routing and reads of a mixture.
 
-The feed forward is cut along its inner width into parts, which sum to it. Each part has as many copies as experts
-allow. Routers are random. One copy of each part make a group, and router rows are equal within a group, so the experts
-of a group are chosen together. Weights of chosen experts sum to one, so the up projection is multiplied by the number
-of parts; for powers of two that changes no digit.
+The feed forward is cut along its inner width into parts, which sum to it, and each part is copied to several experts.
+One copy of each part make a group, whose router rows are equal, so its experts are chosen together. Routers are random.
+Weights of chosen experts sum to one, so the up projection is multiplied by the number of parts, a power of two, which
+changes no digit.
 
 Cuts are between the blocks of quantised weights, so nothing is rounded again.
 """
@@ -31,12 +31,22 @@ PARTS = ("ffn_gate", "ffn_up", "ffn_down")
 
 @dataclass(frozen=True, slots=True)
 class Experts:
+    """
+    Attributes:
+        count: experts of a layer.
+        used: experts of a token.
+        parts: into which the dense feed forward is cut.
+    """
+
     count: int = 16
     used: int = 2
-    parts: int = 1  # that the dense feed forward is cut into
+    parts: int = 1
 
     def check(self) -> None:
-        """Raises UsageError if there is no such mixture."""
+        """
+        Raises:
+            UsageError: there is no such mixture.
+        """
         if not 1 <= self.used <= self.count:
             raise UsageError(f"{self.used} of {self.count} experts are to be used, but must be from 1 to {self.count}")
         if self.parts < 1 or self.parts & (self.parts - 1) or self.count % self.parts or self.used % self.parts:
@@ -49,11 +59,11 @@ class Experts:
 def write_mixture(
     source: Path, out: Path, experts: Experts, progress: Callable[[int, int], None], *, seed: int = 7
 ) -> int:
-    """Make a mixture, of architecture llama as Mixtral, of a dense model. It appears only when it is complete.
+    """Make a mixture, of architecture llama as Mixtral, of a dense model.
 
     Args:
         source: a GGUF of architecture qwen2 or llama; of a split one, any part.
-        out: must not exist yet.
+        out: must not exist yet; the file appears when it is complete.
         experts: how many.
         progress: called with (bytes written, bytes in all) of the weights.
         seed: of the routers.
@@ -156,7 +166,6 @@ def _multiply(rows: Bytes, kind: str, size: int, by: int) -> None:
 
 
 def _heads(source: Path, values: dict[str, Any], part: str) -> int:
-    """Raises ModelError."""
     key = f"{values['general.architecture']}.attention.head_count"
     count = values.get(f"{key}_kv", values.get(key)) if part == "attn_k" else values.get(key)
     if not isinstance(count, int) or count < 1:
@@ -165,7 +174,6 @@ def _heads(source: Path, values: dict[str, Any], part: str) -> int:
 
 
 def _own_values(source: Path, values: dict[str, Any], experts: Experts) -> dict[str, int]:
-    """Raises ModelError."""
     kind = values["general.architecture"]
     missing = [key for key in (f"{kind}.embedding_length", "tokenizer.ggml.tokens") if key not in values]
     if missing:

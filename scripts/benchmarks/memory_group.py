@@ -23,25 +23,32 @@ class Group:
         self._settings, self._peak = FILES[version]
 
     def limit(self, size: int) -> None:
-        """Allow `size` bytes, with version 2 none of them swapped; with version 1 reset the peak."""
+        """Limit the group's memory, without swap in version 2; version 1 also resets the peak.
+
+        Args:
+            size: bytes.
+        """
         for name, value in self._settings.items():
             (self.folder / name).write_text(value.format(size))
 
     def enter(self) -> None:
-        """Put this process into the group."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak(self) -> int:
-        """Most bytes in use at once."""
+        """Most bytes in use at once; 0: unknown (before Linux 5.19)."""
         try:
             return int((self.folder / self._peak).read_text())
-        except OSError:  # memory.peak: since Linux 5.19
+        except OSError:
             return 0
 
 
 @contextmanager
 def memory_group() -> Iterator[Group]:
-    """Raises EdgespecError where that is not allowed."""
+    """A control group below this process's own.
+
+    Raises:
+        EdgespecError: none may be made here.
+    """
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     version = 1 if "memory" in paths else 2
@@ -65,7 +72,7 @@ def weight_files(model: str) -> list[Path]:
 
 
 def evict(model: str) -> None:
-    """Drop the weights of a model file or folder from the page cache."""
+    """Drop a model's weights from the page cache."""
     for path in weight_files(model):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,7 @@
 """Models that do not fit into memory: memory mapping against streaming, passes and whole answers, on every engine.
 
-Every measurement is a process of its own (`offload_worker.py`) inside a memory limit, started with the model's files
-evicted from the page cache. Variants alternate, so that a busy machine or a disk with burst credits slows all alike.
+Each measurement is a process (`offload_worker.py`) inside a memory limit, started with the model's files evicted from
+the page cache. Variants alternate, so that a busy machine or a disk with burst credits slows all alike.
 """
 
 import json
@@ -29,7 +29,10 @@ Say = Callable[[str], None]
 
 
 def parse_models(text: str) -> Task:
-    """Raises UsageError."""
+    """
+    Raises:
+        UsageError: `text` is not ENGINE:MODEL or ENGINE:MODEL+DRAFT, or there is no such model.
+    """
     engine, _, rest = text.partition(":")
     target, _, draft = rest.partition("+")
     if engine not in ENGINES or not target:
@@ -59,7 +62,10 @@ def run(task: Task, group: Group | None) -> dict[str, Any]:
 
 
 def interleaved(tasks: Mapping[str, Task], rounds: int, group: Group, say: Say) -> dict[str, list[dict[str, Any]]]:
-    """The results of every task, each part of its prompts in a process of its own, with the disk's speed before it."""
+    """
+    Returns:
+        Results of every task, by part of its prompts, each from a process of its own, with the disk's speed before it.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for number in range(rounds):
         for name, task in tasks.items():

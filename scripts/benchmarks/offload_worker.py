@@ -29,17 +29,27 @@ MLX_LM = "mlx-lm"
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """
+    Attributes:
+        backend: an engine, or MLX_LM for mlx-lm itself.
+        memory: bytes for streaming; 0: what is free.
+        limit: bytes that the process and what it caches may take; 0: no limit.
+        by_cost: no more draft tokens than pay.
+        pace: `AutoState.as_dict` of the parts before.
+        nodes: of passes to time.
+    """
+
     target: str
     draft: str = ""
-    backend: str = "llamacpp"  # MLX_LM: mlx-lm itself
+    backend: str = "llamacpp"
     stream: bool = True
-    memory: int = 0  # bytes given to streaming; 0 = what is free
-    limit: int = 0  # bytes that the process and what it caches may take; 0 = no limit
+    memory: int = 0
+    limit: int = 0
     budget: int = DEFAULT_BUDGET
-    by_cost: bool = False  # no more draft tokens than pay
-    pace: dict[str, Any] | None = None  # `AutoState.as_dict` of the parts before
+    by_cost: bool = False
+    pace: dict[str, Any] | None = None
     context_length: int = 2048
-    nodes: list[int] = field(default_factory=list)  # of passes to time
+    nodes: list[int] = field(default_factory=list)
     planner: str = "none"
     ahead: bool | None = None
     planner_options: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +137,7 @@ def _streamed(target: Any) -> int:
 
 @contextmanager
 def _used(found: dict[str, Any]) -> Iterator[None]:
-    """Add to `found` the bytes that this process reads from a disk (Linux), and its seconds on processors."""
+    """Add to `found` the bytes that are read from a disk (Linux), and the seconds on processors."""
     read, before = bytes_read(), getrusage(RUSAGE_SELF)
     yield
     after = getrusage(RUSAGE_SELF)
@@ -136,7 +146,7 @@ def _used(found: dict[str, Any]) -> Iterator[None]:
 
 
 def bytes_read() -> int:
-    """Bytes this process has fetched from a disk (Linux)."""
+    """Bytes that this process has read from a disk (Linux)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 

@@ -8,16 +8,21 @@ from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.sampling import Float32Array, log_sum_exp
 
-PIECE = 512  # tokens; each begins with nothing before it
+PIECE = 512  # tokens
 
 
 def perplexity(
     backend: Backend, token_ids: Sequence[int], *, piece: int = PIECE, done: Callable[[int], None] = lambda tokens: None
 ) -> float:
-    """Perplexity of at least two tokens; `done` is called with the number of tokens after every piece.
+    """
+    Args:
+        backend: a loaded model.
+        token_ids: at least two.
+        piece: tokens that are predicted from each other only.
+        done: called with the number of tokens after every piece.
 
     Raises:
-        UsageError: there are fewer.
+        UsageError: there are fewer than two tokens.
     """
     total, count = 0.0, 0
     for start in range(0, len(token_ids), piece):

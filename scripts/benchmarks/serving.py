@@ -18,9 +18,15 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
+    """
+    Attributes:
+        tokens: number of tokens; 0: the server reported none.
+        first: seconds until the first word.
+    """
+
     text: str
-    tokens: int  # 0: the server reported none
-    first: float  # seconds until the first word
+    tokens: int
+    first: float
 
 
 @contextmanager
@@ -53,7 +59,10 @@ def closing_connection(port: int) -> Iterator[HTTPConnection]:
 
 
 def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
-    """Raises EdgespecError: there is none."""
+    """
+    Raises:
+        EdgespecError: there is no answer.
+    """
     started, first, tokens, text = time.perf_counter(), 0.0, 0, ""
     sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     with closing_connection(port) as connection:

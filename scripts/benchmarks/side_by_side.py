@@ -1,4 +1,4 @@
-"""Variants of a planner that have written the same prompts: `specexec+ahead` is specexec with the setting `ahead`."""
+"""Variants of a planner on the same prompts: `specexec+ahead` is specexec with the setting `ahead`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,16 +8,17 @@ import numpy as np
 from edgespec.errors import UsageError
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ahead": {"ahead": True},  # the draft goes on while the target works
-    "preverify": {"top_up": False},  # the target starts at once
-    "forks": {"forks": 4},  # it reads the likeliest exits first
+    "ahead": {"ahead": True},
+    "preverify": {"top_up": False},
+    "forks": {"forks": 4},
 }
 DRAWS = 4000  # of the bootstrap
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
-    """Raises:
-    UsageError: there is no such setting.
+    """
+    Raises:
+        UsageError: there is no such setting.
     """
     name, *settings = text.split("+")
     options: dict[str, Any] = {}
@@ -29,7 +30,7 @@ def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def ratio(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Tokens per second against those of another variant, and its 95 % interval, by bootstrap over prompts.
+    """Tokens per second in proportion to another variant's, and the ends of the 95 % interval (bootstrap over prompts).
 
     Args:
         runs: `tokens` and `seconds` of each prompt.

@@ -109,7 +109,7 @@ def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:
     found += [f"{model.scheduler.waiting} requests wait"] if model.scheduler.waiting else []
     return found + (
         [f"{active_count() - threads} threads"] if active_count() > threads + 12 else []
-    )  # asyncio's workers
+    )  # workers of asyncio are allowed
 
 
 def is_pet(text: str) -> bool:

@@ -15,7 +15,12 @@ WAYS = ("Enter only", "typing ahead", "typing ahead, pause")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    seconds: Sequence[float]  # from Enter to the first token, for each of `WAYS`
+    """
+    Attributes:
+        seconds: from Enter to the first token, for each of `WAYS`.
+    """
+
+    seconds: Sequence[float]
     same: bool
 
 

@@ -77,7 +77,12 @@ REQUESTS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    where: str  # a regular expression for "name: place", all of it
+    """
+    Attributes:
+        where: a regular expression for "name: place", all of it.
+    """
+
+    where: str
     why: str
 
 
@@ -164,7 +169,10 @@ def same_tokens(
 
 
 def events_of(text: str) -> Iterator[tuple[str, Any]]:
-    """(name or "", data) of server-sent events; data as they are where they are no JSON."""
+    """
+    Yields:
+        (name or "", data) of server-sent events; data as they are where they are no JSON.
+    """
     for block in text.replace("\r\n", "\n").split("\n\n"):
         fields = [line.partition(": ")[::2] for line in block.splitlines() if not line.startswith(":")]
         data = "\n".join(value for name, value in fields if name == "data")

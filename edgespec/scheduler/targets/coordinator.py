@@ -279,7 +279,11 @@ class Targets:
         future.add_done_callback(lambda done: self._events.put(lambda: self._proposed_all(version, done)))
 
     def _propose(self, version: int, text: list[int], most: int) -> bool:
-        """In the draft's thread: propose tokens for that version; True if more may follow."""
+        """In the draft's thread: propose tokens for a version of the sequence.
+
+        Returns:
+            True if more may follow.
+        """
         began = perf_counter()
         for number, token in enumerate(self._proposer.after(text), 1):
             self._events.put(partial(self._proposed, version, token, perf_counter() - began))

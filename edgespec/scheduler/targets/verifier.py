@@ -73,7 +73,9 @@ class Verifier:
         self._prompt: list[int] = []
 
     def verify(self, task: Task) -> list[int]:
-        """The accepted draft tokens, then the target's own next one; `read` comes first.
+        """
+        Returns:
+            The accepted draft tokens, then the target's own next one; `read` comes first.
 
         Raises:
             Interrupted: a pass was interrupted, or the task is no longer wanted.
@@ -154,7 +156,10 @@ def describe(spec: Spec) -> Described:
 
 
 def verify(spec: Spec, task: Task) -> list[int] | None:
-    """Do a task with this thread's copy; return the target's tokens, or None if the task was stopped or has none.
+    """Do a task with this thread's copy.
+
+    Returns:
+        The target's tokens; None: the task was stopped or has none.
 
     Raises:
         EdgespecError: it could not be done.
