@@ -163,7 +163,7 @@ class Model:
         A task that is cancelled ends its request after the pass under way. To leave early, wrap the iterator in
         `contextlib.aclosing`.
         """
-        request = self.request(prompt, **options)
+        request = await asyncio.to_thread(self.request, prompt, **options)  # it tokenises, and compiles a grammar
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:

@@ -13,6 +13,7 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
+from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import AutoState
 from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
@@ -127,6 +128,41 @@ def test_a_draft_whose_context_is_full_reads_no_further():
     assert reader.ended.error is None
     reader.check()
     assert reader.stats.drafted > 0
+    scheduler.close()
+
+
+@pytest.mark.parametrize("kind", ["specexec", "auto", "ahead"])
+def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(kind):
+    draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01), worth=GivenShare(1.0))
+    made = (AheadPlanner if kind == "ahead" else SpecExecPlanner)(draft, depth=4, cost=state.draft)
+    planner = auto_planner("auto", state, draft=made) if kind == "auto" else made
+    target = backend(sessions=1)
+    scheduler = Scheduler(target, [planner], budget=8)
+    long = Reader(scheduler, LONG_PROMPT, 0.7, 1, 20, foresee=True)
+    run(scheduler)
+    long.check()
+    assert draft.parts == []
+    assert long.stats.drafted == 0
+    short = Reader(scheduler, 1, 0.7, 1, 20)
+    run(scheduler)
+    short.check()
+    assert short.stats.drafted > 0
+    scheduler.close()
+
+
+def test_a_full_draft_is_not_blamed():
+    """`auto` learns nothing about a draft from steps in which it could not be asked."""
+    draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01))
+    planner = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft))
+    scheduler = Scheduler(backend(sessions=1), [planner], budget=8)
+    reader = Reader(scheduler, 3, 0.7, 1, 200)
+    while len(PROMPTS[3]) + len(reader.tokens) < 90:
+        scheduler.step()
+    known, drafted = state.worth.hoped, reader.stats.drafted
+    assert known > 0
+    assert drafted > 0
+    run(scheduler)
+    assert (state.worth.hoped, reader.stats.drafted) == (known, drafted)
     scheduler.close()
 
 

@@ -141,7 +141,7 @@ def test_a_tree_loses_what_is_refused_and_gains_what_is_forced():
     wrong = encode("x", add_bos=False, parse_special=False)[0]
     assert good[:3] == bad[:3]
     tree = make_tree([9, *good, bad[3], wrong], parents, -0.1 * np.arange(len(parents)), [0] + [1] * (len(parents) - 1))
-    found = constraint.prune_and_force(tree, [9])
+    found = constraint.prune_and_force(tree, [9], 99)
     assert (found.log_probs[1:] <= found.log_probs[found.parents[1:]]).all()
     texts = []
     for leaf in set(range(len(found))) - set(found.parents.tolist()):
@@ -237,3 +237,35 @@ def test_without_the_package_the_command_is_named():
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "a grammar needs the package 'llguidance': pip install 'edgespec[server]'"
+
+
+def test_long_forced_text_is_encoded_once(monkeypatch):
+    """60 KB of text that the schema fixes: no step, and no node of its tree, encodes all of it again."""
+    text = "The tide comes in. " * 2000
+    constraint = COMPILER.compiled(json_schema({"const": text})).start()
+    lengths, encode = [], type(TARGET.vocab).encode
+    monkeypatch.setattr(
+        type(TARGET.vocab), "encode", lambda self, text, **more: lengths.append(len(text)) or encode(self, text, **more)
+    )
+    ids = [9, *encode(TARGET.vocab, json.dumps(text), add_bos=False, parse_special=False)]
+    for at in range(0, 6000, 20):
+        chain = make_tree(ids[at : at + 9], range(-1, 8), -0.1 * np.arange(9), [0] + [1] * 8)
+        found = constraint.prune_and_force(chain, ids[: at + 1], 20)
+        assert len(found) == 29
+        assert found.token_ids.tolist() == ids[at : at + 29]
+        for token in ids[at + 1 : at + 21]:
+            constraint.accept(token)
+    assert sum(lengths) < 4 * 6000
+
+
+def test_remembered_forced_text_is_what_would_be_computed_again():
+    vocab = TARGET.vocab
+    constraint = COMPILER.compiled(GRAMMARS["schema"]).start()
+    ids = vocab.encode('{"city":"Paris","days":[', add_bos=False, parse_special=False)
+    for at, token in enumerate(ids):
+        found = constraint.prune_and_force(make_tree([9], [-1], np.zeros(1), [0]), [9, *ids[:at]], 5)
+        fresh = Constraint(constraint._matcher, vocab).prune_and_force(
+            make_tree([9], [-1], np.zeros(1), [0]), [9, *ids[:at]], 5
+        )
+        assert found.token_ids.tolist() == fresh.token_ids.tolist()
+        constraint.accept(token)

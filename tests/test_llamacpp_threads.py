@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.memory.threads import (
     WINDOW,
     OtherLoad,
     ShortWaits,
+    SlowPasses,
     Usage,
     busy_processors,
     busy_ticks,
@@ -38,11 +39,10 @@ intr 12345 0 0
 """
 
 
-def test_ticks_of_the_processors_that_may_be_used() -> None:
-    assert busy_ticks(STAT, {0}, nice=False) == 100 + 30 + 4 + 5
-    assert busy_ticks(STAT, {0}, nice=True) == 100 + 20 + 30 + 4 + 5
-    assert busy_ticks(STAT, {0, 1}, nice=False) == 139 + 1 + 3 + 6 + 7
-    assert busy_ticks(STAT, {12}, nice=False) == 1000
+def test_ticks_of_the_processors_that_may_be_used_by_programs_of_all_priorities() -> None:
+    assert busy_ticks(STAT, {0}) == 100 + 20 + 30 + 4 + 5
+    assert busy_ticks(STAT, {0, 1}) == 159 + 1 + 2 + 3 + 6 + 7
+    assert busy_ticks(STAT, {12}) == 1000
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,10 @@ def test_processors_that_others_keep_busy(others: float, was_crowded: bool, seen
     ],
 )
 def test_threads_make_room(threads: int, others: float, fewer: int) -> None:
-    assert threads_for(threads, others, nodes=2, cells=5000) == fewer
-    assert threads_for(threads, others, nodes=1, cells=SPLIT_CELLS) == fewer
-    assert threads_for(threads, others, nodes=1, cells=SPLIT_CELLS + 1) == threads
+    assert threads_for(threads, others, 0, nodes=2, cells=5000) == fewer
+    assert threads_for(threads, others, 0, nodes=1, cells=SPLIT_CELLS) == fewer
+    assert threads_for(threads, others, 1, nodes=1, cells=SPLIT_CELLS + 1) == threads
+    assert threads_for(threads, 0.0, threads - fewer, nodes=2, cells=5000) == fewer
 
 
 def test_the_processors_are_looked_at_now_and_then() -> None:
@@ -100,6 +101,59 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
     assert changes == [True]
     assert crowd.others(5 * WINDOW) == 0
     assert changes == [True, False]
+
+
+def passes(slow: SlowPasses, begin: float, *seconds: float) -> tuple[list[int], float]:
+    """Threads left out of passes of one node that follow each other, and when the last ends; 4 threads."""
+    found = []
+    for took in seconds:
+        found.append(slow.fewer(begin))
+        begin += took
+        slow.took(1, found[-1], took, begin, 4)
+    return found, begin
+
+
+def test_a_slow_pass_gives_up_a_thread_at_once_until_a_trial_shows_that_it_is_no_use() -> None:
+    slow = SlowPasses()
+    found, now = passes(slow, 0.0, 0.3, 0.1, 0.1, 0.29, 2.0)
+    assert found == [0, 0, 0, 0, 0]
+    found, now = passes(slow, now, 0.2, 0.2, 2.0)  # as long as the slow pass took
+    assert found == [1, 1, 1]
+    assert passes(slow, now, 0.2) == ([2], now + 0.2)
+    found, now = passes(slow, now + 5.0, 0.1, 0.1, 0.1)
+    assert found == [1, 0, 0]
+
+
+def test_trials_that_fail_become_rare() -> None:
+    slow, now = SlowPasses(), 0.0
+    passes(slow, now, 0.1)
+    trials = list[float]()
+    while now < 300:
+        tried = slow.fewer(now) == 0
+        trials += [now] if tried else []
+        _, now = passes(slow, now, 1.0 if tried else 0.1)
+    assert 1 <= trials[1] - trials[0] < 3
+    assert trials[-1] - trials[-2] > 20
+    assert len(trials) < 25
+
+
+def test_passes_of_other_sizes_and_a_growing_cache_are_not_slow() -> None:
+    slow, now = SlowPasses(), 0.0
+    for i in range(200):
+        assert slow.fewer(now) == 0
+        now += 0.1 * 1.015**i
+        slow.took(1, 0, 0.1 * 1.015**i, now, 4)
+    slow.took(512, 0, 60.0, now + 60, 4)
+    assert slow.fewer(now + 60) == 0
+
+
+def test_threads_are_given_up_to_the_last() -> None:
+    slow = SlowPasses()
+    passes(slow, 0.0, 0.1)
+    for _ in range(6):
+        slow.took(1, slow.fewer(0.0), 0.4, 0.0, 4)
+    assert slow.fewer(0.0) == 3
+    assert threads_for(4, 4.0, 3, nodes=2, cells=5000) == 1
 
 
 def test_a_system_that_does_not_say_how_busy_it_is() -> None:
@@ -162,9 +216,16 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
 
     class Others:
         def others(self, now: float) -> float:
-            return busy[-1]
+            return max(0.0, busy[-1])
 
         def pass_ended(self, now: float) -> None:
+            pass
+
+    class Slow:
+        def fewer(self, now: float) -> int:
+            return int(busy[-1] < 0)
+
+        def took(self, *about) -> None:
             pass
 
     def spy(context, threads, batch_threads) -> None:
@@ -174,6 +235,7 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
     monkeypatch.setattr("edgespec.machine.this_machine.compute_cores", lambda: 3)
     for module in (engine, backend):
         monkeypatch.setattr(module, "crowd", Others)
+    monkeypatch.setattr(backend, "SlowPasses", Slow)
     monkeypatch.setattr(llama_cpp, "llama_set_n_threads", spy)
     model = engine.load(path, context_length=1024, budget=64)
     session = model.open()
@@ -187,10 +249,10 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
 
     for length in (SPLIT_CELLS - 1, SPLIT_CELLS, 600):
         for tree in ([-1], [-1, 0, 0, 1, 1, 2], [*range(-1, 64)]):
-            bits, threads = zip(*(read(length, tree, others) for others in (0.0, 1.0, 5.0)), strict=True)
-            assert threads == ((3, 3, 3) if len(tree) == 1 and length >= SPLIT_CELLS else (3, 2, 2))
-            assert np.array_equal(bits[0], bits[1]), (length, len(tree))
-            assert np.array_equal(bits[0], bits[2]), (length, len(tree))
+            bits, threads = zip(*(read(length, tree, others) for others in (0.0, 1.0, 5.0, -1.0)), strict=True)
+            assert threads == ((3,) * 4 if len(tree) == 1 and length >= SPLIT_CELLS else (3, 2, 2, 2))
+            for other in bits[1:]:
+                assert np.array_equal(bits[0], other), (length, len(tree))
     session.close()
     model.close()
 

@@ -8,7 +8,7 @@ import sys
 from contextlib import aclosing, suppress
 from functools import cache
 from itertools import pairwise, product
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
 from time import sleep
 
 import numpy as np
@@ -738,6 +738,22 @@ class TestModel:
         found, works = asyncio.run(everything())
         assert found == [result.text for result in expected]
         assert works > 1.5
+
+    def test_a_prompt_is_tokenised_outside_the_event_loop(self, monkeypatch):
+        threads, request = [], Model.request
+
+        def noted(model, *given, **options):
+            threads.append(current_thread())
+            return request(model, *given, **options)
+
+        async def ask(model):
+            return [chunk async for chunk in model.astream("hello", max_tokens=3)]
+
+        monkeypatch.setattr(Model, "request", noted)
+        with self.model(1) as model:
+            assert asyncio.run(ask(model))
+        assert threads
+        assert main_thread() not in threads
 
     def test_a_task_that_is_cancelled_frees_its_slot(self):
         async def everything():

@@ -28,6 +28,7 @@ from edgespec.scheduler.requests import Request as Wanted
 from edgespec.server import wire
 from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, error_body, make_app
+from edgespec.server.conversation import Question
 from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused
 from edgespec.server.output_format import OutputFormat
@@ -444,6 +445,36 @@ class TestErrors:
             asyncio.run(wire.read_body(Request(scope, never), ChatBody))
         assert raised.value.status == 408
 
+    def test_a_body_that_is_cut_off_by_the_servers_end_gets_an_answer(self):
+        async def ask():
+            scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+            task = asyncio.create_task(wire.read_body(Request(scope, asyncio.Event().wait), ChatBody))
+            await asyncio.sleep(0)
+            task.cancel()
+            await task
+
+        with pytest.raises(Refused, match="stopping") as raised:
+            asyncio.run(ask())
+        assert raised.value.status == 503
+
+    def test_a_client_that_leaves_while_it_sends_is_not_an_error_of_the_server(self):
+        async def ask(app):
+            head = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head, "query_string": b""}
+            parts = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}])
+
+            async def receive():
+                return next(parts)
+
+            async def send(message):
+                pass
+
+            await app({**scope, "scheme": "http", "root_path": ""}, receive, send)
+
+        with served() as client:
+            asyncio.run(ask(client.app))
+            assert 'path="/v1/completions",status="499"} 1' in client.get("/metrics").text
+
     def test_too_many_at_once(self):
         with served(slots=1, service={"most_waiting": 1}) as client:
             client.model.scheduler.turn.acquire()  # nothing is written meanwhile
@@ -457,6 +488,25 @@ class TestErrors:
             finally:
                 client.model.scheduler.turn.release()
             assert client.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 200
+
+    def test_a_hundred_streams_at_once_are_not_more_than_the_limit(self):
+        async def ask(service):
+            question = Question({}, prompts=["a"], max_tokens=3)
+            return await asyncio.gather(*(service.start(question) for _ in range(100)), return_exceptions=True)
+
+        with served(slots=2, service={"most_waiting": 4}) as client:
+            scheduler = client.model.scheduler
+            scheduler.turn.acquire()  # nothing is written meanwhile
+            try:
+                found = asyncio.run(ask(Service(client.model, "tiny", most_waiting=4)))
+                admitted = [one for one in found if not isinstance(one, Refused)]
+                assert len(admitted) == 6
+                assert all(one.status == 429 for one in found if isinstance(one, Refused))
+                for one in admitted:
+                    one.cancel()
+                assert scheduler.waiting + scheduler.active == 0
+            finally:
+                scheduler.turn.release()
 
     def test_more_than_ever_fit_need_not_come_again(self):
         with served(slots=1, service={"most_waiting": 1}) as client:

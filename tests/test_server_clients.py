@@ -242,6 +242,11 @@ class TestCommand:
                 until(lambda: can_connect(port))
                 reader = ask(port, stream=True, max_tokens=50000)
                 found = reader.recv(4096)
+                half = socket.create_connection(("127.0.0.1", port))
+                half.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                    b'Content-Length: 99\r\n\r\n{"prompt'
+                )
                 process.send_signal(signal.SIGTERM)
                 until(lambda: not can_connect(port))
                 assert process.poll() is None
@@ -251,6 +256,7 @@ class TestCommand:
                 assert process.wait(20) == 0
                 assert b"the server is stopping" in found
                 assert process.stderr.read() == ""
+                half.close()
             finally:
                 process.kill()
 

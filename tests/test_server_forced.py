@@ -19,7 +19,7 @@ from edgespec.loop.grammar import Compiler, json_schema
 from edgespec.server import constrained
 from edgespec.server.call_formats import FORMATS
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
-from edgespec.server.constrained import MARKER, ThoughtFirst
+from edgespec.server.constrained import LARK_START, MARKER, ThoughtFirst
 from edgespec.server.conversation import Thought, Turn
 from edgespec.server.output_format import call_format_of
 from edgespec.server.parse_output import OutputParser
@@ -252,6 +252,63 @@ def test_a_grammar_has_one_rule_for_each_schema(seen):
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/l0"}}, "$defs": levels}
     grammar = call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": parameters}])
     assert len(grammar.text) < 50_000
+
+
+def object_of(keys, value):
+    return {"type": "object", "properties": {f"key{i}": value(i) for i in range(keys)}}
+
+
+NUMBERED = {f"d{i}": object_of(1, lambda _: {"type": "integer"}) for i in range(100)}
+ORDINARY = {
+    "three levels": object_of(8, lambda _: object_of(8, lambda _: object_of(8, lambda _: {"type": "string"}))),
+    "many keys": object_of(500, lambda _: {"type": "integer"}),
+    "many definitions": object_of(100, lambda i: {"$ref": f"#/$defs/d{i}"}) | {"$defs": NUMBERED},
+}
+
+
+@pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_tools_with_many_optional_parameters_can_be_forced(seen, name):
+    grammar = call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": ORDINARY[name]}])
+    Compiler(Vocabulary()).compiled(grammar)
+
+
+def test_a_grammar_that_becomes_too_long_is_not_built_to_its_end(monkeypatch):
+    made = []
+    monkeypatch.setattr(constrained, "string", lambda text: made.append(text) or f'"{text}"')
+    parameters = object_of(20_000, lambda _: {"type": "string"})
+    for seen in ("<arg_key>", "<|tool_call>call:"):
+        with pytest.raises(UsageError, match="longer than 65536 bytes"):
+            call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": parameters}])
+        assert len(made) < 10_000
+        made.clear()
+
+
+def test_json_within_markup_keeps_what_its_references_mean():
+    """Parameters that refer to others, to all of themselves, and to keys of definitions."""
+    parameters = object_of(1, lambda _: {"type": "integer"}) | {
+        "$defs": {"t": object_of(1, lambda _: {"$ref": "#/properties/key0"})}
+    }
+    parameters["properties"] |= {"list": {"type": "array", "items": {"$ref": "#/$defs/t"}},
+                                 "all": {"type": "array", "items": {"$ref": "#"}}}  # fmt: skip
+    vocab, form = Vocabulary(), form_named("<arg_key>")
+    grammar = call_grammar(vocab, form, [{"name": "f", "parameters": parameters}])
+    for key, good, bad in (
+        ("list", '[{"key0": 5}]', '[{"key0": "5"}]'),
+        ("all", '[{"list": [{"key0": 5}]}]', '[{"list": [{"key0": [5]}]}]'),
+    ):
+        for value in (good, bad):
+            text = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+            assert fits(vocab, grammar, text) == (value is good), text
+
+
+def test_a_grammar_with_an_unclosed_string_is_searched_once():
+    for mark in '"/':
+        assert len(LARK_START.findall(mark + f"\\{mark}" * 50)) == 1
+    found = [
+        kind for kind in LARK_START.findall('start: "start\\"start" /start\\/start/ start // start\nstart: x') if kind
+    ]
+    assert len(found) == 3
 
 
 def test_a_schema_may_refer_to_itself():

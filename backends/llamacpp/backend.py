@@ -28,7 +28,7 @@ from .memory.attention import has_kernels
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
 from .memory.skip_padding import SkipPadding
-from .memory.threads import crowd, threads_for
+from .memory.threads import SlowPasses, crowd, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
@@ -61,6 +61,7 @@ class LlamaBackend:
         self.plan: Plan | None = None
         self._watch = watch
         self._yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
+        self._slow = SlowPasses()
         self.build = engine_build()
         self.computing = computing
         self.tiles = has_kernels(str(computing["kv_type"]))
@@ -198,8 +199,9 @@ class LlamaBackend:
         watch = self._watch
         if self._yielding:
             self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
-            others = crowd().others(monotonic())
-            threads = threads_for(self._yielding, others, total, self._most_cells)
+            others, began = crowd().others(monotonic()), monotonic()
+            fewer = self._slow.fewer(began)
+            threads = threads_for(self._yielding, others, fewer, total, self._most_cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
         with watch.signals.held() if watch else nullcontext():
@@ -208,7 +210,8 @@ class LlamaBackend:
             if watch:
                 watch.finish()
         if self._yielding:
-            crowd().pass_ended(monotonic())
+            crowd().pass_ended(ended := monotonic())
+            self._slow.took(total, fewer, ended - began, ended, self._yielding)
         if watch and watch.error is not None:
             raise watch.error
         if status == ABORTED:

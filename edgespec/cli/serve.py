@@ -1,3 +1,4 @@
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"
+LAST_SECONDS = 2  # for the last events after the grace; then clients that still send, or do not read, are cut off
 
 
 def check_server() -> None:
@@ -105,13 +107,20 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
             if service.stopping:
                 end_texts.cancel()
                 Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
+                loop = asyncio.get_running_loop()
+                loop.call_soon_threadsafe(loop.call_later, LAST_SECONDS, self.cut_off)
             else:
                 service.stopping = self.should_exit = True
                 end_texts.start()
 
+        def cut_off(self) -> None:
+            for task in self.server_state.tasks:
+                task.cancel()
+
     config = uvicorn.Config(
-        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False
-    )
+        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
+        timeout_graceful_shutdown=grace + LAST_SECONDS,
+    )  # fmt: skip
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     click.echo(

@@ -133,11 +133,7 @@ class Generation:
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
     def begin(self) -> None:
-        """Keep the prefixes of the prompt that the sessions of target and draft hold.
-
-        Raises:
-            ContextFull: the prompt does not fit into the draft's context.
-        """
+        """Keep the prefixes of the prompt that the sessions of target and draft hold."""
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
 
@@ -205,7 +201,7 @@ class Generation:
         proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
         tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
         if self._grammar and budget:  # each node takes the grammar's time, so only those that fit are pruned
-            tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids), room)
+            tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids, budget), room)
             nodes = fitting(Proposal(tree), budget, leaves)
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 

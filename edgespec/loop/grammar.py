@@ -4,6 +4,7 @@ The mask depends on earlier tokens only, so drafts change nothing.
 """
 
 import json
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,14 +24,28 @@ SPECIAL = b"\xff"  # begins the names of control tokens
 SEEN = 3  # tokens before forced text that are encoded with it: it may begin within a token
 SURE = log(0.98)  # log-probability of a token within forced text
 LAST = log(0.5)  # log-probability of its last token, which may reach beyond it
+PIECE = 4096  # bytes of forced text that are encoded at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar's source, made by `json_schema`, `regex` or `lark`."""
+    """A grammar's source, made by `json_schema`, `regex` or `lark`.
+
+    Raises:
+        UsageError: it is longer than `MOST_BYTES`.
+    """
 
     kind: str
     text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text.encode("utf-8", "replace")) > MOST_BYTES:
+            raise too_long()
+
+
+def too_long() -> UsageError:
+    """The error for a grammar beyond `MOST_BYTES`."""
+    return UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
@@ -103,10 +118,8 @@ class Compiler:
         """Compile a grammar; callable from any thread.
 
         Raises:
-            UsageError: it is wrong, too long, or needs what llguidance lacks.
+            UsageError: it is wrong, or needs what llguidance lacks.
         """
-        if len(grammar.text.encode("utf-8", "replace")) > MOST_BYTES:
-            raise UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
         matcher = self._engine.LLMatcher
         make = {
             "json_schema": matcher.grammar_from_json_schema,
@@ -139,12 +152,32 @@ class Compiled:
         return Constraint(self.matcher.deep_copy(), self.vocab)
 
 
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Text that the grammar forces: `ids` are the tokens of its first `encoded` bytes."""
+
+    text: bytes = b""
+    ids: Sequence[int] = ()
+    encoded: int = 0
+
+    def after(self, token: int, text: bytes) -> "Forced":
+        """What is known to be forced behind a token with this text."""
+        if not text or not self.text.startswith(text):
+            return NOT_KNOWN
+        rest = self.text[len(text) :]
+        return Forced(rest, self.ids[1:], self.encoded - len(text)) if token in self.ids[:1] else Forced(rest)
+
+
+NOT_KNOWN = Forced()
+
+
 class Constraint:
     """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: Any, vocab: Vocab) -> None:
         self._matcher = matcher
         self._vocab = vocab
+        self._forced = NOT_KNOWN
 
     def masked(self, logits: Float32Array) -> Float32Array:
         """
@@ -163,20 +196,24 @@ class Constraint:
         """Append `token` to the sequence."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+        self._forced = self._forced.after(token, self._vocab.token_bytes(token))
 
-    def prune_and_force(self, tree: DraftTree, token_ids: Sequence[int]) -> DraftTree:
+    def prune_and_force(self, tree: DraftTree, token_ids: Sequence[int], most: int) -> DraftTree:
         """Drop forbidden draft tokens, and add those that the grammar forces.
 
         Args:
             tree: rooted at the last committed token.
             token_ids: all committed tokens.
+            most: tokens to add at one node.
         """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
         tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
-        # (old node, its new number, the matcher after it, the last tokens up to it)
-        stack: list[tuple[int, int, Any, list[int]]] = [(0, 0, self._matcher.deep_copy(), list(token_ids[-SEEN:]))]
+        before = list(token_ids[-SEEN:])
+        self._forced = self._completed(self._forced, self._matcher, before, most + len(tree))
+        # (old node, its new number, the matcher after it, the last tokens up to it, what is known to be forced)
+        stack: list[tuple[int, int, Any, list[int], Forced]] = [(0, 0, self._matcher.deep_copy(), before, self._forced)]
 
         def add(token: int, parent: int, value: float, source: int) -> int:
             tokens.append(token)
@@ -186,9 +223,10 @@ class Constraint:
             return len(tokens) - 1
 
         while stack:
-            old, new, matcher, before = stack.pop()
+            old, new, matcher, before, forced_text = stack.pop()
             known = {int(tree.token_ids[child]): child for child in children.get(old, [])}
-            forced = self._forced(matcher, before)
+            forced_text = self._completed(forced_text, matcher, before, most)
+            forced = forced_text.ids
             placed = {}
             for token, child in known.items():
                 if not matcher.is_stopped() and matcher.validate_tokens([token]):
@@ -198,28 +236,40 @@ class Constraint:
                     if forced and token == forced[0]:
                         value = max(value, values[new] + (SURE if len(forced) > 1 else LAST))
                     placed[token] = add(token, new, min(value, values[new]), source)
-                    stack.append((child, placed[token], behind, [*before, token][-SEEN:]))
+                    rest = forced_text.after(token, self._vocab.token_bytes(token))
+                    stack.append((child, placed[token], behind, [*before, token][-SEEN:], rest))
             if forced and forced[0] not in placed:
                 at = new
-                for i, token in enumerate(forced):
+                for i, token in enumerate(forced[:most]):
                     at = add(token, at, values[at] + (SURE if i + 1 < len(forced) else LAST), int(Source.GRAMMAR))
         return make_tree(tokens, parents, values, sources)
 
-    def _forced(self, matcher: Any, before: Sequence[int]) -> list[int]:
+    def _completed(self, forced: Forced, matcher: Any, before: Sequence[int], most: int) -> Forced:
+        """What is forced, with `most` tokens of it if it is as long."""
+        text = forced.text
+        if not text and not matcher.is_stopped():
+            text = matcher.compute_ff_bytes()
+        if not text or len(forced.ids) >= most or (forced.ids and forced.encoded == len(text)):
+            return forced
+        ids = self._encoded(text[:PIECE], before)
+        if len(text) > PIECE:
+            ids = ids[:-SEEN]  # they may reach beyond the piece
+        ids = ids[: matcher.validate_tokens(ids)] if ids else []
+        return Forced(text, ids, sum(len(self._vocab.token_bytes(token)) for token in ids))
+
+    def _encoded(self, text: bytes, before: Sequence[int]) -> list[int]:
         # The tokens are only proposed: the target may write the same text in other tokens.
-        if matcher.is_stopped() or not (forced := matcher.compute_ff_bytes()):
-            return []
         head = b"".join(map(self._vocab.token_bytes, before))
         try:
-            ids = self._vocab.encode((head + forced).decode("utf-8"), add_bos=False, parse_special=False)
-        except (UnicodeDecodeError, ModelError):  # it begins or ends within a character
+            known = getincrementaldecoder("utf-8")().decode(head + text)  # it may end within a character
+            ids = self._vocab.encode(known, add_bos=False, parse_special=False)
+        except (UnicodeDecodeError, ModelError):  # it begins within one
             return []
         read, start = b"", 0
         while start < len(ids) and len(read) < len(head):
             read += self._vocab.token_bytes(ids[start])
             start += 1
-        found = ids[start:] if read == head else []
-        return found[: matcher.validate_tokens(found)] if found else []
+        return ids[start:] if read == head else []
 
 
 def _bits(mask: bytes, size: int) -> NDArray[np.bool_]:

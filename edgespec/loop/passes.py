@@ -259,7 +259,7 @@ def most_nodes(limits: Capabilities, unread: int) -> int:
     return min(most, limits.exact.trees.most - unread) if limits.exact else most
 
 
-def check_room(backend: Backend, prompt_length: int, what: str = "the context") -> None:
+def check_room(backend: Backend, prompt_length: int) -> None:
     """Refuse a prompt that leaves no room for a single new token, before any work is done.
 
     Raises:
@@ -268,6 +268,6 @@ def check_room(backend: Backend, prompt_length: int, what: str = "the context") 
     limit = backend.capabilities.context_length
     if prompt_length >= limit:
         raise ContextFull(
-            f"the prompt has {prompt_length} tokens, but {what} holds {limit}: "
+            f"the prompt has {prompt_length} tokens, but the context holds {limit}: "
             f"shorten the prompt or use a larger context (--ctx)"
         )

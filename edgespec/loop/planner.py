@@ -89,11 +89,7 @@ class Planner(ABC):
     depth: int = 1 << 30
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Start a sequence of at least one token, without making a pass.
-
-        Raises:
-            ContextFull: the prompt does not fit into the draft's context.
-        """
+        """Start a sequence of at least one token, which may be too long for the draft, without making a pass."""
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         """
@@ -105,6 +101,10 @@ class Planner(ABC):
             none, or so few that `propose` reads them.
         """
         return None
+
+    def most_depth(self, context: Context) -> int:
+        """Most depth of the next tree; 0 or less: the output ends, or the draft's context is full."""
+        return min(self.depth, context.max_depth)
 
     @abstractmethod
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:

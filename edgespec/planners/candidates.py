@@ -132,7 +132,7 @@ class Drafting(Candidate):
         return self._state.written >= self._first_asked
 
     def _depth(self, context: Context, budget: int) -> int:
-        return min(self.planner.depth, context.max_depth, budget)
+        return min(self.planner.most_depth(context), budget)
 
     def _unread(self, length: int) -> int:
         session = self.planner.draft_session

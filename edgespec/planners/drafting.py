@@ -10,7 +10,7 @@ from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
-from edgespec.loop.passes import Prefill, check_room
+from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
@@ -46,12 +46,7 @@ class Drafter:
         self._prefill = Prefill(draft, self.session, [])
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Keep the prefix of the prompt that the session holds.
-
-        Raises:
-            ContextFull: the prompt does not fit into the draft's context.
-        """
-        check_room(self.draft, len(prompt_ids), "the draft model's context")
+        """Keep the prefix of the prompt that the session holds."""
         self._prompt_length, self._prefill = len(prompt_ids), Prefill(self.draft, self.session, prompt_ids[:-1])
         self._prefill.resume()
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0

@@ -76,8 +76,11 @@ class SpecExecPlanner(Planner):
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         return self._drafter.unread(token_ids)
 
+    def most_depth(self, context: Context) -> int:
+        return min(self.depth, self._drafter.room(context))
+
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        steps = min(self.depth, self._drafter.room(context))
+        steps = self.most_depth(context)
         if steps <= 0 or budget <= 0:
             return Proposal(root_only(context.token_ids[-1]))
         search, self._search = self._begun(context, budget), None  # and remains so after an exception
@@ -126,13 +129,13 @@ class SpecExecPlanner(Planner):
         """As for `Planner`, by one draft pass a token; a draft far behind the sequence reads a part of it instead."""
         self._search = None
         tokens, until = list[int](), perf_counter() + seconds
+        if (room := min(count, self._drafter.room(context))) <= 0:
+            return tokens
         certain = len(context.token_ids) - context.foreseen
         if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
             self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
             return tokens
-        scores, room = ChildScores(context, self.tau, self.coupling), min(count, self._drafter.room(context))
-        if room <= 0:
-            return tokens
+        scores = ChildScores(context, self.tau, self.coupling)
         with self._drafter.aside(certain - 1):
             logits, node = self._drafter.read(context.token_ids)
             above = COMMITTED

@@ -107,33 +107,44 @@ class Parts:
 
 class Answers:
     def __init__(self, answers: Sequence[Answer], submit: Submit, ping_seconds: float) -> None:
-        """
+        """Submits the answers' requests at once, so that they count; within an event loop.
+
         Args:
             answers: none of them begun.
             submit: begins one.
             ping_seconds: of silence after which `events` yields None.
         """
         self.all = answers
-        self._submit = submit
         self._ping_seconds = ping_seconds
+        self._events = asyncio.Queue[tuple[int, Event]]()
+        self._handles = list[Handle]()
+        loop = asyncio.get_running_loop()
+        try:
+            for number, answer in enumerate(answers):
+
+                def emit(event: Event, number: int = number) -> None:
+                    loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+
+                self._handles.append(submit(answer.request, emit))
+                answer.stats = self._handles[-1].stats
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel all requests; safe to call twice, and after they have ended."""
+        for handle in self._handles:
+            handle.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
         """(number of the answer, event) until all have ended; None after `ping_seconds` of silence; an early end
         raises.
         """
-        loop, queue, handles = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), list[Handle]()
+        left = set(range(len(self.all)))
         try:
-            for number, answer in enumerate(self.all):
-
-                def emit(event: Event, number: int = number) -> None:
-                    loop.call_soon_threadsafe(queue.put_nowait, (number, event))
-
-                handles.append(self._submit(answer.request, emit))
-                answer.stats = handles[-1].stats
-            left = set(range(len(handles)))
             while left:
                 try:
-                    number, event = await asyncio.wait_for(queue.get(), self._ping_seconds)
+                    number, event = await asyncio.wait_for(self._events.get(), self._ping_seconds)
                 except TimeoutError:
                     yield None
                     continue
@@ -142,16 +153,15 @@ class Answers:
                 answer = self.all[number]
                 answer.add(event)
                 if answer.has_its_call:
-                    handles[number].cancel()
+                    self._handles[number].cancel()
                 if isinstance(event, Ended):
                     left.remove(number)
-                    answer.stop_found = handles[number].text.stop_found
+                    answer.stop_found = self._handles[number].text.stop_found
                     if event.error is not None and not answer.has_its_call:
                         raise event.error
                 yield number, event
         finally:
-            for handle in handles:
-                handle.cancel()
+            self.cancel()
 
     async def whole(self) -> None:
         async for _ in self.events():

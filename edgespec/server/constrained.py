@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
-from edgespec.loop.grammar import Grammar, lark
+from edgespec.loop.grammar import MOST_BYTES, Grammar, lark, too_long
 from edgespec.server.call_formats import QUOTE, CallFormat
 from edgespec.server.schema import Schema, spelled
 from edgespec.server.tool_calls import Tool
@@ -27,7 +27,8 @@ SIMPLE = ("integer", "number", "boolean", "null")
 ANYTHING = Schema.anything()
 ANSWER, CALL, THOUGHT, FREE = "edgespec_answer", "edgespec_call", "edgespec_thought", "edgespec_free"
 # A string, comment or regular expression of a Lark grammar; or, as group 1, the rule `start`.
-LARK_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|\b(start)\b')
+# Unclosed ones match, too: a new search from each mark within them would take quadratic time.
+LARK_START = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|\b(start)\b')
 
 
 def call_grammar(vocab: Vocab, calls: CallFormat, tools: Sequence[Tool]) -> Grammar:
@@ -72,20 +73,37 @@ def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:
             term, behind = rules.text_until(marker), after[after.index(marker) + len(marker) :]
         else:
             term = rules.json(value)
-        one = " ".join(filter(None, (rules.filled(before, places), term, rules.filled(behind, places))))
-        found.append(one if key in schema.required else f"({one})?")
+        one = rules.add(" ".join(filter(None, (rules.filled(before, places), term, rules.filled(behind, places)))))
+        found.append(one if key in schema.required else f"{one}?")
     return found
 
 
 class Rules:
+    """Rules of a grammar; equal ones are one."""
+
     def __init__(self, vocab: Vocab) -> None:
         self.lines: list[str] = []
         self._vocab = vocab
+        self._known: dict[str, str] = {}
         self._values: dict[Schema, str] = {}
+        self._room = MOST_BYTES
 
     def add(self, terms: str, about: str = "") -> str:
-        self.lines.append(f"r{len(self.lines)}{about}: {terms}")
+        """The name of a new rule, or of an equal one. Raises UsageError: the grammar becomes too long."""
+        if (body := f"{about}: {terms}") not in self._known:
+            self._known[body] = name = self._new_name()
+            self._define(name, body)
+        return self._known[body]
+
+    def _new_name(self) -> str:
+        self.lines.append("")
         return f"r{len(self.lines) - 1}"
+
+    def _define(self, name: str, body: str) -> None:
+        self.lines[int(name[1:])] = name + body
+        self._room -= len(name + body)
+        if self._room < 0:
+            raise too_long()
 
     def json(self, schema: Schema) -> str:
         return self.add(f"%json {json.dumps({**schema.json, **SPACED})}")
@@ -106,8 +124,8 @@ class Rules:
     def value(self, schema: Schema) -> str:
         """The rule of a value in Gemma 4's braces, by the schema's types, properties, items and enum."""
         if schema not in self._values:
-            self._values[schema] = name = self.add("")
-            self.lines[int(name[1:])] = f"{name}: {self._terms(schema)}"
+            self._values[schema] = name = self._new_name()
+            self._define(name, f": {self._terms(schema)}")
         return self._values[schema]
 
     def _terms(self, schema: Schema) -> str:
@@ -137,7 +155,7 @@ class Rules:
 
     def members(self, schema: Schema) -> str:
         """The rule of an object in braces: required keys first, each group in the schema's order."""
-        one = {key: f"{string(key + ':')} {self.value(value)}" for key, value in schema.properties.items()}
+        one = {key: self.add(f"{string(key + ':')} {self.value(value)}") for key, value in schema.properties.items()}
         others = [key for key in one if key not in schema.required]
         behind = [""]
         for key in reversed(others):

@@ -1,11 +1,12 @@
 """JSON schemas of tools' parameters, resolved once for grammars and parsers."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from edgespec.errors import UsageError
 
-DEFINITIONS = ("$defs", "definitions")
+NOWHERE = (TypeError, ValueError, AttributeError, LookupError)  # raised by references that lead nowhere
 TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
     dict: ("object",), list: ("array",),
@@ -21,13 +22,39 @@ class Schema:
         self.properties: dict[str, Schema] = {}
         self.required: list[str] = []
         self.items: Schema | None = None
-        self.json: dict[str, Any] = {}
+        self.node: dict[str, Any] = {}  # its JSON
+        self.root: dict[str, Any] = {}  # which references of `node` point into
 
     @classmethod
     def anything(cls) -> "Schema":
         found = cls()
         found.types = None
         return found
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Its JSON; of the root's definitions only those that it refers to."""
+        if self.node is self.root:
+            return self.node
+        definitions, names = dict[str, Any](), dict[int, str]()
+
+        def copied(node: Any) -> Any:
+            if isinstance(node, list):
+                return [copied(one) for one in node]
+            if not isinstance(node, dict):
+                return node
+            copy = {key: copied(value) for key, value in node.items()}
+            if is_reference(node):
+                with suppress(*NOWHERE):
+                    target = followed(self.root, node["$ref"])
+                    if id(target) not in names:
+                        names[id(target)] = name = f"d{len(names)}"
+                        definitions[name] = copied(target)
+                    copy["$ref"] = f"#/$defs/{names[id(target)]}"
+            return copy
+
+        found: dict[str, Any] = copied(self.node)
+        return {**found, "$defs": definitions} if definitions else found
 
     @property
     def is_text(self) -> bool:
@@ -70,14 +97,13 @@ def resolve(root: Any, name: str = "") -> Schema:
         raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
     try:
         return _Resolver({"type": "object", **root}).schema_of(None)
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+    except (*NOWHERE, RecursionError) as error:
         raise UsageError(f"tools: the parameters are no JSON schema: {error!r}") from error
 
 
 class _Resolver:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._definitions = {name: root[name] for name in DEFINITIONS if name in root}
         self._known: dict[int, Schema] = {}
 
     def schema_of(self, node: Any) -> Schema:
@@ -89,19 +115,17 @@ class _Resolver:
         return self._known[id(node)]
 
     def _target(self, node: Any) -> Any:
-        """Follow references; raises LookupError, TypeError or ValueError if they lead nowhere."""
+        """Follow references; raises `NOWHERE`."""
         passed = set[int]()
-        while isinstance(node, dict) and isinstance(reference := node.get("$ref"), str) and is_local(reference):
+        while is_reference(node):
             if id(node) in passed:
-                raise ValueError(f"{reference} refers to itself")
+                raise ValueError(f"{node['$ref']} refers to itself")
             passed.add(id(node))
-            node = self._root
-            for key in reference.split("/")[1:]:
-                node = node[int(key)] if isinstance(node, list) else node[key.replace("~1", "/").replace("~0", "~")]
+            node = followed(self._root, node["$ref"])
         return node
 
     def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
-        schema.json = {**self._definitions, **node}
+        schema.node, schema.root = node, self._root
         schema.values = self._values(node)
         schema.properties = {key: self.schema_of(value) for key, value in node.get("properties", {}).items()}
         schema.required = [key for key in node.get("required", ()) if key in schema.properties]
@@ -133,5 +157,12 @@ class _Resolver:
         return None
 
 
-def is_local(reference: str) -> bool:
-    return reference == "#" or reference.startswith("#/")
+def is_reference(node: Any) -> bool:
+    reference = node.get("$ref") if isinstance(node, dict) else None
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+
+
+def followed(root: Any, reference: str) -> Any:
+    for key in reference.split("/")[1:]:
+        root = root[int(key)] if isinstance(root, list) else root[key.replace("~1", "/").replace("~0", "~")]
+    return root

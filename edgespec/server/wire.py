@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -67,7 +68,7 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
     """The request's JSON.
 
     Raises:
-        Refused: it is too long or too slow, not JSON, or not of this kind.
+        Refused: it is too long or too slow, not JSON, or not of this kind; or the client left.
     """
     data = bytearray()
     try:
@@ -76,6 +77,10 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
                 data += piece
                 if len(data) > MOST_BODY:
                     raise Refused(413, f"the body is larger than {MOST_BODY} bytes")
+    except asyncio.CancelledError as error:  # by the server, when its time is over
+        raise Refused(503, "the server is stopping") from error
+    except ClientDisconnect as error:
+        raise Refused(GONE, "the client left before the end of the body") from error
     except TimeoutError as error:
         raise Refused(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from error
     try:

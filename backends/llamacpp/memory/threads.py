@@ -2,7 +2,8 @@
 
 llama.cpp's threads wait for each other several hundred times in a pass, so all wait if another program takes one's
 processor. On 2 processors with one other busy program, a pass with two threads takes 4 to 25 times as long, with
-one thread at most twice as long.
+one thread at most twice as long. A program of low priority in another session or control group takes as much: there
+nice values count within the group alone.
 
 Fewer threads change no bit of the result, except in passes of one node over many cells (`SPLIT_CELLS`). These keep
 their threads, but waiting threads sleep soon, so that the system can move them to free processors.
@@ -25,6 +26,9 @@ from ..ggml.files import ggml_library
 WINDOW = 0.25  # minimum seconds between two samples of /proc/stat, whose unit is 10 ms
 LOOKS = 3
 CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
+SLOW = 3.0  # times the usual seconds of a pass, from which on it gives up a thread
+GROWTH = 1.02  # per pass, of its usual seconds: the cache grows
+MOST_PATIENCE = 20.0  # slow passes' seconds from one trial to the next, at most
 SPLIT_CELLS = (
     256  # above it llama.cpp takes 512 cells or more, which threads split (use_split_kv_path, ggml-cpu/ops.cpp)
 )
@@ -44,22 +48,21 @@ class Usage:
     own: float
 
 
-def busy_ticks(stat: str, processors: Set[int], nice: bool) -> int:
+def busy_ticks(stat: str, processors: Set[int]) -> int:
     """
     Args:
         stat: the contents of /proc/stat.
         processors: those to count.
-        nice: count programs of low priority; they hardly slow down one of normal priority.
 
     Returns:
-        Clock ticks that programs and the system have used.
+        Clock ticks that programs of all priorities and the system have used.
     """
     rows = (line.split() for line in stat.splitlines() if line.startswith("cpu"))
     total = 0
     for name, *fields in rows:
         if name[3:].isdigit() and int(name[3:]) in processors:
             user, low, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
-            total += user + system + irq + softirq + (low if nice else 0)
+            total += user + low + system + irq + softirq
     return total
 
 
@@ -71,8 +74,7 @@ def usage_now() -> Usage | None:
         stat = Path("/proc/stat").read_text()
     except OSError:
         return None
-    nice = os.getpriority(os.PRIO_PROCESS, 0) > 0
-    ticks = busy_ticks(stat, os.sched_getaffinity(0), nice)
+    ticks = busy_ticks(stat, os.sched_getaffinity(0))
     return Usage(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
 
 
@@ -102,20 +104,22 @@ def _runs(task: Path) -> bool:
         return False
 
 
-def threads_for(threads: int, others: float, nodes: int, cells: int) -> int:
+def threads_for(threads: int, others: float, fewer: int, nodes: int, cells: int) -> int:
     """
     Args:
         threads: of a pass on an idle machine.
         others: CPUs that other programs use.
+        fewer: threads that slow passes have given up.
         nodes: tokens in the pass.
         cells: maximum number of cells in use.
 
     Returns:
         Threads for the pass.
     """
-    if others == 0 or (nodes == 1 and cells > SPLIT_CELLS):
+    if nodes == 1 and cells > SPLIT_CELLS:
         return threads
-    return max((threads + 1) // 2, threads - max(1, round(others)))
+    counted = max((threads + 1) // 2, threads - max(1, round(others))) if others else threads
+    return max(1, min(counted, threads - fewer))
 
 
 class OtherLoad:
@@ -150,6 +154,38 @@ class OtherLoad:
         if was != (self._others > 0):
             self._changed(not was)
         return self._others
+
+
+class SlowPasses:
+    """Gives up a thread after each slow pass, and takes it back by trial."""
+
+    def __init__(self) -> None:
+        self._fewer = 0
+        self._usual: dict[int, float] = {}  # by the bits of the number of nodes
+        self._patience, self._trial_at = 1.0, 0.0
+
+    def fewer(self, now: float) -> int:
+        """Threads to leave out of a pass that begins now."""
+        return self._fewer - (self._fewer > 0 and now >= self._trial_at)
+
+    def took(self, nodes: int, fewer: int, seconds: float, now: float, threads: int) -> None:
+        """
+        Args:
+            nodes: tokens in the pass.
+            fewer: threads that were left out.
+            seconds: the pass took.
+            now: its end.
+            threads: of a pass on an idle machine.
+        """
+        usual = self._usual.get(nodes.bit_length(), seconds)
+        self._usual[nodes.bit_length()] = min(usual * GROWTH, seconds)
+        if seconds > SLOW * usual:
+            self._fewer = min(fewer + 1, threads - 1)
+            self._trial_at = now + self._patience * seconds
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        else:
+            self._fewer = fewer
+            self._patience = max(1.0, 0.9 * self._patience) if fewer == 0 else self._patience
 
 
 class ShortWaits:

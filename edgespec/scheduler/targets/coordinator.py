@@ -100,7 +100,7 @@ class Targets:
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
         """As `Scheduler.submit`; requests are decoded one after the other.
 
-        A request ends with EdgespecError if no copy can do its tasks, ContextFull if the draft has no room for it.
+        A request ends with EdgespecError if no copy can do its tasks.
 
         Raises:
             UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.

@@ -12,10 +12,7 @@ class Proposer(Protocol):
     """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """
-        Raises:
-            ContextFull: the prompt does not fit into the draft's context.
-        """
+        """Begin a request, which may be too long for the draft."""
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Likely next tokens, one by one, until it is stopped or the context is full."""

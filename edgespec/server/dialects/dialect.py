@@ -1,10 +1,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from edgespec.scheduler.requests import Event
 from edgespec.server.answers import Answers
@@ -36,6 +38,19 @@ class Writer(ABC):
         return ()
 
 
+class EventStream(StreamingResponse):
+    def __init__(self, lines: AsyncIterator[bytes], answers: Answers) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # the client may leave before the first line
+            self._answers.cancel()
+
+
 @dataclass(frozen=True)
 class Dialect:
     """An interface: how it asks, answers and fails.
@@ -58,11 +73,13 @@ class Dialect:
         service: Service = http.app.state.service
         body: Any = await read_body(http, self.body)
         answers = await service.start(self.question(body))
-        writer = self.writer(service, body, answers)
-        if not body.stream:
-            return await answer_whole(http, answers.whole(), writer.whole)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._lines(writer, answers), media_type="text/event-stream", headers=headers)
+        with ExitStack() as left_early:
+            left_early.callback(answers.cancel)
+            writer = self.writer(service, body, answers)
+            if not body.stream:
+                return await answer_whole(http, answers.whole(), writer.whole)
+            left_early.pop_all()
+        return EventStream(self._lines(writer, answers), answers)
 
     async def _lines(self, writer: Writer, answers: Answers) -> AsyncIterator[bytes]:
         try:
