@@ -44,6 +44,7 @@ class Tensor:
     file: int
     start: int
     size: int  # bytes
+    type: int = 0  # how its numbers are stored: `ggml_type` in ggml.h; 0 where the engine does not ask
 
 
 Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
